@@ -1,0 +1,169 @@
+"""Messages to bytes and back; arrays to chunks and back. Pure: numpy, msgpack and xxhash only.
+
+A payload is a flat array cut into chunks of `chunk_bytes`. Each chunk carries its digest; the last one also
+carries the digest over all chunk digests, which is the payload's digest. Nothing here unpickles.
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+from .errors import BadMessage, BadPayload
+from .messages import Chunk, Message, TapeRecord
+
+M = TypeVar("M", bound=Message)
+
+MAX_CONTROL_BYTES = 64 * 2**20
+"""Upper bound of one control message; the largest is a spec with 100,000 tensors."""
+
+DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+"""Element type on the wire of each codec."""
+
+_tape: TypeAdapter[TapeRecord] = TypeAdapter(TapeRecord)
+
+
+def encode(message: Message) -> bytes:
+    """Message to msgpack."""
+    packed: bytes = msgpack.packb(message.model_dump())
+    return packed
+
+
+def _unpack(data: bytes, what: str, limit: int) -> Any:
+    if len(data) > limit:
+        raise BadMessage(f"{what} of {len(data)} bytes is over the limit of {limit}")
+    try:
+        return msgpack.unpackb(data, use_list=False, max_bin_len=limit, max_str_len=min(limit, 2**20))
+    except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
+        raise BadMessage(f"{what} is not msgpack: {error}") from error
+
+
+def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:
+    if isinstance(raw, dict) and raw.get("format", 1) != 1:
+        return BadMessage(f"{what} has wire format {raw['format']!r}, this build speaks 1: upgrade one side")
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "message"
+    return BadMessage(f"{what}: {where}: {first['msg']} (got {str(first['input'])[:80]!r})")
+
+
+def decode(kind: type[M], data: bytes, limit: int = MAX_CONTROL_BYTES) -> M:
+    """msgpack to a message of `kind`.
+
+    Raises:
+        BadMessage: not msgpack, too large, another format version, or a field out of bounds.
+    """
+    raw = _unpack(data, kind.__name__, limit)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise _complaint(kind.__name__, raw, error) from error
+
+
+def decode_tape(data: bytes) -> TapeRecord:
+    """msgpack to a tape record of whichever kind.
+
+    Raises:
+        BadMessage: as `decode`.
+    """
+    raw = _unpack(data, "TapeRecord", MAX_CONTROL_BYTES)
+    try:
+        return _tape.validate_python(raw)
+    except ValidationError as error:
+        raise _complaint("TapeRecord", raw, error) from error
+
+
+# --- payloads ------------------------------------------------------------------------------------
+
+
+def chunk_count(elements: int, codec: str, chunk_bytes: int) -> int:
+    """How many chunks a payload of `elements` has; an empty fragment is not allowed."""
+    return -(-elements * DTYPES[codec].itemsize // chunk_bytes)
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """xxh3-128."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
+    """Digest of a payload: xxh3-128 over its chunk digests."""
+    total = xxhash.xxh3_128()
+    for at in range(0, len(data), chunk_bytes):
+        total.update(digest_of(data[at : at + chunk_bytes]))
+    return total.digest()
+
+
+def as_bytes(array: npt.NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array, without a copy."""
+    return memoryview(array.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+
+
+def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:
+    """Flat array (elements,) to encoded `Chunk`s, lazily: one chunk in memory at a time."""
+    data = as_bytes(array)
+    count = -(-len(data) // chunk_bytes)
+    total = xxhash.xxh3_128()
+    for index in range(count):
+        piece = data[index * chunk_bytes : (index + 1) * chunk_bytes]
+        digest = digest_of(piece)
+        total.update(digest)
+        last = total.digest() if index == count - 1 else None
+        packed: bytes = msgpack.packb({"index": index, "data": piece, "digest": digest, "total": last})
+        yield packed
+
+
+class PayloadReader:
+    """Puts a payload together from its chunks; bounds come from the spec, never from the peer."""
+
+    def __init__(self, elements: int, codec: str, chunk_bytes: int) -> None:
+        self._dtype = DTYPES[codec]
+        self._chunk_bytes = chunk_bytes
+        self._data = np.empty(elements * self._dtype.itemsize, np.uint8)
+        self._total = xxhash.xxh3_128()
+        self.expected = chunk_count(elements, codec, chunk_bytes)
+        self.received = 0
+
+    @property
+    def complete(self) -> bool:
+        """All chunks are in and verified."""
+        return self.received == self.expected
+
+    def feed(self, encoded: bytes) -> None:
+        """Take the next chunk.
+
+        Raises:
+            BadPayload: out of order, of the wrong size, or corrupt.
+        """
+        try:
+            chunk = decode(Chunk, encoded, self._chunk_bytes + 256)
+        except BadMessage as error:
+            raise BadPayload(str(error)) from error
+        start = self.received * self._chunk_bytes
+        size = min(self._chunk_bytes, len(self._data) - start)
+        if self.complete or chunk.index != self.received:
+            raise BadPayload(f"chunk {chunk.index} came where {self.received} of {self.expected} was due")
+        if len(chunk.data) != size:
+            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, the spec says {size}")
+        if digest_of(chunk.data) != chunk.digest:
+            raise BadPayload(f"chunk {chunk.index} fails its digest")
+        self._data[start : start + size] = np.frombuffer(chunk.data, np.uint8)
+        self._total.update(chunk.digest)
+        self.received += 1
+        if self.complete and chunk.total != self._total.digest():
+            raise BadPayload("the payload fails its digest over all chunks")
+
+    @property
+    def digest(self) -> bytes:
+        """The payload's digest, once complete."""
+        return self._total.digest()
+
+    def array(self) -> npt.NDArray[Any]:
+        """The flat array (elements,) in the codec's element type, sharing the reader's memory."""
+        if not self.complete:
+            raise BadPayload(f"{self.received} of {self.expected} chunks are here")
+        return self._data.view(self._dtype)

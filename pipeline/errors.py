@@ -1,0 +1,54 @@
+"""Every error that crosses a module boundary, split by blame.
+
+`PeerError` and below: the bytes or settings of another party are at fault; the message names what was wrong.
+`BusError` and below: the bus (Redis) could not do what was asked; retry or re-read, as each says.
+`UsageError`: the person at the command line can mend it; shown without a traceback.
+"""
+
+
+class DilocoError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+
+class UsageError(DilocoError):
+    """Bad settings, paths or environment: the message says what is allowed and what to do next."""
+
+
+class PeerError(DilocoError):
+    """Another party sent something that cannot be used."""
+
+
+class BadMessage(PeerError):
+    """A wire message that does not decode, is out of bounds, or is of another format version."""
+
+
+class BadPayload(PeerError):
+    """A payload whose chunks are missing, out of order, of the wrong size, or fail their digest."""
+
+
+class SpecMismatch(PeerError):
+    """This party and the run's spec disagree; the message shows each differing field with both values."""
+
+
+class BusError(DilocoError):
+    """Base of what the bus may raise."""
+
+
+class BusUnavailable(BusError):
+    """The bus cannot be reached or timed out. The outcome of a write is unknown: re-read before retrying."""
+
+
+class BusFull(BusError):
+    """The bus refuses writes for want of memory or disk. Nothing was written; try again later."""
+
+
+class LeaseLost(BusError):
+    """A syncer write was refused because another owner holds the fragment's lease (or it lapsed)."""
+
+
+class HeadMoved(BusError):
+    """A syncer write was refused because the fragment's head is not the one it was based on: reload it."""
+
+
+class PayloadIncomplete(BusError):
+    """A commit was refused because a staged payload does not have all of its chunks: stage it again."""

@@ -1,0 +1,116 @@
+"""Every Redis key name, in one place.
+
+All keys of a fragment group share the hash tag ``{run:g}``, its tape included, so that a commit touches one
+cluster slot. Keys of the whole run share ``{run}``. Groups: ``g = p mod G``; G = 1 unless Redis is a cluster.
+"""
+
+from dataclasses import dataclass
+
+PREFIX = "diloco:"
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Keys of one run with `groups` fragment groups."""
+
+    run: str
+    groups: int = 1
+
+    def group(self, fragment: int) -> int:
+        """Group of a fragment."""
+        return fragment % self.groups
+
+    def _run(self, name: str) -> str:
+        return f"{PREFIX}{{{self.run}}}:{name}"
+
+    def _group(self, group: int, name: str) -> str:
+        return f"{PREFIX}{{{self.run}:{group}}}:{name}"
+
+    # --- the whole run ---------------------------------------------------------------------------
+    @property
+    def spec(self) -> str:
+        """What all agree on (msgpack `Spec`), set once."""
+        return self._run("spec")
+
+    @property
+    def state(self) -> str:
+        """Hash: `rank` (0 running, 1 draining, 2 finished) and `blob` (msgpack `RunState`)."""
+        return self._run("state")
+
+    @property
+    def learners(self) -> str:
+        """Hash: `learner/incarnation` -> last msgpack `LearnerReport`."""
+        return self._run("learners")
+
+    @property
+    def seen(self) -> str:
+        """Hash: `learner/incarnation` -> server time of that report, in ms."""
+        return self._run("seen")
+
+    @property
+    def events(self) -> str:
+        """Stream of msgpack `Event`: joins, leaves, failures."""
+        return self._run("events")
+
+    @property
+    def evaluations(self) -> str:
+        """Stream of msgpack `Evaluation`."""
+        return self._run("evaluations")
+
+    @property
+    def shards(self) -> str:
+        """Stream of data shards with the consumer group `learners`."""
+        return self._run("shards")
+
+    @property
+    def shard_positions(self) -> str:
+        """Hash: shard entry id -> last saved position in that shard."""
+        return self._run("shard-positions")
+
+    @property
+    def shard_epoch(self) -> str:
+        """Number of epochs put on the queue so far."""
+        return self._run("shard-epoch")
+
+    @property
+    def init_claim(self) -> str:
+        """Nonce of the learner that may upload version 0; expires."""
+        return self._run("init-claim")
+
+    @property
+    def initial(self) -> str:
+        """msgpack `InitialUpload`: a complete upload of version 0; expires."""
+        return self._run("initial")
+
+    # --- one fragment (all in the slot of its group) -------------------------------------------------
+    def deltas(self, p: int) -> str:
+        """Fragment stream: one `DeltaHeader` per entry."""
+        return self._group(self.group(p), f"deltas:{p}")
+
+    def delta_payload(self, p: int, learner: str, incarnation: str, base_version: int, attempt: int) -> str:
+        """Stream of a delta's chunks; expires."""
+        return self._group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{base_version}.{attempt}")
+
+    def head(self, p: int) -> str:
+        """Hash: the truth about fragment p."""
+        return self._group(self.group(p), f"head:{p}")
+
+    def lease(self, p: int) -> str:
+        """The owner's nonce, with an expiry."""
+        return self._group(self.group(p), f"lease:{p}")
+
+    def global_payload(self, p: int, version: int, nonce: str) -> str:
+        """Stream of a global fragment's chunks."""
+        return self._group(self.group(p), f"global:{p}:{version}:{nonce}")
+
+    def momentum_payload(self, p: int, version: int, nonce: str) -> str:
+        """Stream of an outer momentum's chunks."""
+        return self._group(self.group(p), f"momentum:{p}:{version}:{nonce}")
+
+    def initial_payload(self, p: int, nonce: str) -> str:
+        """Stream of one fragment's chunks of an upload of version 0; expires."""
+        return self._group(self.group(p), f"initial:{p}:{nonce}")
+
+    def tape(self, group: int) -> str:
+        """Event tape of a group."""
+        return self._group(group, "tape")

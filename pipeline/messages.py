@@ -1,0 +1,385 @@
+"""Wire types. Frozen; every bound that a peer's bytes must keep stands here, as a field constraint.
+
+A message is msgpack of its field dict; `codec.encode` / `codec.decode` are the only way in and out.
+Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence against forgery.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = 1
+"""Version of the wire format. A party that meets another one says so and stops."""
+
+MAX_FRAGMENTS = 4096
+MAX_LEARNERS = 4096
+
+PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
+FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
+Version = Annotated[int, Field(ge=0, le=2**48)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=512)]
+
+
+class Message(BaseModel):
+    """Base of all wire types: immutable, exact types, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+# --- the spec ------------------------------------------------------------------------------------
+
+
+class TensorSpec(Message):
+    """One tensor of the model: where it lives and how it is merged."""
+
+    name: Text
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=16)]
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    rule: Literal["rda", "mean"]
+    fragment: FragmentId
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        n = 1
+        for dim in self.shape:
+            n *= dim
+        return n
+
+
+class SyncSpec(Message):
+    """The protocol's constants, equal for all parties (PAPER.md 2; glossary names)."""
+
+    fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+    sync_interval: Annotated[int, Field(ge=1, le=10**6)]
+    quorum: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
+    overlap_steps: Annotated[int, Field(ge=0, le=10**6)]
+    grace_gamma: Annotated[float, Field(ge=0, lt=1)]
+    codec: Literal["bf16", "fp32"]
+    merge: Literal["rda", "mean"]
+    outer_lr: Annotated[float, Field(gt=0, le=100)]
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)]
+    tokens: Annotated[int, Field(ge=1, le=2**62)]
+    groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
+    chunk_bytes: Annotated[int, Field(ge=1024, le=16 * 2**20)]
+
+
+class Spec(Message):
+    """What all parties of a run agree on; proposed by the first learner, set once."""
+
+    format: Literal[1] = 1
+    sync: SyncSpec
+    tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=100_000)]
+    trainer: Annotated[dict[str, str | int | float | bool | None], Field(max_length=64)]
+    """Settings of the built-in trainer (model, data, seed ...): opaque to the syncer, equal for learners."""
+
+
+# --- deltas --------------------------------------------------------------------------------------
+
+
+class DeltaHeader(Message):
+    """Announces a delta: who, measured from what, how much training it carries. Chunks follow separately."""
+
+    format: Literal[1] = 1
+    learner: PartyId
+    incarnation: Nonce
+    fragment: FragmentId
+    base_version: Version
+    base_digest: Digest
+    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    steps: int
+    """Inner steps since the base was adopted; the window refuses what is not positive."""
+    tokens: int
+    """Tokens since the base was adopted."""
+    due: bool
+    """True if the sync interval was over (may open a window); False if it follows an open window."""
+    codec: Literal["bf16", "fp32"]
+    chunks: Annotated[int, Field(ge=1, le=10**6)]
+    layout: Digest
+    step_s: Seconds
+    """The learner's smoothed compute step time, for the grace window."""
+
+
+class Chunk(Message):
+    """One piece of a payload; chunk i of a payload is stream entry `{i+1}-0`."""
+
+    index: Annotated[int, Field(ge=0, le=10**6)]
+    data: Annotated[bytes, Field(min_length=1, max_length=16 * 2**20)]
+    digest: Digest
+    """xxh3-128 of `data`."""
+    total: Digest | None
+    """On the last chunk only: xxh3-128 over all chunk digests in order, the payload's digest."""
+
+
+# --- heads and windows ---------------------------------------------------------------------------
+
+
+class WindowView(Message):
+    """A window's state as its owner last published it, for learners and for people."""
+
+    state: Literal["idle", "collecting", "grace", "uploading", "merging"]
+    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS)]
+    """Learners whose delta is in this window."""
+    expected: Annotated[int, Field(ge=0)]
+    """How many learners the window could hope for."""
+    reason: Text
+    deadline_unix_s: float | None
+
+
+class MergedBase(Message):
+    """The last delta of one learner that went into a fragment."""
+
+    learner: PartyId
+    incarnation: Nonce
+    base_version: Version
+    tokens: Count
+
+
+class Head(Message):
+    """The present truth about a fragment."""
+
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    payload: Text
+    """Key of the global payload (float32, chunked)."""
+    chunks: Annotated[int, Field(ge=1)]
+    momentum: Text
+    """Key of the outer momentum payload, or "" for all zeros."""
+    previous_digest: Digest | None
+    """Digest of version - 1: the base on which a stale delta is still on record."""
+    window: WindowView
+    merged: Annotated[tuple[MergedBase, ...], Field(max_length=MAX_LEARNERS)]
+    merged_deltas: Count
+    merged_tokens: Count
+    rejected_tokens: Count
+
+
+class InitialUpload(Message):
+    """A complete upload of version 0 by the learner that held the claim `nonce`."""
+
+    learner: PartyId
+    nonce: Nonce
+    chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS)]
+    """Chunk count of each fragment's payload."""
+
+
+# --- learners, evaluations, events ---------------------------------------------------------------
+
+
+class LearnerReport(Message):
+    """A learner's last word about itself; one per incarnation, kept for the run."""
+
+    learner: PartyId
+    incarnation: Nonce
+    step: Count
+    tokens: Count
+    """Tokens trained by this incarnation."""
+    overwritten: Count
+    """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
+    versions: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_FRAGMENTS)]
+    """Adopted version of each fragment; -1 before the first."""
+    loss: float | None
+    tokens_per_s: Seconds
+    step_s: Seconds
+    """Smoothed compute step time."""
+    step_s_median: Seconds
+    blocked_s: Seconds
+    """Time the training thread has spent inside the library instead of computing."""
+    wall_s: Seconds
+    """Time since the first step."""
+    left: bool
+    """True in the last report of a clean leave."""
+    host: Text
+    device: Text
+
+
+class SeenReport(Message):
+    """A report with its age by the server's clock."""
+
+    report: LearnerReport
+    age_s: Seconds
+
+
+class Evaluation(Message):
+    """Held-out loss of the global parameters (not of one learner's)."""
+
+    loss: float
+    """Nats per token."""
+    tokens: Count
+    """Trained tokens of the run when the heads were read."""
+    versions: tuple[int, ...]
+    unix_s: float
+    elapsed_s: Seconds
+    """Since the run's first step."""
+    final: bool
+
+
+class Event(Message):
+    """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
+    who: Text
+    detail: Text
+    unix_s: float
+
+
+class Phase(StrEnum):
+    """A run only moves forward through these."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    FINISHED = "finished"
+
+    @property
+    def rank(self) -> int:
+        """Order: a state of lower rank never replaces one of higher rank."""
+        return list(Phase).index(self)
+
+
+class RunState(Message):
+    """Where the run stands; written by the lead syncer (owner of fragment 0), or to ask for a drain."""
+
+    phase: Annotated[Phase, Field(strict=False)]
+    tokens: Count
+    """Trained tokens of all learners, earlier parts of a resumed run included."""
+    base_tokens: Count
+    """Of those, tokens trained before this run was resumed."""
+    budget_tokens: Count
+    started_unix_s: float
+    drain_deadline_unix_s: float | None
+    reason: Text
+    manifest: tuple[tuple[int, bytes], ...]
+    """Once finished: (version, digest) of every fragment."""
+
+
+# --- data shards ---------------------------------------------------------------------------------
+
+
+class Shard(Message):
+    """A piece of an epoch: blocks [start, stop) of the epoch's permutation of the data's blocks."""
+
+    epoch: Count
+    index: Count
+    start: Count
+    stop: Count
+
+
+class ClaimedShard(Message):
+    """A shard in a learner's hands."""
+
+    entry_id: Text
+    shard: Shard
+    position: Count
+    """Blocks of it already read by an earlier holder, as last saved."""
+
+
+class ShardQueue(Message):
+    """The work queue as a checkpoint keeps it: shards not yet acknowledged, with their positions."""
+
+    epochs: Count
+    """Epochs put on the queue so far."""
+    open: tuple[tuple[Shard, int], ...]
+
+
+# --- the event tape ------------------------------------------------------------------------------
+
+
+class RefusalReason(StrEnum):
+    """Why a delta was refused (typed, so that it can be counted)."""
+
+    WRONG_LAYOUT = "wrong_layout"
+    NON_FINITE = "non_finite"
+    ABSURD_NORM = "absurd_norm"
+    NOT_POSITIVE = "not_positive"
+    UNKNOWN_BASE = "unknown_base"
+    TOO_STALE = "too_stale"
+    BAD_PAYLOAD = "bad_payload"
+    UPLOAD_TIMEOUT = "upload_timeout"
+    ALREADY_MERGED = "already_merged"
+    DUPLICATE = "duplicate"
+    BAD_MESSAGE = "bad_message"
+    RUN_FINISHED = "run_finished"
+
+
+class Contribution(Message):
+    """One learner's part of a merge."""
+
+    learner: PartyId
+    incarnation: Nonce
+    base_version: Version
+    attempt: Count
+    steps: Count
+    tokens: Count
+    weight: Annotated[float, Field(ge=0, le=1)]
+    norm: Seconds
+    """L2 norm of the whole delta."""
+
+
+class Committed(Message):
+    """A merge, in the order in which its contributions were summed: enough to replay it."""
+
+    kind: Literal["committed"] = "committed"
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    base_digest: Digest | None
+    contributions: tuple[Contribution, ...]
+    reason: Text
+    norm: Seconds
+    """L2 norm of the merged pseudogradient."""
+    quorum_s: Seconds
+    grace_s: Seconds
+    upload_s: Seconds
+    merge_s: Seconds
+    syncer: PartyId
+    unix_s: float
+
+
+class Rejected(Message):
+    """A delta that was refused, once and for all."""
+
+    kind: Literal["rejected"] = "rejected"
+    fragment: FragmentId
+    version: Version
+    learner: Text
+    incarnation: Text
+    base_version: Count
+    attempt: Count
+    steps: int
+    tokens: int
+    lost_tokens: Count
+    """Tokens of the fragment lost by it (0 where another delta of the same training was merged)."""
+    reason: Annotated[RefusalReason, Field(strict=False)]
+    detail: Text
+    unix_s: float
+
+
+class WindowChanged(Message):
+    """A window opened, or opened again with the next attempt: wakes the learners that may follow."""
+
+    kind: Literal["window"] = "window"
+    fragment: FragmentId
+    version: Version
+    attempt: Count
+    reason: Text
+    unix_s: float
+
+
+class Rewound(Message):
+    """The bus came back at an earlier state than its owner had seen."""
+
+    kind: Literal["rewound"] = "rewound"
+    fragment: FragmentId
+    version: Version
+    was_version: Version
+    unix_s: float
+
+
+TapeRecord = Annotated[Committed | Rejected | WindowChanged | Rewound, Field(discriminator="kind")]

@@ -1,0 +1,320 @@
+"""The two things the protocol needs from outside: a bus and a clock. Adapters: `redis_streams`, `memory`.
+
+Promises that every `Bus` keeps (the contract tests run on all adapters):
+
+- Each method is one atomic step on the bus, or reads only. A method that raises `BusUnavailable` may or may
+  not have happened; one that raises any other `BusError` has changed nothing.
+- Entries of one fragment stream, and of one group's tape, are read in the order they were written.
+- Blocking reads (`block_s`) return early with what is there, or an empty list when the time is over; they
+  never hold up other calls.
+- A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce inside the same atomic step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .keys import RunKeys
+from .messages import (
+    ClaimedShard,
+    Committed,
+    DeltaHeader,
+    Evaluation,
+    Event,
+    Head,
+    InitialUpload,
+    LearnerReport,
+    MergedBase,
+    Rejected,
+    Rewound,
+    RunState,
+    SeenReport,
+    Shard,
+    ShardQueue,
+    TapeRecord,
+    WindowChanged,
+    WindowView,
+)
+
+START = "0"
+"""Cursor before the first entry of any stream."""
+
+
+class Clock(Protocol):
+    """Time, injected. `sleep` and all timeouts belong to the event loop, whose time this is."""
+
+    def now(self) -> float:
+        """Monotonic seconds (the event loop's time)."""
+        ...
+
+    def unix(self) -> float:
+        """Wall-clock seconds, for people and other machines only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A payload uploaded under a fresh key, expiring until a commit makes it stay."""
+
+    key: str
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Everything one merge changes, in one atomic step.
+
+    Checked before the first write: the lease nonce, the head (`expected`, None for a fragment without a
+    head), and the lengths of the staged payloads.
+    """
+
+    nonce: str
+    expected: tuple[int, bytes] | None
+    """(version, digest) the head must have; None: there must be no head."""
+    version: int
+    """expected version + 1; for a first commit 0, or a checkpoint's version."""
+    digest: bytes
+    payload: Staged
+    momentum: Staged | None
+    """None: all zeros."""
+    window: WindowView
+    merged: tuple[MergedBase, ...]
+    record: Committed
+    entries: tuple[str, ...] = ()
+    """Header entries that go with it."""
+    delta_payloads: tuple[str, ...] = ()
+    """Payload keys that go with it."""
+    merged_tokens: int = 0
+    """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
+    replaced_ttl_s: float = 120.0
+    """How long the replaced global payload lives on."""
+    retired: tuple[str, ...] = ()
+    """Older replaced payloads that must go now (byte cap)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Deltas refused in one atomic step: headers and payloads go, records go on the tape."""
+
+    nonce: str
+    entries: tuple[str, ...]
+    delta_payloads: tuple[str, ...]
+    """Not those that another, accepted header still needs."""
+    records: tuple[Rejected, ...]
+    lost_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """An entry of a fragment stream. `header` is None where the bytes did not decode; `problem` says why."""
+
+    entry_id: str
+    header: DeltaHeader | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TapeEntry:
+    """An entry of a group's event tape."""
+
+    group: int
+    entry_id: str
+    record: TapeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class BusInfo:
+    """What the server says about itself."""
+
+    server_id: str
+    """Changes when the server was restarted."""
+    version: str
+    maxmemory_bytes: int
+    used_bytes: int
+    cluster: bool = False
+    warnings: tuple[str, ...] = field(default=())
+    """E.g. an eviction policy that may drop keys."""
+
+
+class Bus(Protocol):
+    """Redis, or its in-memory twin, bound to one run."""
+
+    keys: RunKeys
+
+    def use_groups(self, groups: int) -> None:
+        """Set the number of fragment groups; called once the spec is known (`Spec.sync.groups`)."""
+        ...
+
+    async def info(self) -> BusInfo:
+        """Ask the server about itself."""
+        ...
+
+    async def close(self) -> None:
+        """Close all connections; calls in flight end with `BusUnavailable`."""
+        ...
+
+    # --- the run as a whole ----------------------------------------------------------------------
+    async def propose_spec(self, spec: bytes) -> bytes:
+        """Set the spec if there is none; returns the spec that holds."""
+        ...
+
+    async def read_spec(self) -> bytes | None:
+        """The spec, or None before the first proposal."""
+        ...
+
+    async def write_state(self, state: RunState) -> RunState:
+        """Set the run's state unless that would move its phase backwards; returns the state that holds."""
+        ...
+
+    async def read_state(self) -> RunState | None:
+        """The run's state, or None before the syncer first wrote it."""
+        ...
+
+    async def write_report(self, report: LearnerReport) -> RunState | None:
+        """Replace the report of this learner's incarnation; returns the run's state (one round trip)."""
+        ...
+
+    async def read_reports(self) -> list[SeenReport]:
+        """Last report of every incarnation that ever reported, with ages by the server's clock."""
+        ...
+
+    async def add_event(self, event: Event) -> None:
+        """Append to the run's events (capped at about 10,000)."""
+        ...
+
+    async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
+        """Events after an entry id, oldest first."""
+        ...
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append an evaluation (capped at about 100,000)."""
+        ...
+
+    async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
+        """Evaluations after an entry id, oldest first."""
+        ...
+
+    # --- version 0 -------------------------------------------------------------------------------
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        """Win (or keep, same nonce: prolongs it) the right to upload version 0."""
+        ...
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        """Announce a complete upload, if the claim is still held; False if it lapsed."""
+        ...
+
+    async def read_initial(self) -> InitialUpload | None:
+        """The complete upload of version 0, if there is one."""
+        ...
+
+    # --- payloads --------------------------------------------------------------------------------
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+        """Append encoded chunks `first`, `first`+1 ... in one bounded pipeline and (re)set the expiry.
+
+        A chunk that is already there is left as it is, so that a retry after `BusUnavailable` is safe.
+        """
+        ...
+
+    async def count_chunks(self, key: str) -> int:
+        """How many chunks a payload has so far; 0 where there is none."""
+        ...
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes]:
+        """Chunks from index `first` on, at most `limit`; waits up to `block_s` for the first of them.
+
+        extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
+        """
+        ...
+
+    # --- fragments: learners ---------------------------------------------------------------------
+    async def offer(self, header: DeltaHeader) -> str:
+        """Append a header to its fragment's stream; returns the entry id."""
+        ...
+
+    async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
+        """Heads in the order asked for; None where a fragment has none yet."""
+        ...
+
+    async def tape_end(self) -> dict[int, str]:
+        """Cursor after the last entry of each group's tape."""
+        ...
+
+    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+        """Entries after the cursors (group -> entry id), in order within a group."""
+        ...
+
+    # --- fragments: the owner (syncer) -----------------------------------------------------------
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce."""
+        ...
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        """Give the lease back, if it is still ours."""
+        ...
+
+    async def read_offers(
+        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+    ) -> list[Offered]:
+        """Entries of the fragment stream after an id. What is on the stream is what is pending."""
+        ...
+
+    async def commit(self, commit: Commit) -> None:
+        """Move the head: exactly once, or not at all.
+
+        Raises:
+            LeaseLost, HeadMoved, PayloadIncomplete: nothing was changed.
+        """
+        ...
+
+    async def refuse(self, fragment: int, refusal: Refusal) -> None:
+        """Delete refused headers and payloads and record why.
+
+        Raises:
+            LeaseLost: nothing was changed.
+        """
+        ...
+
+    async def write_window(
+        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+    ) -> None:
+        """Publish the window's state in the head, and on the tape if a record is given.
+
+        Raises:
+            LeaseLost: nothing was changed.
+        """
+        ...
+
+    async def trim_tape(self, group: int, before: str) -> None:
+        """Drop tape entries older than an id, once archived."""
+        ...
+
+    # --- data shards -----------------------------------------------------------------------------
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+        """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did."""
+        ...
+
+    async def count_epochs(self) -> int:
+        """Epochs queued so far."""
+        ...
+
+    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
+        """Take the next shard nobody holds; None when the queue is empty."""
+        ...
+
+    async def save_position(self, entry_id: str, position: int) -> None:
+        """Remember how far a held shard was read."""
+        ...
+
+    async def finish_shard(self, entry_id: str) -> None:
+        """Acknowledge: the shard was read to its end."""
+        ...
+
+    async def read_shards(self) -> ShardQueue:
+        """Shards not yet acknowledged, held ones included, for a checkpoint."""
+        ...
+
+    async def restore_shards(self, queue: ShardQueue) -> None:
+        """Put a checkpoint's shard queue on an empty bus."""
+        ...

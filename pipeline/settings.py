@@ -1,0 +1,254 @@
+"""Settings from flags, `DILOCO_*` variables and a TOML file, validated once.
+
+Precedence: flag, environment, TOML file, default. One flat namespace: a file may hold the settings of all
+parties, each takes its own. A party of a run leaves what it was not told to the run's spec (`agree`).
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from .errors import SpecMismatch, UsageError
+from .messages import SyncSpec
+
+ENV_PREFIX = "DILOCO_"
+
+_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: Any) -> Any:
+    """'200ms', '10s', '5m', '1h' or a number of seconds; anything else is left for the validator to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9.]+)\s*(ms|s|m|h)", value.strip())):
+        return float(match[1]) * _UNITS_S[match[2]]
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
+"""Seconds; accepts '200ms', '10s', '5m', '1h'."""
+
+
+_file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
+
+
+class Settings(BaseSettings):
+    """Base: knows which fields were given on purpose (`model_fields_set`)."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_default=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then the TOML file."""
+        from_file = InitSettingsSource(settings_cls, init_kwargs=dict(_file_values.get() or {}))
+        return init_settings, env_settings, from_file
+
+
+class BusSettings(Settings):
+    """How a party reaches its run."""
+
+    redis_url: SecretStr | None = Field(
+        None, description="Redis to use: redis://, rediss:// or unix://. Secrets belong in DILOCO_REDIS_URL"
+    )
+    run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
+
+
+class SyncSettings(Settings):
+    """The protocol's constants; equal for all parties, kept in the run's spec."""
+
+    fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P")
+    sync_interval: int = Field(24, ge=1, description="Inner steps H between two syncs of one fragment")
+    quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
+    overlap_steps: int = Field(2, ge=0, description="Inner steps tau that a sync may hide behind")
+    grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
+    codec: Literal["bf16", "fp32"] = Field("bf16", description="Element type of deltas on the wire")
+    merge: Literal["rda", "mean"] = Field(
+        "rda",
+        description="rda: RDA, with the weighted mean on embeddings; mean: the weighted mean everywhere",
+    )
+    outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
+    outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
+    tokens: int = Field(2_500_000, ge=1, description="Budget: trained tokens of all learners together")
+    groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
+    chunk_bytes: int = Field(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
+
+    def sync_spec(self) -> SyncSpec:
+        """The same as a wire type."""
+        return SyncSpec(**{name: getattr(self, name) for name in SyncSettings.model_fields})
+
+
+class TrainerSettings(Settings):
+    """The built-in trainer; equal for all learners, kept in the run's spec."""
+
+    model: str = Field("tiny", description="Model size by name: see `diloco learner --help`")
+    data: str = Field("stdlib", description="Text file or folder, or 'stdlib': Python's own source text")
+    seed: int = Field(0, ge=0, description="Seed of initial parameters and data order")
+    seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
+    batch: int = Field(8, ge=1, description="Sequences in a micro-batch")
+    accumulate: int = Field(1, ge=1, description="Micro-batches in an inner step")
+    lr: float = Field(4e-3, gt=0, description="Peak inner learning rate")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
+    warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
+    clip: float = Field(1.0, gt=0, description="Gradient clipping norm")
+
+    def trainer_spec(self) -> dict[str, str | int | float | bool | None]:
+        """As kept in the spec."""
+        return {name: getattr(self, name) for name in TrainerSettings.model_fields}
+
+
+class LearnerSettings(Settings):
+    """One learner process."""
+
+    learner_id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this learner (default: host and pid)"
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:N or mps")
+    threads: int | None = Field(None, ge=1, description="Torch threads (default: cores // learners)")
+    pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
+    leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")
+
+
+class SyncerSettings(Settings):
+    """One syncer process."""
+
+    syncer_id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this syncer (default: host and pid)"
+    )
+    lease_s: Duration = Field(5.0, gt=0.1, description="How long a lease lasts without being renewed")
+    liveness_s: Duration = Field(5.0, gt=0, description="A learner not heard from for this long is not waited for")
+    drain_s: Duration = Field(30.0, description="Longest time to gather last deltas at the end of a run")
+    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint after SIGTERM")
+    http_host: str = Field("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
+    http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
+    checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
+    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    tape_dir: Path | None = Field(None, description="Folder to which the event tape is archived")
+    resume: Path | None = Field(None, description="Checkpoint folder to go on from (on an empty run)")
+
+
+class EvaluatorSettings(Settings):
+    """The evaluator process."""
+
+    eval_every: Duration = Field(5.0, description="Shortest time between evaluations")
+    eval_tokens: int = Field(16_384, ge=1, description="Size of the fixed validation slice")
+
+
+class SyncerProcess(BusSettings, SyncSettings, SyncerSettings):
+    """`diloco syncer`."""
+
+
+class LearnerProcess(BusSettings, SyncSettings, TrainerSettings, LearnerSettings):
+    """`diloco learner`."""
+
+
+class EvaluatorProcess(BusSettings, EvaluatorSettings):
+    """`diloco evaluator`."""
+
+    threads: int = Field(1, ge=1, description="Torch threads")
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def allowed(kind: type[Settings], name: str) -> str:
+    """What a field takes, in words, for messages and help."""
+    info = kind.model_fields[name]
+    if get_origin(info.annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(info.annotation)))
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    return ", ".join(
+        f"{text} {getattr(rule, attr)}"
+        for rule in info.metadata
+        for attr, text in words.items()
+        if getattr(rule, attr, None) is not None
+    )
+
+
+def load(
+    kind: type[S],
+    flags: Mapping[str, Any] | None = None,
+    config: Path | None = None,
+    known: frozenset[str] = frozenset(),
+) -> S:
+    """Settings of one party.
+
+    Args:
+        kind: the settings class.
+        flags: values given on the command line; None means not given.
+        config: TOML file, flat keys.
+        known: further keys allowed in the file, of other parties.
+
+    Raises:
+        UsageError: naming the field, the value and what is allowed.
+    """
+    fields = kind.model_fields
+    table: dict[str, Any] = {}
+    if config is not None:
+        try:
+            table = tomllib.loads(config.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UsageError(f"cannot read settings file {config}: {error}") from error
+        unknown = sorted(set(table) - set(fields) - known)
+        if unknown:
+            raise UsageError(f"{config}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+    token = _file_values.set({name: table[name] for name in fields if name in table})
+    try:
+        return kind(**{name: value for name, value in (flags or {}).items() if value is not None})
+    except ValidationError as error:
+        raise UsageError("\n".join(_complaints(kind, error))) from error
+    finally:
+        _file_values.reset(token)
+
+
+def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
+    lines = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        takes = allowed(kind, name) if name in kind.model_fields else ""
+        shown = "***" if name == "redis_url" else repr(problem["input"])
+        hint = f" (allowed: {takes})" if takes else ""
+        flag, variable = name.replace("_", "-"), ENV_PREFIX + name.upper()
+        lines.append(f"{name}={shown}: {problem['msg']}{hint}; set it with --{flag}, {variable} or the settings file")
+    return lines
+
+
+def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings]) -> S:
+    """Settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
+
+    A party that was told another value on purpose is refused; one that was told nothing follows.
+
+    Raises:
+        SpecMismatch: listing each field that differs with both values.
+    """
+    names = [name for name in kind.model_fields if name in spec]
+    differing = [
+        f"  {name}: here {getattr(settings, name)!r}, the run has {spec[name]!r}"
+        for name in names
+        if name in settings.model_fields_set and getattr(settings, name) != spec[name]
+    ]
+    if differing:
+        raise SpecMismatch(
+            "this party and the run disagree:\n" + "\n".join(differing) + "\n"
+            "Leave these settings out to follow the run, or choose another --run name for a new one."
+        )
+    return settings.model_copy(update={name: spec[name] for name in names})
