@@ -20,6 +20,7 @@ Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
 FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
 Version = Annotated[int, Field(ge=0, le=2**48)]
+SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=512)]
@@ -92,9 +93,9 @@ class DeltaHeader(Message):
     base_version: Version
     base_digest: Digest
     attempt: Annotated[int, Field(ge=0, le=10**6)]
-    steps: int
+    steps: SignedCount
     """Inner steps since the base was adopted; the window refuses what is not positive."""
-    tokens: int
+    tokens: SignedCount
     """Tokens since the base was adopted."""
     due: bool
     """True if the sync interval was over (may open a window); False if it follows an open window."""

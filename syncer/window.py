@@ -1,0 +1,315 @@
+"""The window of one fragment at one version: who is in, how long to wait, when to merge. Pure: no clock, no I/O.
+
+Theory of operation (paper: minimum quorum, adaptive grace window). A window gathers the deltas of one outer
+step. It counts *headers*, as the paper counts reports, so that an upload does not eat the grace; once the set
+M_t is fixed it waits for the uploads of that set only. An offer is a delta's header with its stream entry.
+
+| state | event | guard | next | result |
+|---|---|---|---|---|
+| IDLE | offer | current base, due | COLLECTING | the window opened |
+| IDLE | offer | stale by one, or not due | IDLE | member of the window to come |
+| COLLECTING | decide | fewer than K learners | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
+| COLLECTING or GRACE | decide | all expected in, or the grace is over | UPLOADING, M_t fixed | Wait(upload deadline) |
+| UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
+| GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
+| UPLOADING or MERGING | offer | valid | unchanged | late: for the next window |
+| any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
+
+While a run drains, any member opens the window: there will be no due ones any more.
+
+Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
+merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
+arguments gives the same answer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipeline.messages import DeltaHeader, Head, MergedBase, RefusalReason
+
+
+class State(StrEnum):
+    """See the table above."""
+
+    IDLE = "idle"
+    COLLECTING = "collecting"
+    GRACE = "grace"
+    UPLOADING = "uploading"
+    MERGING = "merging"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A delta's header and its entry in the fragment stream."""
+
+    entry_id: str
+    header: DeltaHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The offer is a member; it may have taken the place of an older one of the same learner."""
+
+    replaced: Offer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """M_t is fixed, or the learner is a member already: kept for the next window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The offer is refused once and for all."""
+
+    reason: RefusalReason
+    detail: str
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What `decide` needs to know of the world."""
+
+    quorum: int
+    """K; while draining at most the number of live learners."""
+    expected: frozenset[str]
+    """Live learners on the current base: waiting for anybody else is pointless."""
+    live: int
+    grace_s: float | None
+    """None before the first estimates: `settle_s` is used."""
+    upload_s: float
+    """Time that M_t's uploads may take."""
+    draining: bool = False
+    settle_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again at `until`, or when something happened (no deadline: None)."""
+
+    until: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Merge these contributions now; `dropped` did not upload in time."""
+
+    contributions: tuple[Offer, ...]
+    dropped: tuple[Offer, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """Too few were left: the window is open again with the next attempt. Ask again at once."""
+
+    dropped: tuple[Offer, ...]
+    reason: str
+
+
+Decision = Wait | Merge | Reopened
+
+
+@dataclass(slots=True)
+class _Member:
+    offer: Offer
+    uploaded: bool = False
+
+
+@dataclass(slots=True)
+class Window:
+    """One fragment's window at one version."""
+
+    version: int
+    digest: bytes
+    previous_digest: bytes | None
+    layout: bytes
+    """Digest that every delta must carry."""
+    codec: str
+    chunks: int
+    """Chunk count that every delta must announce."""
+    merged: dict[tuple[str, str], MergedBase]
+    """(learner, incarnation) -> its last merged delta."""
+    attempt: int = 0
+    state: State = State.IDLE
+    opened_at: float | None = None
+    quorum_at: float | None = None
+    fixed_at: float | None = None
+    deadline: float | None = None
+    late: list[Offer] = field(default_factory=list)
+    """Valid offers for the next window, in order of arrival."""
+    refused: set[str] = field(default_factory=set)
+    """Learners whose delta was refused in this attempt: not expected any more."""
+    _members: dict[str, _Member] = field(default_factory=dict)
+    _merge: Merge | None = None
+
+    @classmethod
+    def at(cls, head: Head, layout: bytes, codec: str, chunks: int) -> "Window":
+        """An idle window on a head."""
+        return cls(
+            version=head.version,
+            digest=head.digest,
+            previous_digest=head.previous_digest,
+            layout=layout,
+            codec=codec,
+            chunks=chunks,
+            merged={(m.learner, m.incarnation): m for m in head.merged},
+            attempt=head.window.attempt,
+        )
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Learners whose delta is in this window, in order of arrival."""
+        return tuple(self._members)
+
+    def pending(self) -> tuple[Offer, ...]:
+        """All offers held here, members first."""
+        return (*(m.offer for m in self._members.values()), *self.late)
+
+    # --- events ------------------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float) -> Accepted | Late | Rejected:
+        """A header arrived."""
+        header = offer.header
+        if (refusal := self._refusal(header)) is not None:
+            return refusal
+        if any(self._same(header, late.header) for late in self.late):
+            return Rejected(RefusalReason.DUPLICATE, "the same delta is already here", 0)
+        member = self._members.get(header.learner)
+        replaced: Offer | None = None
+        if member is not None:
+            before = member.offer.header
+            if self._same(header, before):
+                return Rejected(RefusalReason.DUPLICATE, "the same delta is already here", 0)
+            same_training = before.incarnation == header.incarnation and before.base_version == header.base_version
+            if same_training and (member.uploaded or header.attempt < before.attempt):
+                lost = max(0, header.tokens - before.tokens)
+                return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
+            if self._fixed or not (same_training or header.base_version > before.base_version):
+                self.late.append(offer)
+                return Late()
+            replaced = member.offer
+        elif self._fixed:
+            self.late.append(offer)
+            return Late()
+        self._members[header.learner] = _Member(offer)
+        if self.state is State.IDLE and header.due and header.base_version == self.version:
+            self._open(now)
+        return Accepted(replaced)
+
+    def uploaded(self, offer: Offer) -> None:
+        """A member's payload is here, complete and sound."""
+        member = self._members.get(offer.header.learner)
+        if member is not None and member.offer is offer:
+            member.uploaded = True
+
+    def failed(self, offer: Offer) -> None:
+        """A member's payload was refused, or vanished: it leaves the window."""
+        member = self._members.get(offer.header.learner)
+        if member is not None and member.offer is offer:
+            del self._members[offer.header.learner]
+            self.refused.add(offer.header.learner)
+
+    # --- the decision --------------------------------------------------------------------------------
+
+    def decide(self, now: float, given: Conditions) -> Decision:
+        """What to do now, with the reason in words."""
+        if self._merge is not None:
+            return self._merge
+        if self.state is State.IDLE:
+            if not (given.draining and self._members):
+                return Wait(None, f"no delta due, {len(self._members)} waiting")
+            self._open(now)
+        count, missing = len(self._members), given.expected - self.refused - self._members.keys()
+        if self.state is State.COLLECTING:
+            if count < given.quorum:
+                return Wait(None, f"{count} of quorum {given.quorum} in, {given.live} live")
+            self.quorum_at = now
+            self.deadline = now + (given.settle_s if given.grace_s is None else given.grace_s)
+            self.state = State.GRACE
+        elif count < given.quorum:
+            return self._reopen((), f"{count} of quorum {given.quorum} left")
+        if self.state is State.GRACE:
+            assert self.deadline is not None  # noqa: S101  # set on entering the state
+            if missing and now < self.deadline:
+                return Wait(self.deadline, f"grace: {count} in, waiting for {', '.join(sorted(missing))}")
+            self.state = State.UPLOADING
+            self.fixed_at = now
+            self.deadline = now + given.upload_s
+        return self._uploads(now, given.quorum, missing)
+
+    def _uploads(self, now: float, quorum: int, missing: Iterable[str]) -> Decision:
+        done = tuple(m.offer for m in self._members.values() if m.uploaded)
+        waiting = tuple(m.offer for m in self._members.values() if not m.uploaded)
+        assert self.deadline is not None  # noqa: S101  # set on entering the state
+        if waiting and now < self.deadline:
+            names = ", ".join(o.header.learner for o in waiting)
+            return Wait(self.deadline, f"{len(done)} of {len(self._members)} uploaded, waiting for {names}")
+        if len(done) < quorum:
+            return self._reopen(waiting, f"{len(done)} of quorum {quorum} uploaded in time")
+        absent = sorted({*missing, *(o.header.learner for o in waiting)})
+        reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
+        self.state = State.MERGING
+        self._merge = Merge(done, waiting, reason)
+        return self._merge
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    @property
+    def _fixed(self) -> bool:
+        return self.state in (State.UPLOADING, State.MERGING)
+
+    def _open(self, now: float) -> None:
+        self.state = State.COLLECTING
+        self.opened_at = now
+
+    def _reopen(self, dropped: tuple[Offer, ...], reason: str) -> Reopened:
+        for offer in dropped:
+            del self._members[offer.header.learner]
+        self.attempt += 1
+        self.state = State.COLLECTING
+        self.quorum_at = self.fixed_at = self.deadline = None
+        self.refused.clear()
+        back, self.late = self.late, []
+        for offer in back:
+            if offer.header.learner in self._members:
+                self.late.append(offer)
+            else:
+                self._members[offer.header.learner] = _Member(offer)
+        return Reopened(dropped, reason)
+
+    @staticmethod
+    def _same(a: DeltaHeader, b: DeltaHeader) -> bool:
+        return (a.learner, a.incarnation, a.base_version, a.attempt) == (
+            b.learner,
+            b.incarnation,
+            b.base_version,
+            b.attempt,
+        )
+
+    def _refusal(self, header: DeltaHeader) -> Rejected | None:
+        def no(reason: RefusalReason, detail: str, lost: int | None = None) -> Rejected:
+            return Rejected(reason, detail, max(0, header.tokens) if lost is None else lost)
+
+        if (header.layout, header.codec, header.chunks) != (self.layout, self.codec, self.chunks):
+            return no(
+                RefusalReason.WRONG_LAYOUT,
+                f"layout {header.layout.hex()[:8]}, {header.codec}, {header.chunks} chunks; "
+                f"the run has {self.layout.hex()[:8]}, {self.codec}, {self.chunks}",
+            )
+        if header.steps <= 0 or header.tokens <= 0:
+            return no(RefusalReason.NOT_POSITIVE, f"steps={header.steps} tokens={header.tokens}")
+        before = self.merged.get((header.learner, header.incarnation))
+        if before is not None and header.base_version <= before.base_version:
+            lost = max(0, header.tokens - before.tokens) if header.base_version == before.base_version else None
+            return no(RefusalReason.ALREADY_MERGED, f"base {before.base_version} was merged before", lost)
+        if header.base_version < self.version - 1:
+            return no(RefusalReason.TOO_STALE, f"base {header.base_version}, the head is at {self.version}")
+        on_record = self.digest if header.base_version == self.version else self.previous_digest
+        if header.base_version > self.version or header.base_digest != on_record:
+            return no(RefusalReason.UNKNOWN_BASE, f"base {header.base_version} {header.base_digest.hex()[:8]}")
+        return None
