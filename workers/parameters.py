@@ -1,0 +1,131 @@
+"""Between a model's tensors and the flat float32 vectors that travel.
+
+The training thread calls `FragmentParameters.snapshot` and `overwrite`; both only queue work on a CUDA device,
+and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
+"""
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from pipeline.errors import UsageError
+from pipeline.fragments import Layout, balance
+from pipeline.messages import SyncSpec, TensorSpec
+from pipeline.settings import SyncSettings
+
+Rule = Literal["rda", "mean"]
+
+_DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+
+
+def merge_rules(model: nn.Module) -> dict[str, Rule]:
+    """Merge rule of every trained tensor by name: "mean" on embeddings, "rda" elsewhere (paper, merging).
+
+    Embeddings are found by module type. An output head tied to one is that embedding's own tensor; an untied
+    head is "rda": every row of it gets a gradient at every step, like any matrix, while a row of an embedding
+    moves only where its token occurs, and the direction of a row that hardly moved is noise.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return {
+        name: "mean" if id(tensor) in embeddings else "rda"
+        for name, tensor in model.named_parameters()
+        if tensor.requires_grad
+    }
+
+
+def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+    """The model's trained tensors as the spec lists them, in `named_parameters` order.
+
+    Raises:
+        UsageError: nothing to train, a tensor that is not floating point, or fewer tensors than fragments.
+    """
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient")
+    for name, tensor in trained.items():
+        if tensor.dtype not in _DTYPES:
+            raise UsageError(
+                f"parameter {name} is {tensor.dtype}; trained tensors may be {', '.join(_DTYPES.values())}"
+            )
+    rules = merge_rules(model)
+    fragment = balance(((name, tensor.numel()) for name, tensor in trained.items()), sync.fragments)
+    return tuple(
+        TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=_DTYPES[tensor.dtype],
+            rule="mean" if sync.merge == "mean" else rules[name],
+            fragment=fragment[name],
+        )
+        for name, tensor in trained.items()
+    )
+
+
+class Snapshot:
+    """A fragment's values at one moment, perhaps still on their way to host memory."""
+
+    def __init__(self, host: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+        self._host = host
+        self._copied = copied
+
+    def ready(self) -> bool:
+        """True if `numpy` would not wait."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def numpy(self) -> npt.NDArray[np.float32]:
+        """The flat vector (elements,); waits for the device, so never call it in the training thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: npt.NDArray[np.float32] = self._host.numpy()
+        return values
+
+
+class FragmentParameters:
+    """Copies fragments out of a model and into it. All parameters live on one device."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        parameters = dict(model.named_parameters())
+        self._layout = layout
+        self._tensors = [[parameters[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
+        self.device = self._tensors[0][0].device
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def snapshot(self, p: int) -> Snapshot:
+        """Fragment p as it is now; later steps do not change it.
+
+        On CUDA the values are first copied on the device, in order with the training stream, so that the next
+        optimizer step may overwrite them; the slow copy to pinned memory runs on a side stream.
+        """
+        layout = self._layout.fragments[p]
+        flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
+        for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
+            flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
+        if self._side is None:
+            return Snapshot(flat.cpu(), None)
+        host = torch.empty(layout.elements, dtype=torch.float32, pin_memory=True)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._side):
+            host.copy_(flat, non_blocking=True)
+            copied.record(self._side)
+        flat.record_stream(self._side)  # the allocator must not hand it out before the copy is over
+        return Snapshot(host, copied)
+
+    @torch.no_grad()
+    def overwrite(self, p: int, flat: npt.NDArray[np.float32]) -> None:
+        """Put a flat vector (elements,) into fragment p, in place; optimizer moments stay as they are."""
+        layout = self._layout.fragments[p]
+        values = torch.from_numpy(flat)
+        if self._side is not None:
+            values = values.pin_memory().to(self.device, non_blocking=True)
+        for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
+            tensor.copy_(values[slot.start : slot.stop].view(tensor.shape))
