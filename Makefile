@@ -1,0 +1,62 @@
+# One environment in .venv, used without activation. Needs Python 3.11 or newer, git and make; nothing else.
+# PIP_ARGS goes to every `pip install`, for instance to take another build of torch.
+
+PYTHON      ?= python3
+PIP_ARGS    ?=
+PYTEST_ARGS ?=
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
+STAMP  := $(shell date +%Y%m%d-%H%M%S)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-docker test-gpu lint clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
+	$(BIN)/diloco run --learners 4 --kill-learner 1 --kill-at 0.4 --restart-at 0.6 --out runs/demo-$(STAMP)
+
+test: $(VENV)/dev.stamp  ## all tests but the slow, gpu and docker ones
+	$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(PYTEST_ARGS)
+
+test-all: $(VENV)/dev.stamp  ## the slow ones too: whole training runs as processes
+	$(BIN)/python -m pytest -m "not gpu and not docker" $(PYTEST_ARGS)
+
+test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docker Engine runs
+	$(BIN)/python -m pytest -m docker -s $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Python, and pip beside it. `venv` is a package of its own on Debian and Ubuntu.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'This project needs Python 3.11 or newer, and `$(PYTHON)` is none.' \
+	       'Say which one to use: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo '`$(PYTHON)` lacks the venv module. Install it (Debian, Ubuntu: the package python3-venv),' \
+	       'or say which Python to use: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Installed once, and again when what is installed changes. `dev` contains `run`.
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV); torch is large, this can take some minutes'
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/run.stamp $@
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV); torch is large, this can take some minutes'
+	$(PIP) -e '.[run]'
+	@touch $@
