@@ -1,0 +1,192 @@
+"""The command line. Heavy parts (torch, matplotlib, Redis) are imported by the commands that need them."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from pipeline import logs
+from pipeline.errors import DilocoError, UsageError
+from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess
+
+from .options import CHOSEN_BY_LAUNCHER, RunProcess, takes
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.",
+)
+
+_EXTRAS = {"torch": "learner", "matplotlib": "run"}
+"""Optional packages and the extra of this project that brings them."""
+
+
+def load_extra(module: str, command: str) -> ModuleType:
+    """Import a module of ours that needs an optional package.
+
+    Raises:
+        UsageError: the package is missing; says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(str(error.name).split(".")[0])
+        if extra is None:
+            raise
+        raise UsageError(
+            f"`diloco {command}` needs {error.name}, which is not installed: pip install 'decoupled-diloco[{extra}]'"
+        ) from error
+
+
+def _version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(f"diloco {version('decoupled-diloco')}")
+    except PackageNotFoundError:
+        typer.echo("diloco (from a source tree, not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _join(settings: BusSettings, command: str) -> None:
+    """Checks and set-up of a process that joins a run."""
+    if settings.redis_url is None:
+        raise UsageError(
+            f"`diloco {command}` needs a Redis: give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL "
+            "(the place for a URL with a password). To start everything on this machine: diloco run"
+        )
+    logs.configure(settings.log_level)
+
+
+@app.command()
+@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER)
+def run(settings: RunProcess) -> None:
+    """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
+    load_extra("torch", "run")
+    load_extra("matplotlib", "run")
+    launcher = importlib.import_module("diloco.run")
+    raise typer.Exit(launcher.main(settings))
+
+
+@app.command()
+@takes(LearnerProcess)
+def learner(settings: LearnerProcess) -> None:
+    """Join a run as a learner, with the built-in trainer.
+
+    What is not told otherwise (model, data, sync interval ...) follows the run; the first learner of a new run sets it.
+    """
+    _join(settings, "learner")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: idle threads must not spin
+    raise typer.Exit(load_extra("workers.trainer", "learner").train(settings))
+
+
+@app.command()
+@takes(SyncerProcess)
+def syncer(settings: SyncerProcess) -> None:
+    """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
+    _join(settings, "syncer")
+    raise typer.Exit(load_extra("syncer.service", "syncer").main(settings))
+
+
+@app.command()
+@takes(EvaluatorProcess)
+def evaluator(settings: EvaluatorProcess) -> None:
+    """Measure the held-out loss of a run's global parameters as they change."""
+    _join(settings, "evaluator")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    raise typer.Exit(load_extra("workers.evaluator", "evaluator").evaluate_run(settings))
+
+
+@app.command("rank", hidden=True)
+@takes(LearnerProcess)
+def rank(
+    settings: LearnerProcess,
+    number: Annotated[int, typer.Option("--rank")],
+    learners: Annotated[int, typer.Option("--learners")],
+    out: Annotated[Path, typer.Option("--out")],
+) -> None:
+    """One process of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
+    logs.configure(settings.log_level)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    baseline = load_extra("workers.baselines.data_parallel", "run --method data-parallel")
+    raise typer.Exit(baseline.run_rank(settings, out, learners, number))
+
+
+Folder = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
+
+
+@app.command()
+@takes(BusSettings)
+def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
+    """Show a live run, or the report of a finished one."""
+    logs.configure(settings.log_level)
+    importlib.import_module("diloco.status").show(settings, folder, as_json)
+
+
+@app.command()
+@takes(BusSettings)
+def tape(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
+    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows."""
+    logs.configure(settings.log_level)
+    importlib.import_module("diloco.tape").show(settings, folder, as_json)
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint)")]
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write")],
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing file")] = False,
+) -> None:
+    """Write the global parameters of a checkpoint as a plain safetensors file, one entry a tensor."""
+    importlib.import_module("diloco.export").export(checkpoint, out, overwrite)
+
+
+@app.command()
+def sample(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="Start of the text")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw from this many likeliest tokens")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw")] = 0,
+) -> None:
+    """Generate text with the global parameters of a checkpoint."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sampler = load_extra("workers.sample", "sample")
+    folder = importlib.import_module("diloco.export").find_checkpoint(checkpoint)
+    typer.echo(sampler.sample(sampler.load_model(folder), prompt, tokens, temperature, top_k, seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 2 for a usage error, 1 for any other failure."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="diloco")
+    except DilocoError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, UsageError) else 1
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0

@@ -1,0 +1,163 @@
+"""Command-line options made from settings classes, so that a setting is described and checked in one place.
+
+Options are plain text here: `pipeline.settings.load` validates them together with the environment and the
+TOML file, so a bad value gets the same message wherever it came from.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+from pydantic import BeforeValidator, Field, SecretStr
+
+from pipeline.settings import (
+    BusSettings,
+    Duration,
+    EvaluatorProcess,
+    EvaluatorSettings,
+    LearnerProcess,
+    LearnerSettings,
+    Settings,
+    SyncerProcess,
+    SyncerSettings,
+    SyncSettings,
+    TrainerSettings,
+    allowed,
+    load,
+)
+
+S = TypeVar("S", bound=Settings)
+
+
+class RunSettings(Settings):
+    """The one-machine launcher."""
+
+    learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
+    method: Literal["diloco", "data-parallel"] = Field(
+        "diloco", description="diloco, or the baseline that averages gradients at every step"
+    )
+    out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
+    overwrite: bool = Field(False, description="Empty an output folder that is in use")
+    json_report: Path | None = Field(None, description="Also write the report to this file")
+    redis_port: int | None = Field(
+        None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
+    )
+    redis_bind: str = Field("127.0.0.1", description="Address for --redis-port; it has no password: trusted networks")
+    prompt: str = Field("def ", description="Start of the text that the trained model writes at the end")
+    kill_learner: int | None = Field(None, ge=0, description="Demonstration: SIGKILL this learner (0, 1 ...)")
+    kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
+    restart_at: float = Field(0.6, ge=0, le=1, description="Share of the budget at which it is started again")
+
+
+class RunProcess(
+    BusSettings, SyncSettings, TrainerSettings, LearnerSettings, SyncerSettings, EvaluatorSettings, RunSettings
+):
+    """`diloco run`: the launcher's own settings and those that it hands on to its processes."""
+
+    redis_url: SecretStr | None = Field(
+        None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
+    )
+    threads: int | None = Field(None, ge=1, description="Torch threads of each learner (default: cores // learners)")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of the syncer's HTTP side; 0 takes a free one")
+    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
+
+
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "syncer_id", "checkpoint_dir", "tape_dir"})
+"""Fields of `RunProcess` that are not offered: the launcher sets them for each process."""
+
+ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
+"""What a settings file may hold: it can serve all parties of a run."""
+
+PANELS: dict[type[Settings], str] = {
+    RunSettings: "This run",
+    BusSettings: "Redis",
+    LearnerSettings: "Learners",
+    TrainerSettings: "Training (equal for all learners)",
+    SyncSettings: "Synchronisation (equal for all parties)",
+    SyncerSettings: "Syncer",
+    EvaluatorSettings: "Evaluator",
+}
+_OWN_PANEL: dict[type[Settings], type[Settings]] = {
+    RunProcess: RunSettings,
+    LearnerProcess: LearnerSettings,
+    SyncerProcess: SyncerSettings,
+    EvaluatorProcess: EvaluatorSettings,
+}
+
+
+def _panel(kind: type[Settings], name: str) -> str:
+    """Heading under which a field is listed: that of the class which brought it in."""
+    for base in PANELS:
+        if issubclass(kind, base) and name in base.model_fields:
+            return PANELS[base]
+    return PANELS[_OWN_PANEL.get(kind, BusSettings)]
+
+
+def help_of(kind: type[Settings], name: str) -> str:
+    """Description, default and allowed values of a field."""
+    info = kind.model_fields[name]
+    default = repr(info.default) if str(info.default) != str(info.default).strip() else info.default
+    notes = [f"default {default}"] if default is not None and info.annotation is not bool else []
+    rule = allowed(kind, name)
+    notes += [rule] if rule and get_origin(info.annotation) is not Literal else []
+    return f"{info.description} ({'; '.join(notes)})" if notes else str(info.description)
+
+
+def _metavar(kind: type[Settings], name: str) -> str:
+    info = kind.model_fields[name]
+    annotation = info.annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if any(isinstance(rule, BeforeValidator) for rule in info.metadata):
+        return "DURATION"
+    given = next((part for part in get_args(annotation) if part is not type(None)), annotation)
+    return "NUMBER" if given in (int, float) else "PATH" if given is Path else "TEXT"
+
+
+def _option(kind: type[Settings], name: str) -> inspect.Parameter:
+    info = kind.model_fields[name]
+    flag = "--" + name.replace("_", "-")
+    is_switch = info.annotation is bool
+    option = typer.Option(
+        None,
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
+        help=help_of(kind, name),
+        metavar=None if is_switch else _metavar(kind, name),
+        show_default=False,
+        rich_help_panel=_panel(kind, name),
+    )
+    annotation = (bool if is_switch else str) | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def takes(kind: type[S], omit: frozenset[str] = frozenset()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of `function(settings, ...)`: one option per field of `kind`, and --config.
+
+    The function's further parameters keep their own typer declarations.
+    """
+    names = [name for name in kind.model_fields if name not in omit]
+    config = inspect.Parameter(
+        "config",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=typer.Option(None, "--config", help="TOML file with settings, flat keys as in the flags' names"),
+        annotation=Path | None,
+    )
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        others = list(inspect.signature(function).parameters.values())[1:]
+
+        def command(*args: Any, **given: Any) -> None:
+            flags = {name: given.pop(name) for name in names}
+            settings = load(kind, flags, given.pop("config"), known=ALL_FIELDS)
+            function(settings, *args, **given)
+
+        parameters = [*others, *(_option(kind, name) for name in names), config]
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate

@@ -1,0 +1,141 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from diloco import cli
+from pipeline.errors import BusUnavailable, SpecMismatch
+from pipeline.settings import LearnerProcess, SyncerProcess
+
+COMMANDS = ["run", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
+URL = "redis://localhost:1"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.logs, "configure", lambda level: None)
+    monkeypatch.delenv("DILOCO_REDIS_URL", raising=False)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Settings with which a party was started; the party itself is a stand-in that ends at once."""
+    seen = []
+
+    def start(settings):
+        seen.append(settings)
+        return 0
+
+    party = SimpleNamespace(train=start, main=start, evaluate_run=start)
+    monkeypatch.setattr(cli, "load_extra", lambda module, command: party)
+    return seen
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_the_syncer_need_no_torch(command):
+    """Every command explains itself where torch and matplotlib are missing."""
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None\n"
+        "from diloco.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, command, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage: diloco " + command in done.stdout
+
+
+def test_version_and_plain_call(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("diloco ")
+    cli.main([])
+    assert "learner" in capsys.readouterr().out
+
+
+def test_flags_reach_the_settings_with_units(started):
+    assert cli.main(["learner", "--redis-url", URL, "--seq-len", "64", "--pace", "200ms", "--codec", "fp32"]) == 0
+    [settings] = started
+    assert isinstance(settings, LearnerProcess)
+    assert (settings.seq_len, settings.pace, settings.codec, settings.run) == (64, 0.2, "fp32", "run")
+    assert {"seq_len", "pace", "codec"} <= settings.model_fields_set
+    assert "batch" not in settings.model_fields_set
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(started, monkeypatch, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text("quorum = 2\nfragments = 4\nsync_interval = 10\nlearners = 3\n")
+    monkeypatch.setenv("DILOCO_FRAGMENTS", "5")
+    monkeypatch.setenv("DILOCO_SYNC_INTERVAL", "11")
+    assert cli.main(["syncer", "--redis-url", URL, "--config", str(config), "--sync-interval", "12"]) == 0
+    [settings] = started
+    assert isinstance(settings, SyncerProcess)
+    assert (settings.quorum, settings.fragments, settings.sync_interval) == (2, 5, 12)
+
+
+@pytest.mark.parametrize("command", ["learner", "syncer", "evaluator"])
+def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
+    assert cli.main([command]) == 2
+    message = capsys.readouterr().err
+    assert "--redis-url" in message
+    assert "DILOCO_REDIS_URL" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tokens", "many"], ["tokens", "many", "at least 1", "DILOCO_TOKENS"]),
+        (["--codec", "fp8"], ["codec", "fp8", "bf16, fp32"]),
+        (["--pace", "2 weeks"], ["pace", "2 weeks"]),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(arguments, named, capsys):
+    assert cli.main(["learner", "--redis-url", URL, *arguments]) == 2
+    message = capsys.readouterr().err
+    for part in named:
+        assert part in message
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path, capsys):
+    config = tmp_path / "run.toml"
+    config.write_text("tokenz = 5\n")
+    assert cli.main(["learner", "--redis-url", URL, "--config", str(config)]) == 2
+    assert "tokenz" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "workers.trainer", raising=False)
+
+    def without_torch(module):
+        import torch  # noqa: F401
+
+    monkeypatch.setattr(cli.importlib, "import_module", without_torch)
+    assert cli.main(["learner", "--redis-url", URL]) == 2
+    assert "pip install 'decoupled-diloco[learner]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [SpecMismatch("fragments: here 8, the run has 4"), BusUnavailable("no route")])
+def test_a_failure_is_one_message_without_a_traceback(error, monkeypatch, capsys):
+    def fail(settings):
+        raise error
+
+    monkeypatch.setattr(cli, "load_extra", lambda module, command: SimpleNamespace(train=fail))
+    assert cli.main(["learner", "--redis-url", URL]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_redis_password_is_never_printed(monkeypatch, capsys):
+    monkeypatch.setenv("DILOCO_REDIS_URL", "redis://:hunter2@localhost:1")
+    cli.main(["learner", "--help"])
+    cli.main(["learner", "--tokens", "many"])
+    cli.main(["learner", "--redis-url", "redis://:hunter2@localhost:1", "--run", "not a name"])
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
