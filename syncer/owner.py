@@ -1,0 +1,510 @@
+"""The owner of one fragment: reads its stream, drives its window, downloads, merges, commits. asyncio.
+
+Called by `service`; decides nothing itself: `window.decide` does, and every decision is acted on here. What is
+cached here is never trusted over the bus: after any failed write the head is read again and the window is
+rebuilt from the stream, which holds all that is pending.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import structlog
+
+from pipeline import codec
+from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete
+from pipeline.fragments import FragmentLayout
+from pipeline.messages import (
+    Committed,
+    Digest,
+    Head,
+    RefusalReason,
+    Rejected,
+    Rewound,
+    Spec,
+    WindowChanged,
+    WindowView,
+)
+from pipeline.payloads import follow, pull, push
+from pipeline.ports import START, Bus, Clock, Commit, Offered, Refusal, Staged
+
+from .fragment import Delta, FragmentState, Merged
+from .grace import Ema, GraceEstimator
+from .metrics import Metrics
+from .watch import RunWatch
+from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, Wait, Window
+from .window import Rejected as Refused
+
+T = TypeVar("T")
+Offload = Callable[..., Awaitable[Any]]
+
+STAGED_TTL_S = 120.0
+"""A payload staged for a commit that never came is gone after this."""
+FIRST_UPLOAD_S = 60.0
+"""Upload deadline before any upload was measured."""
+LEAST_UPLOAD_S = 5.0
+UPLOAD_FACTOR = 4.0
+"""The upload deadline is this many times the smoothed upload time."""
+REPLACED_TTL_S = 120.0
+REPLACED_BYTES = 256 * 2**20
+"""Replaced globals of one fragment live until they are this old, or together this large."""
+BLOCK_S = 1.0
+BACKOFF_S = (0.1, 2.0)
+
+IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+
+
+class FragmentOwner:
+    """Serves one fragment for as long as its lease is held."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        spec: Spec,
+        layout: FragmentLayout,
+        layout_digest: Digest,
+        watch: RunWatch,
+        metrics: Metrics,
+        *,
+        nonce: str,
+        syncer: str,
+        offload: Offload = asyncio.to_thread,
+    ) -> None:
+        self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
+        self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
+        self._nonce, self._syncer, self._offload = nonce, syncer, offload
+        self.id = self._p = layout.id
+        self._log = structlog.get_logger().bind(fragment=layout.id)
+        self.lease = asyncio.Event()
+        """Set while the lease is held."""
+        self.wake = asyncio.Event()
+        """Set to have the window decide anew."""
+        self._fragment: FragmentState | None = None
+        self._head: Head | None = None
+        self._window: Window | None = None
+        self._deltas: dict[str, Delta] = {}
+        self._downloads: dict[str, asyncio.Task[None]] = {}
+        self._outcomes: deque[tuple[Offer, Delta | tuple[RefusalReason, str]]] = deque()
+        self._grace, self._upload = GraceEstimator(), Ema()
+        self._replaced: deque[tuple[str, float, int]] = deque()
+        self._view = IDLE_VIEW
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until the run is frozen; survives lost leases, moved heads and bus outages."""
+        delay = BACKOFF_S[0]
+        while not self._watch.frozen:
+            await self._lease_or_freeze()
+            try:
+                await self._serve()
+                return
+            except LeaseLost:
+                self._log.warning("lease_lost")
+                self._metrics.lease_losses.inc()
+                self.lease.clear()
+            except (HeadMoved, PayloadIncomplete) as error:
+                self._log.warning("commit_refused", error=str(error))
+            except (BusUnavailable, BusFull) as error:
+                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+                self._metrics.bus_errors.inc()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, BACKOFF_S[1])
+                continue
+            delay = BACKOFF_S[0]
+
+    async def _lease_or_freeze(self) -> None:
+        while not (self.lease.is_set() or self._watch.frozen):
+            self.wake.clear()
+            lease, wake = asyncio.ensure_future(self.lease.wait()), asyncio.ensure_future(self.wake.wait())
+            await asyncio.wait({lease, wake}, return_when=asyncio.FIRST_COMPLETED)
+            lease.cancel(), wake.cancel()
+
+    async def _serve(self) -> None:
+        await self._load()
+        arrived: deque[Offered] = deque()
+        reader = asyncio.create_task(self._read(arrived))
+        try:
+            while not self._watch.frozen:
+                self.wake.clear()
+                while arrived:
+                    await self._offered(arrived.popleft())
+                while self._outcomes:
+                    await self._downloaded(*self._outcomes.popleft())
+                decision = self._decide()
+                await self._publish_window(decision)
+                if isinstance(decision, Merge):
+                    await self._merge(decision)
+                elif isinstance(decision, Reopened):
+                    await self._drop(decision.dropped, f"reopened: {decision.reason}")
+                    self._start_downloads()
+                else:
+                    await self._sleep(reader, decision.until)
+            if self._watch.finishing:
+                await self._refuse_leftovers()
+        finally:
+            tasks = [reader, *self._downloads.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._downloads.clear(), self._deltas.clear(), self._outcomes.clear()
+
+    async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
+        if reader.done():
+            reader.result()  # raises what ended it
+        timeout = None if until is None else max(0.0, until - self._clock.now())
+        wake = asyncio.ensure_future(self.wake.wait())
+        try:
+            await asyncio.wait({wake, reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            wake.cancel()
+
+    # --- loading ----------------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        """Make the cached state equal to the head on the bus."""
+        head = (await self._bus.read_heads([self._p]))[0] or await self._first_head()
+        cached = self._fragment
+        if cached is not None and cached.version > head.version:
+            record = Rewound(
+                fragment=self._p, version=head.version, was_version=cached.version, unix_s=self._clock.unix()
+            )
+            self._log.warning("rewound", version=head.version, was_version=cached.version)
+            await self._bus.write_window(self._p, self._nonce, IDLE_VIEW, record)
+        if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
+            theta = await self._pull(head.payload)
+            if theta.digest != head.digest:
+                raise HeadMoved(f"the payload of fragment {self._p} is not the head's: reading it again")
+            momentum = (await self._pull(head.momentum)).array() if head.momentum else None
+            self._fragment = FragmentState(
+                self._layout, self._spec.sync, head.version, head.digest, theta.array(), momentum
+            )
+        self._head = head
+        self._window = self._new_window(head)
+        self._view = head.window
+
+    def _new_window(self, head: Head) -> Window:
+        sync = self._spec.sync
+        chunks = codec.chunk_count(self._layout.elements, sync.codec, sync.chunk_bytes)
+        return Window.at(head, self._layout_digest, sync.codec, chunks)
+
+    async def _first_head(self) -> Head:
+        """Commit version 0 from a learner's complete upload; waits for one."""
+        while True:
+            if (upload := await self._bus.read_initial()) is not None:
+                key = self._bus.keys.initial_payload(self._p, upload.nonce)
+                try:
+                    payload = await self._pull(key)
+                    break
+                except BadPayload as error:
+                    self._log.error("initial_upload_refused", learner=upload.learner, error=str(error))
+            await asyncio.sleep(0.1)
+        record = Committed(
+            fragment=self._p,
+            version=0,
+            digest=payload.digest,
+            base_digest=None,
+            contributions=(),
+            reason=f"initial parameters of {upload.learner}",
+            norm=0.0,
+            quorum_s=0.0,
+            grace_s=0.0,
+            upload_s=0.0,
+            merge_s=0.0,
+            syncer=self._syncer,
+            unix_s=self._clock.unix(),
+        )
+        commit = Commit(
+            nonce=self._nonce,
+            expected=None,
+            version=0,
+            digest=payload.digest,
+            payload=Staged(key, payload.expected),
+            momentum=None,
+            window=IDLE_VIEW,
+            merged=(),
+            record=record,
+        )
+        await self._bus.commit(commit)
+        head = (await self._bus.read_heads([self._p]))[0]
+        if head is None:
+            raise HeadMoved("version 0 is gone again")
+        return head
+
+    async def _pull(self, key: str) -> codec.PayloadReader:
+        return await pull(self._bus, key, self._layout.elements, "fp32", self._spec.sync.chunk_bytes)
+
+    # --- offers -----------------------------------------------------------------------------------------
+
+    async def _read(self, arrived: deque[Offered]) -> None:
+        cursor = START
+        while True:
+            for entry in await self._bus.read_offers(self._p, cursor, BLOCK_S):
+                cursor = entry.entry_id
+                arrived.append(entry)
+                self.wake.set()
+
+    async def _offered(self, entry: Offered) -> None:
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        if entry.header is None or entry.header.fragment != self._p:
+            problem = entry.problem or "the header names another fragment"
+            self._log.warning("delta_rejected", reason=RefusalReason.BAD_MESSAGE.value, detail=problem)
+            record = self._rejected(None, RefusalReason.BAD_MESSAGE, problem, 0)
+            await self._bus.refuse(self._p, Refusal(self._nonce, (entry.entry_id,), (), (record,)))
+            return
+        offer = Offer(entry.entry_id, entry.header)
+        answer = self._window.offer(offer, self._clock.now())
+        match answer:
+            case Accepted(replaced):
+                if replaced is not None:
+                    same = replaced.header.base_version == offer.header.base_version
+                    reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
+                    lost = 0 if same else replaced.header.tokens
+                    await self._reject(replaced, reason, "a newer delta of the same learner took its place", lost)
+                self._start_downloads()
+            case Refused(reason, detail, lost):
+                await self._reject(offer, reason, detail, lost)
+            case Late():
+                self._log.debug("delta_held", learner=offer.header.learner)
+
+    def _key(self, offer: Offer) -> str:
+        h = offer.header
+        return self._bus.keys.delta_payload(self._p, h.learner, h.incarnation, h.base_version, h.attempt)
+
+    def _rejected(self, offer: Offer | None, reason: RefusalReason, detail: str, lost: int) -> Rejected:
+        h = offer.header if offer else None
+        self._metrics.refusals.labels(reason=reason.value).inc()
+        return Rejected(
+            fragment=self._p,
+            version=self._fragment.version if self._fragment else 0,
+            learner=h.learner if h else "",
+            incarnation=h.incarnation if h else "",
+            base_version=h.base_version if h else 0,
+            attempt=h.attempt if h else 0,
+            steps=h.steps if h else 0,
+            tokens=h.tokens if h else 0,
+            lost_tokens=lost,
+            reason=reason,
+            detail=detail[:500],
+            unix_s=self._clock.unix(),
+        )
+
+    async def _reject(self, offer: Offer, reason: RefusalReason, detail: str, lost: int) -> None:
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        self._log.warning("delta_rejected", learner=offer.header.learner, reason=reason.value, detail=detail)
+        key = self._key(offer)
+        still_needed = any(self._key(other) == key for other in self._window.pending() if other is not offer)
+        if task := self._downloads.pop(offer.entry_id, None):
+            task.cancel()
+        self._deltas.pop(offer.entry_id, None)
+        payloads = () if still_needed else (key,)
+        record = self._rejected(offer, reason, detail, lost)
+        await self._bus.refuse(self._p, Refusal(self._nonce, (offer.entry_id,), payloads, (record,), lost))
+
+    async def _drop(self, dropped: tuple[Offer, ...], detail: str) -> None:
+        for offer in dropped:
+            await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
+
+    async def _refuse_leftovers(self) -> None:
+        """The run is over: what is still on the stream will never be merged."""
+        for entry in await self._bus.read_offers(self._p, START, 0.0):
+            if entry.header is not None:
+                offer = Offer(entry.entry_id, entry.header)
+                await self._reject(
+                    offer, RefusalReason.RUN_FINISHED, "the run is finished", max(0, entry.header.tokens)
+                )
+
+    # --- downloads ----------------------------------------------------------------------------------------
+
+    def _start_downloads(self) -> None:
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        for offer in self._window.pending():
+            in_window = offer not in self._window.late
+            if in_window and offer.entry_id not in self._downloads and offer.entry_id not in self._deltas:
+                self._downloads[offer.entry_id] = asyncio.create_task(self._download(offer))
+
+    async def _download(self, offer: Offer) -> None:
+        """Gather one delta's chunks as they come and judge it; the main loop takes the outcome from there."""
+        sync, began = self._spec.sync, self._clock.now()
+        outcome: Delta | tuple[RefusalReason, str]
+        assert self._fragment is not None  # noqa: S101  # loaded before any offer
+        try:
+            reader = await follow(self._bus, self._key(offer), self._layout.elements, sync.codec, sync.chunk_bytes)
+            outcome = await self._offload(self._fragment.judge, offer, reader.array())
+            self._upload.observe(self._clock.now() - began)
+        except BadPayload as error:
+            outcome = RefusalReason.BAD_PAYLOAD, str(error)
+        except (BusUnavailable, BusFull):
+            return  # the reader of offers meets the same and everything is rebuilt
+        self._outcomes.append((offer, outcome))
+        self.wake.set()
+
+    async def _downloaded(self, offer: Offer, outcome: Delta | tuple[RefusalReason, str]) -> None:
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        self._downloads.pop(offer.entry_id, None)
+        if isinstance(outcome, Delta):
+            self._deltas[offer.entry_id] = outcome
+            self._window.uploaded(offer)
+        else:
+            self._window.failed(offer)
+            await self._reject(offer, *outcome, offer.header.tokens)
+
+    # --- decisions ----------------------------------------------------------------------------------------
+
+    def _conditions(self) -> Conditions:
+        assert self._fragment is not None  # noqa: S101  # loaded before the loop
+        watch, sync, version = self._watch, self._spec.sync, self._fragment.version
+        steps = [s.report.step_s for s in watch.expected(self._p, version)]
+        grace = self._grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
+        if watch.draining and watch.state is not None and watch.state.drain_deadline_unix_s is not None:
+            grace = max(0.0, watch.state.drain_deadline_unix_s - self._clock.unix())
+        measured = self._upload.value
+        upload = FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+        return watch.conditions(self._p, version, grace, upload)
+
+    def _decide(self) -> Decision:
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        return self._window.decide(self._clock.now(), self._conditions())
+
+    async def _publish_window(self, decision: Decision) -> None:
+        """Write the window's state to the head when it changed; wake followers when it opened."""
+        window, now = self._window, self._clock.now()
+        assert window is not None  # noqa: S101  # loaded before the loop
+        deadline = window.deadline if isinstance(decision, Wait) else None
+        view = WindowView(
+            state=window.state.value,
+            attempt=window.attempt,
+            members=window.members,
+            expected=len(self._conditions().expected),
+            reason=decision.reason[:500],
+            deadline_unix_s=None if deadline is None else self._clock.unix() + deadline - now,
+        )
+        before = self._view
+        changed = view.model_copy(update={"deadline_unix_s": before.deadline_unix_s}) != before
+        if not changed or isinstance(decision, Merge):
+            return
+        opened = window.state.value != "idle" and (before.state == "idle" or before.attempt != view.attempt)
+        record = None
+        if opened:
+            self._log.debug("window_opened", attempt=window.attempt, reason=decision.reason)
+            record = WindowChanged(
+                fragment=self._p,
+                version=window.version,
+                attempt=window.attempt,
+                reason=view.reason,
+                unix_s=self._clock.unix(),
+            )
+        await self._bus.write_window(self._p, self._nonce, view, record)
+        self._view = view
+
+    # --- merging ------------------------------------------------------------------------------------------
+
+    async def _merge(self, decision: Merge) -> None:
+        fragment, window, head = self._fragment, self._window, self._head
+        assert fragment is not None and window is not None and head is not None  # noqa: S101, PT018
+        began = self._clock.now()
+        await self._drop(decision.dropped, "the upload did not end in time")
+        deltas = [self._deltas[offer.entry_id] for offer in decision.contributions]
+        merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
+        payload = await self._stage("global", merged.version, merged.theta)
+        momentum = None
+        if merged.momentum is not None:
+            momentum = await self._stage("momentum", merged.version, merged.momentum)
+        now = self._clock.now()
+        opened, quorum, fixed = (
+            t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)
+        )
+        record = Committed(
+            fragment=self._p,
+            version=merged.version,
+            digest=merged.digest,
+            base_digest=fragment.digest,
+            contributions=merged.contributions,
+            reason=decision.reason[:500],
+            norm=merged.norm,
+            quorum_s=quorum - opened,
+            grace_s=fixed - quorum,
+            upload_s=began - fixed,
+            merge_s=now - began,
+            syncer=self._syncer,
+            unix_s=self._clock.unix(),
+        )
+        offers = decision.contributions
+        commit = Commit(
+            nonce=self._nonce,
+            expected=(fragment.version, fragment.digest),
+            version=merged.version,
+            digest=merged.digest,
+            payload=payload,
+            momentum=momentum,
+            window=IDLE_VIEW,
+            merged=merged.merged,
+            record=record,
+            entries=tuple(o.entry_id for o in offers),
+            delta_payloads=tuple(self._key(o) for o in offers),
+            merged_tokens=sum(o.header.tokens for o in offers),
+            replaced_ttl_s=REPLACED_TTL_S,
+            retired=self._retire(head.payload, merged.theta.nbytes),
+        )
+        await self._bus.commit(commit)
+        self._grace.observe_quorum(record.quorum_s)
+        self._grace.observe_sync(self._clock.now() - fixed)
+        self._metrics.merged(record)
+        self._log.info(
+            "fragment_merged",
+            version=merged.version,
+            learners=[c.learner for c in merged.contributions],
+            tokens=commit.merged_tokens,
+            reason=decision.reason,
+            norm=round(merged.norm, 5),
+            quorum_s=round(record.quorum_s, 3),
+            grace_s=round(record.grace_s, 3),
+            upload_s=round(record.upload_s, 3),
+            merge_s=round(record.merge_s, 3),
+        )
+        fragment.advance(merged)
+        await self._next_window(window, commit, head)
+
+    async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:
+        """The head moved: a new window, into which late offers are replayed."""
+        for offer in (*commit.entries,):
+            self._deltas.pop(offer, None)
+        self._head = Head(
+            fragment=self._p,
+            version=commit.version,
+            digest=commit.digest,
+            payload=commit.payload.key,
+            chunks=commit.payload.chunks,
+            momentum=commit.momentum.key if commit.momentum else "",
+            previous_digest=head.digest,
+            window=IDLE_VIEW,
+            merged=commit.merged,
+            merged_deltas=head.merged_deltas + len(commit.entries),
+            merged_tokens=head.merged_tokens + commit.merged_tokens,
+            rejected_tokens=head.rejected_tokens,
+        )
+        self._view = IDLE_VIEW
+        self._window = self._new_window(self._head)
+        for offer in window.late:
+            await self._offered(Offered(offer.entry_id, offer.header))
+
+    async def _stage(self, kind: str, version: int, values: Any) -> Staged:
+        """Upload a payload under a fresh key; it expires unless a commit makes it stay."""
+        keys = self._bus.keys
+        name = keys.global_payload if kind == "global" else keys.momentum_payload
+        key = name(self._p, version, secrets.token_hex(8))
+        return await push(self._bus, key, values, self._spec.sync.chunk_bytes, STAGED_TTL_S)
+
+    def _retire(self, replaced: str, nbytes: int) -> tuple[str, ...]:
+        """Replaced globals that must go before their time, oldest first (byte cap)."""
+        now = self._clock.now()
+        self._replaced.append((replaced, now, nbytes))
+        while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
+            self._replaced.popleft()
+        retired = []
+        while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
+            retired.append(self._replaced.popleft()[0])
+        return tuple(retired)

@@ -1,0 +1,360 @@
+"""The syncer as a whole: agrees on the spec, holds leases, keeps the run's state, drains and finishes it.
+
+One `FragmentOwner` task a fragment does the merging. The owner of fragment 0 is the lead: it alone moves the
+run from running to draining to finished. asyncio; the bus, the clock and the offloading of heavy work are
+injected, so that the same code runs in virtual time.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from pipeline.status import read_status
+
+from pipeline import codec
+from pipeline.clock import LoopClock
+from pipeline.errors import BusError, BusUnavailable, DilocoError, UsageError
+from pipeline.fragments import Layout, layout_of
+from pipeline.messages import Phase, RunState, Spec
+from pipeline.ports import Bus, Clock
+from pipeline.settings import SyncerProcess, SyncSettings, agree
+
+from .archive import TapeArchive
+from .checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from .metrics import Metrics
+from .owner import FragmentOwner, Offload
+from .watch import RunWatch
+
+WATCH_S = 0.25
+"""How often reports are read; also how fine the end of the budget is met."""
+RESERVE_BYTES = 32 * 2**20
+"""Memory on the bus for everything that is not a payload."""
+
+
+class SyncerService:
+    """One syncer process's work, on any bus and clock."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        settings: SyncerProcess,
+        metrics: Metrics,
+        offload: Offload = asyncio.to_thread,
+    ) -> None:
+        self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
+        self.id = settings.syncer_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
+        self.nonce = secrets.token_hex(8)
+        self.owners: list[FragmentOwner] = []
+        self.spec: Spec | None = None
+        self._offload = offload
+        self._watch: RunWatch | None = None
+        self._finished = asyncio.Event()
+        self._log = structlog.get_logger()
+
+    # --- what the HTTP side asks --------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """The run's status (`pipeline.status`)."""
+        if self.spec is None:
+            return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
+        return await read_status(self.bus, self.clock)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether merges can happen here, and why not."""
+        if self.spec is None:
+            return False, "waiting for the run's spec"
+        held = sum(owner.lease.is_set() for owner in self.owners)
+        return held > 0, f"{held} of {len(self.owners)} leases held"
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until the run is finished, or `stop` is set.
+
+        Raises:
+            DilocoError: settings, spec or checkpoint cannot be used.
+        """
+        spec = await self._until(stop, self._agree())
+        if spec is None:
+            return
+        layout = layout_of(spec.tensors)
+        self.bus.use_groups(spec.sync.groups)
+        await self._check_memory(layout)
+        self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s)
+        self.owners = [
+            FragmentOwner(
+                self.bus,
+                self.clock,
+                spec,
+                fragment,
+                layout.digest,
+                watch,
+                self.metrics,
+                nonce=self.nonce,
+                syncer=self.id,
+                offload=self._offload,
+            )
+            for fragment in layout.fragments
+        ]
+        self.spec = spec
+        self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
+        archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir) if self.settings.tape_dir else None
+        background = [self._retrying(self._keep_leases), self._retrying(self._keep_watch)]
+        if archive:
+            background.append(self._retrying(archive.follow))
+        if self.settings.checkpoint_dir and self.settings.checkpoint_every:
+            background.append(self._retrying(self._keep_checkpoints))
+        tasks = [asyncio.create_task(work) for work in background]
+        serving = [asyncio.create_task(owner.run()) for owner in self.owners]
+        try:
+            await self._until_ended(stop, [*tasks, *serving])
+            await self._end(serving, watch)
+            await _cancel(tasks)
+            if archive:
+                await archive.finish()
+        finally:
+            await _cancel([*tasks, *serving])
+            with suppress(BusError):
+                for owner in self.owners:
+                    await self.bus.release_lease(owner.id, self.nonce)
+
+    async def _until_ended(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+        ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._finished.wait())]
+        done, _ = await asyncio.wait([*ends, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(ends)
+        for task in done:
+            task.result()  # a background task ends only by an error
+
+    async def _end(self, serving: list[asyncio.Task[None]], watch: RunWatch) -> None:
+        """Let merges in hand be committed; if the run is over, refuse the rest and write the manifest."""
+        watch.frozen = True
+        watch.finishing = self._finished.is_set()
+        for owner in self.owners:
+            owner.wake.set()
+        _, hanging = await asyncio.wait(serving, timeout=self.settings.shutdown_s)
+        if hanging:
+            self._log.error("shutdown_overrun", fragments=len(hanging), safe="all committed versions")
+        await _cancel(list(hanging))
+        heads = await self.bus.read_heads(range(len(self.owners)))
+        complete = [head for head in heads if head is not None]
+        if watch.finishing and (state := await self.bus.read_state()) is not None:
+            manifest = tuple((head.version, head.digest) for head in complete)
+            finished = state.model_copy(
+                update={"phase": Phase.FINISHED, "tokens": watch.tokens(), "manifest": manifest}
+            )
+            await self.bus.write_state(finished)
+            self._log.info("run_finished", tokens=finished.tokens, outer_steps=sum(h.version for h in complete))
+        if self.settings.checkpoint_dir and len(complete) == len(self.owners):
+            await self._checkpoint()
+
+    async def _until(self, stop: asyncio.Event, work: Any) -> Any:
+        """Result of `work`, or None if `stop` came first."""
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await _cancel([stopped])
+            return task.result()
+        await _cancel([task])
+        return None
+
+    async def _retrying(self, work: Any) -> None:
+        """Run a background coroutine function, again after every bus outage."""
+        while True:
+            try:
+                await work()
+            except BusError as error:
+                self.metrics.bus_errors.inc()
+                self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
+                await asyncio.sleep(1.0)
+
+    # --- start ------------------------------------------------------------------------------------------
+
+    async def _agree(self) -> Spec:
+        """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it."""
+        waiting = False
+        while True:
+            try:
+                data = await self.bus.read_spec()
+                if data is None and self.settings.resume is not None:
+                    data = await self._resume()
+            except BusUnavailable as error:
+                self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
+                await asyncio.sleep(1.0)
+                continue
+            if data is not None:
+                break
+            if not waiting:
+                self._log.info("waiting_for_spec", run=self.bus.keys.run)
+                waiting = True
+            await asyncio.sleep(0.1)
+        spec = codec.decode(Spec, data)
+        agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        return spec
+
+    async def _resume(self) -> bytes:
+        path = self.settings.resume
+        assert path is not None  # noqa: S101  # asked by the caller
+        checkpoint = await self._offload(load_checkpoint, path)
+        spec = checkpoint.spec
+        if "tokens" in self.settings.model_fields_set:
+            spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
+        agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        self.bus.use_groups(spec.sync.groups)
+        for p in range(spec.sync.fragments):
+            while not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+                await asyncio.sleep(self.settings.lease_s / 3)
+        await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
+        self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
+        return codec.encode(spec)
+
+    async def _check_memory(self, layout: Layout) -> None:
+        assert layout.fragments  # noqa: S101  # a spec has at least one tensor
+        info = await self.bus.info()
+        for warning in info.warnings:
+            self._log.warning("bus_warning", detail=warning)
+        spec_bytes = 4 * layout.elements
+        # 2 globals, 2 momenta, a bf16 delta of each of at least four learners
+        needed = 4 * spec_bytes + 4 * spec_bytes // 2 + RESERVE_BYTES
+        if 0 < info.maxmemory_bytes < needed:
+            raise UsageError(
+                f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
+                f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, 4 deltas and a reserve): raise maxmemory"
+            )
+
+    # --- background -------------------------------------------------------------------------------------
+
+    async def _keep_leases(self) -> None:
+        while True:
+            for owner in self.owners:
+                held = await self.bus.acquire_lease(owner.id, self.nonce, self.settings.lease_s)
+                if held != owner.lease.is_set():
+                    self._log.info("lease_taken" if held else "lease_lost", fragment=owner.id)
+                    (owner.lease.set if held else owner.lease.clear)()
+            await asyncio.sleep(self.settings.lease_s / 3)
+
+    async def _keep_watch(self) -> None:
+        watch = self._watch
+        assert watch is not None  # noqa: S101  # set before the background starts
+        warned = ""
+        while not self._finished.is_set():
+            began = self.clock.now()
+            reports = await self.bus.read_reports()
+            latency = self.clock.now() - began
+            state = await self.bus.read_state()
+            if self.owners[0].lease.is_set():
+                state = await self._lead(watch, state)
+            if watch.refresh(reports, state, latency):
+                for owner in self.owners:
+                    owner.wake.set()
+            if watch.quorum_warning and watch.quorum_warning != warned:
+                self._log.warning("quorum_short", detail=watch.quorum_warning)
+            warned = watch.quorum_warning
+            await asyncio.sleep(WATCH_S)
+
+    async def _lead(self, watch: RunWatch, state: RunState | None) -> RunState:
+        """Move the run forward: count tokens, drain at the budget, finish when drained."""
+        now = self.clock.unix()
+        if state is None:
+            assert self.spec is not None  # noqa: S101  # known before the background starts
+            state = RunState(
+                phase=Phase.RUNNING,
+                tokens=0,
+                base_tokens=0,
+                budget_tokens=self.spec.sync.tokens,
+                started_unix_s=now,
+                drain_deadline_unix_s=None,
+                reason="training",
+                manifest=(),
+            )
+        update: dict[str, Any] = {"tokens": max(state.tokens, watch.tokens())}
+        if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
+            update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
+        draining = update.get("phase", state.phase) is Phase.DRAINING
+        if draining and state.drain_deadline_unix_s is None:
+            update["drain_deadline_unix_s"] = now + self.settings.drain_s
+        state = state.model_copy(update=update)
+        if state.phase is not Phase.FINISHED:
+            state = await self.bus.write_state(state)
+        if state.phase is Phase.DRAINING and state.drain_deadline_unix_s is not None:
+            overdue = now >= state.drain_deadline_unix_s + 2 * WATCH_S
+            if overdue or await self._drained(watch):
+                self._finished.set()
+        return state
+
+    async def _drained(self, watch: RunWatch) -> bool:
+        """Everybody has left (or died), and nothing is pending."""
+        if not watch.draining or watch.live():
+            return False
+        for owner in self.owners:
+            if await self.bus.read_offers(owner.id, limit=1):
+                return False
+        return True
+
+    async def _keep_checkpoints(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.checkpoint_every)
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
+        assert self.spec is not None and self.settings.checkpoint_dir is not None  # noqa: S101, PT018
+        path = await save_checkpoint(self.bus, self.spec, self.settings.checkpoint_dir, self.clock)
+        self._log.info("checkpoint_saved", path=str(path))
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]] | list[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def serve(settings: SyncerProcess) -> None:
+    """Run a syncer against a real Redis until the run is finished or a signal comes."""
+    from pipeline.redis_streams import connect
+
+    from pipeline.lifecycle import stop_event
+
+    from .http import start_http
+
+    if settings.redis_url is None:
+        raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
+    stop, log, clock = stop_event(), structlog.get_logger(), LoopClock()
+    while True:
+        try:
+            bus = await connect(settings.redis_url.get_secret_value(), settings.run)
+            break
+        except BusUnavailable as error:
+            log.warning("bus_unavailable", error=str(error), retry_s=1.0)
+            if stop.is_set():
+                return
+            await asyncio.sleep(1.0)
+    metrics = Metrics()
+    service = SyncerService(bus, clock, settings, metrics)
+    http = await start_http(service.status, service.ready, metrics.registry, settings.http_host, settings.http_port)
+    try:
+        await service.run(stop)
+    finally:
+        await http.cleanup()
+        await bus.close()
+
+
+def main(settings: SyncerProcess) -> int:
+    """Entry point of `diloco syncer`: the exit status."""
+    from pipeline import logs
+
+    logs.configure(settings.log_level)
+    try:
+        try:
+            import uvloop
+
+            uvloop.run(serve(settings))
+        except ImportError:
+            asyncio.run(serve(settings))
+    except DilocoError as error:
+        structlog.get_logger().error("syncer_failed", error=str(error))
+        return 1
+    return 0

@@ -1,0 +1,75 @@
+"""The syncer's view of the run: who is live, on which versions, and how far the run is. Pure state, no I/O.
+
+`service` refreshes it a few times a second; fragment owners only look.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.messages import Phase, RunState, SeenReport, SyncSpec
+
+from .window import Conditions
+
+
+@dataclass(slots=True)
+class RunWatch:
+    """Last known reports and run state."""
+
+    sync: SyncSpec
+    liveness_s: float
+    reports: Sequence[SeenReport] = ()
+    state: RunState | None = None
+    latency_s: float = 0.0
+    """Round trip of a control message, smoothed."""
+    frozen: bool = False
+    """No merge may begin any more: this syncer stops, or the manifest is being read."""
+    finishing: bool = False
+    """The run itself is over: what is pending will never be merged."""
+    quorum_warning: str = ""
+
+    @property
+    def draining(self) -> bool:
+        """The run gathers its last deltas."""
+        return self.state is not None and self.state.phase is not Phase.RUNNING
+
+    def live(self) -> list[SeenReport]:
+        """Learners heard from lately that have not left."""
+        return [s for s in self.reports if not s.report.left and s.age_s <= self.liveness_s]
+
+    def expected(self, fragment: int, version: int) -> list[SeenReport]:
+        """Live learners whose fragment is at this version: only they can send a delta on it."""
+        return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
+
+    def tokens(self) -> int:
+        """Trained tokens of all learners in this run, earlier parts of a resumed run included."""
+        base = 0 if self.state is None else self.state.base_tokens
+        return base + sum(s.report.tokens for s in self.reports)
+
+    def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float) -> bool:
+        """Take fresh readings; True if a fragment owner may want to decide anew."""
+
+        def who() -> list[tuple[str, str, tuple[int, ...]]]:
+            return [(s.report.learner, s.report.incarnation, s.report.versions) for s in self.live()]
+
+        before = (who(), self.draining)
+        self.reports, self.state = reports, state
+        self.latency_s = latency_s if self.latency_s == 0 else 0.8 * self.latency_s + 0.2 * latency_s
+        live = len({s.report.learner for s in self.live()})
+        short = self.sync.quorum > live and not self.draining
+        self.quorum_warning = f"quorum {self.sync.quorum} > {live} live" if short else ""
+        return (who(), self.draining) != before
+
+    def conditions(self, fragment: int, version: int, grace_s: float | None, upload_s: float) -> Conditions:
+        """What a window must know of the run."""
+        live = {s.report.learner for s in self.live()}
+        quorum = self.sync.quorum
+        if self.draining:  # never lowered while running; at the end the last deltas decide
+            quorum = max(1, min(quorum, len(live)))
+        return Conditions(
+            quorum=quorum,
+            expected=frozenset(s.report.learner for s in self.expected(fragment, version)),
+            live=len(live),
+            grace_s=grace_s,
+            upload_s=upload_s,
+            draining=self.draining,
+        )
