@@ -27,9 +27,9 @@ Text = Annotated[str, Field(max_length=512)]
 
 
 class Message(BaseModel):
-    """Base of all wire types: immutable, exact types, unknown fields refused."""
+    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
 
 
 # --- the spec ------------------------------------------------------------------------------------

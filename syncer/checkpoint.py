@@ -1,0 +1,398 @@
+"""Checkpoints: the run's globals, outer momentum, versions, shard queue and spec on disk, and back on an empty run.
+
+    <directory>/latest                     text: name of the newest checkpoint
+    <directory>/checkpoint-<tokens>/       written beside, synced, then renamed: whole or not there
+        globals.safetensors                tensor name -> float32
+        momentum.safetensors               the same; a fragment without momentum is absent, as is an empty file
+        state.json                         `SavedState`
+
+Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut
+unless the run is finished. Each fragment is consistent in itself, and checked by its digest on both ways.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from pipeline.codec import as_bytes, decode, encode, payload_digest
+from pipeline.errors import BadPayload, UsageError
+from pipeline.fragments import FragmentLayout, layout_of
+from pipeline.messages import (
+    Committed,
+    Count,
+    Digest,
+    Head,
+    Message,
+    Phase,
+    RunState,
+    ShardQueue,
+    Spec,
+    Version,
+    WindowView,
+)
+from pipeline.payloads import pull, push
+from pipeline.ports import Bus, Clock, Commit
+
+KEPT = 3
+"""Checkpoints kept in a directory."""
+
+STAGED_TTL_S = 120.0
+
+Float32 = npt.NDArray[np.float32]
+Offload = Callable[..., Awaitable[Any]]
+"""`offload(fn, *args)` runs blocking file work elsewhere; asyncio.to_thread, but for virtual time."""
+
+
+class SavedFragment(Message):
+    """A fragment's head at the time of the checkpoint."""
+
+    version: Version
+    digest: Digest
+    merged_deltas: Count
+    merged_tokens: Count
+    rejected_tokens: Count
+
+
+class SavedState(Message):
+    """state.json (bytes as hex)."""
+
+    format: Literal[1] = 1
+    spec: Spec
+    run: RunState
+    overwritten: Count
+    """Sum of the learners' reports (token-elements)."""
+    fragments: tuple[SavedFragment, ...]
+    shards: ShardQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint in memory, every tensor checked against its spec."""
+
+    path: Path
+    state: SavedState
+    globals: tuple[Float32, ...]
+    """Flat vector (elements,) of each fragment."""
+    momentum: tuple[Float32 | None, ...]
+    """The same; None: all zeros."""
+
+
+# --- save --------------------------------------------------------------------------------------------
+
+
+async def _read_fragment(bus: Bus, layout: FragmentLayout, chunk_bytes: int) -> tuple[Head, Float32, Float32 | None]:
+    """Head, global and momentum of one version; starts again when the head moves meanwhile."""
+    seen: Head | None = None
+    while True:
+        (head,) = await bus.read_heads([layout.id])
+        if head is None:
+            raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
+        try:
+            theta = await pull(bus, head.payload, layout.elements, "fp32", chunk_bytes)
+            if theta.digest != head.digest:
+                raise BadPayload(f"global fragment {layout.id} version {head.version} fails its head's digest")
+            if not head.momentum:
+                return head, theta.array(), None
+            momentum = await pull(bus, head.momentum, layout.elements, "fp32", chunk_bytes)
+            return head, theta.array(), momentum.array()
+        except BadPayload:
+            if seen is not None and (seen.version, seen.digest, seen.payload) == (
+                head.version,
+                head.digest,
+                head.payload,
+            ):
+                raise  # twice the same head: it did not move, the payload is damaged
+            seen = head
+
+
+def _by_name(layout: FragmentLayout, flat: Float32) -> dict[str, Float32]:
+    return {s.tensor.name: flat[s.start : s.stop].reshape(s.tensor.shape) for s in layout.slots}
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], momentum: Mapping[str, Float32]) -> Path:
+    """Write one checkpoint folder, then name it in `latest`, then drop the oldest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
+    try:
+        safetensors.numpy.save_file(dict(theta), temporary / "globals.safetensors")
+        if momentum:
+            safetensors.numpy.save_file(dict(momentum), temporary / "momentum.safetensors")
+        (temporary / "state.json").write_text(state.model_dump_json(indent=1))
+        for file in temporary.iterdir():
+            _sync(file)
+        _sync(temporary)
+        temporary.chmod(0o755)
+        name, taken = f"checkpoint-{state.run.tokens}", 1
+        while (directory / name).exists():
+            taken += 1
+            name = f"checkpoint-{state.run.tokens}.{taken}"
+        temporary.rename(directory / name)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    pointer = directory / ".latest.new"
+    pointer.write_text(name + "\n")
+    _sync(pointer)
+    pointer.rename(directory / "latest")
+    _sync(directory)
+    by_age = sorted(directory.glob("checkpoint-*/state.json"), key=lambda file: file.stat().st_mtime_ns)
+    for file in by_age[:-KEPT]:
+        if file.parent.name != name:
+            shutil.rmtree(file.parent)
+    return directory / name
+
+
+async def save_checkpoint(
+    bus: Bus, spec: Spec, directory: Path, clock: Clock, offload: Offload = asyncio.to_thread
+) -> Path:
+    """Write the run's present state as a new checkpoint in `directory`; returns its folder.
+
+    Raises:
+        UsageError: the run has no state or no version 0 yet.
+        BadPayload: a payload on the bus is damaged.
+        BusError, OSError: nothing was changed, `latest` is the one before.
+    """
+    layout = layout_of(spec.tensors)
+    theta: dict[str, Float32] = {}
+    momentum: dict[str, Float32] = {}
+    fragments = []
+    for fragment in layout.fragments:
+        head, flat, flat_momentum = await _read_fragment(bus, fragment, spec.sync.chunk_bytes)
+        theta.update(_by_name(fragment, flat))
+        if flat_momentum is not None and flat_momentum.any():
+            momentum.update(_by_name(fragment, flat_momentum))
+        fragments.append(
+            SavedFragment(
+                version=head.version,
+                digest=head.digest,
+                merged_deltas=head.merged_deltas,
+                merged_tokens=head.merged_tokens,
+                rejected_tokens=head.rejected_tokens,
+            )
+        )
+    run = await bus.read_state()
+    if run is None:
+        raise UsageError("the run has no state yet: there is nothing to save")
+    reports = [seen.report for seen in await bus.read_reports()]
+    # The state is written a few times a second; the reports are newer.
+    tokens = max(run.tokens, run.base_tokens + sum(report.tokens for report in reports))
+    state = SavedState(
+        spec=spec,
+        run=run.model_copy(update={"tokens": tokens}),
+        overwritten=sum(report.overwritten for report in reports),
+        fragments=tuple(fragments),
+        shards=await bus.read_shards(),
+    )
+    path: Path = await offload(_write, directory, state, theta, momentum)
+    return path
+
+
+# --- load --------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder meant by `path`: itself, what its `latest` names, or its checkpoints/latest.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if (path / "state.json").is_file():
+        return path
+    for directory in (path, path / "checkpoints"):
+        pointer = directory / "latest"
+        if pointer.is_file():
+            name = pointer.read_text().strip()
+            if (directory / name / "state.json").is_file():
+                return directory / name
+            raise UsageError(f"{pointer} names {name!r}, which is no checkpoint folder")
+    raise UsageError(
+        f"{path} is no checkpoint: expected a folder with state.json, with `latest`, or with checkpoints/latest"
+    )
+
+
+def _read_tensors(file: Path) -> dict[str, Float32]:
+    try:
+        return safetensors.numpy.load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+
+
+def _flatten(file: Path, layout: FragmentLayout, tensors: Mapping[str, Float32]) -> Float32:
+    flat = np.empty(layout.elements, np.float32)
+    for slot in layout.slots:
+        tensor = tensors.get(slot.tensor.name)
+        if tensor is None:
+            raise UsageError(f"{file}: tensor {slot.tensor.name!r} is missing")
+        if tensor.dtype != np.float32 or tensor.shape != slot.tensor.shape:
+            raise UsageError(
+                f"{file}: tensor {slot.tensor.name!r} is {tensor.dtype} {tensor.shape}, "
+                f"the spec says float32 {slot.tensor.shape}"
+            )
+        flat[slot.start : slot.stop] = tensor.reshape(-1)
+    return flat
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a checkpoint (see `find_checkpoint` for what `path` may be).
+
+    Raises:
+        UsageError: naming the file and what is wrong with it.
+    """
+    folder = find_checkpoint(path)
+    try:
+        state = SavedState.model_validate_json((folder / "state.json").read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise UsageError(f"{folder / 'state.json'}: {where}: {first['msg']}") from error
+    layout = layout_of(state.spec.tensors)
+    if len(state.fragments) != len(layout.fragments):
+        raise UsageError(
+            f"{folder / 'state.json'}: {len(state.fragments)} fragments, the spec has {len(layout.fragments)}"
+        )
+    tensors, momenta = _read_tensors(folder / "globals.safetensors"), {}
+    if (folder / "momentum.safetensors").exists():
+        momenta = _read_tensors(folder / "momentum.safetensors")
+    known = {tensor.name for tensor in state.spec.tensors}
+    for name, found in (("globals", tensors), ("momentum", momenta)):
+        if strange := sorted(set(found) - known):
+            raise UsageError(f"{folder / name}.safetensors: tensor {strange[0]!r} is not in the spec")
+    theta: list[Float32] = []
+    momentum: list[Float32 | None] = []
+    for fragment, saved in zip(layout.fragments, state.fragments, strict=True):
+        flat = _flatten(folder / "globals.safetensors", fragment, tensors)
+        if payload_digest(as_bytes(flat), state.spec.sync.chunk_bytes) != saved.digest:
+            raise UsageError(
+                f"{folder / 'globals.safetensors'}: fragment {fragment.id} does not have the digest that "
+                "state.json says: the file is damaged or of another checkpoint"
+            )
+        theta.append(flat)
+        has_momentum = any(slot.tensor.name in momenta for slot in fragment.slots)
+        momentum.append(_flatten(folder / "momentum.safetensors", fragment, momenta) if has_momentum else None)
+    return Checkpoint(folder, state, tuple(theta), tuple(momentum))
+
+
+# --- restore -----------------------------------------------------------------------------------------
+
+
+async def restore_checkpoint(
+    bus: Bus, checkpoint: Checkpoint, spec: Spec, nonce: str, syncer: str, clock: Clock
+) -> None:
+    """Put a checkpoint on an empty run: spec, run state, shard queue, then every fragment at its saved version.
+
+    The heads come last, because learners wait for them: who reads a head finds the shards in place. What an
+    interrupted restore of the same checkpoint left is kept, so it can be called again.
+
+    Args:
+        bus: bound to the run, groups set.
+        checkpoint: what to restore.
+        spec: the saved spec, or one with another budget or other sync settings; the tensors must be the same.
+        nonce: under which the caller holds the leases of all fragments.
+        syncer: its name, for the tape.
+        clock: for the tape.
+
+    Raises:
+        UsageError: the run has another spec or was started before, or the budget is used up.
+        LeaseLost: another syncer took over.
+    """
+    saved = checkpoint.state
+    if spec.tensors != saved.spec.tensors:
+        raise UsageError(f"{checkpoint.path} holds another model than the one to be trained")
+    if spec.sync.tokens <= saved.run.tokens:
+        raise UsageError(
+            f"tokens={spec.sync.tokens}: {checkpoint.path} has trained {saved.run.tokens} already; give a larger budget"
+        )
+    if decode(Spec, await bus.propose_spec(encode(spec))) != spec:
+        raise UsageError("the run already has another spec: resume under a --run name that is not in use")
+    layout = layout_of(spec.tensors)
+    heads = await bus.read_heads([fragment.id for fragment in layout.fragments])
+    for head, mine in zip(heads, saved.fragments, strict=True):
+        if head is not None and head.version != mine.version:
+            raise UsageError("the run was started before: resume under a --run name that is not in use")
+    if not any(heads):
+        await bus.write_state(_restored_run(saved, spec, checkpoint.path.name, clock))
+        if await bus.count_epochs() == 0:
+            await bus.restore_shards(saved.shards)
+    for p, fragment in enumerate(layout.fragments):
+        if heads[p] is None:
+            await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock)
+
+
+def _restored_run(saved: SavedState, spec: Spec, name: str, clock: Clock) -> RunState:
+    return RunState(
+        phase=Phase.RUNNING,
+        tokens=saved.run.tokens,
+        base_tokens=saved.run.tokens,
+        budget_tokens=spec.sync.tokens,
+        started_unix_s=clock.unix(),
+        drain_deadline_unix_s=None,
+        reason=f"resumed from {name}",
+        manifest=(),
+    )
+
+
+async def _restore_fragment(
+    bus: Bus, checkpoint: Checkpoint, spec: Spec, fragment: FragmentLayout, nonce: str, syncer: str, clock: Clock
+) -> None:
+    """Commit one fragment at its saved version (there is no head before)."""
+    p, chunk_bytes = fragment.id, spec.sync.chunk_bytes
+    saved, theta, momentum = checkpoint.state.fragments[p], checkpoint.globals[p], checkpoint.momentum[p]
+    fresh = secrets.token_hex(8)
+    payload = await push(bus, bus.keys.global_payload(p, saved.version, fresh), theta, chunk_bytes, STAGED_TTL_S)
+    staged_momentum = None
+    if momentum is not None and spec.sync.outer_momentum > 0:
+        key = bus.keys.momentum_payload(p, saved.version, fresh)
+        staged_momentum = await push(bus, key, momentum, chunk_bytes, STAGED_TTL_S)
+    digest = payload_digest(as_bytes(theta), chunk_bytes)
+    reason = f"restored from {checkpoint.path.name}"
+    await bus.commit(
+        Commit(
+            nonce=nonce,
+            expected=None,
+            version=saved.version,
+            digest=digest,
+            payload=payload,
+            momentum=staged_momentum,
+            window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
+            merged=(),
+            merged_tokens=saved.merged_tokens,
+            record=Committed(
+                fragment=p,
+                version=saved.version,
+                digest=digest,
+                base_digest=None,
+                contributions=(),
+                reason=reason,
+                norm=0.0,
+                quorum_s=0.0,
+                grace_s=0.0,
+                upload_s=0.0,
+                merge_s=0.0,
+                syncer=syncer,
+                unix_s=clock.unix(),
+            ),
+        )
+    )

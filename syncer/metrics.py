@@ -1,0 +1,41 @@
+"""The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, `owner` and `service` feed it)."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pipeline.messages import Committed
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Metrics:
+    """Counters start at 0 with the process; heads and the tape hold what outlives it."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.merges = Counter("diloco_merges", "Merges committed", ["fragment"], registry=registry)
+        self.contributions = Counter("diloco_contributions", "Contributions merged", registry=registry)
+        self.refusals = Counter("diloco_refusals", "Deltas refused", ["reason"], registry=registry)
+        self.merged_tokens = Counter(
+            "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
+        )
+        self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
+        self.lease_losses = Counter("diloco_lease_losses", "Leases lost to expiry or another syncer", registry=registry)
+        self.bus_errors = Counter("diloco_bus_errors", "Calls that the bus failed", registry=registry)
+        self.quorum_seconds = self._seconds("quorum", "From a window's opening to its quorum")
+        self.grace_seconds = self._seconds("grace", "From a quorum to the fixed set of contributions")
+        self.upload_seconds = self._seconds("upload", "From the fixed set to its last upload")
+        self.merge_seconds = self._seconds("merge", "Merge, outer step and staging")
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"diloco_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+
+    def merged(self, record: Committed) -> None:
+        """A merge was committed."""
+        fragment = str(record.fragment)
+        self.merges.labels(fragment=fragment).inc()
+        self.contributions.inc(len(record.contributions))
+        self.merged_tokens.labels(fragment=fragment).inc(sum(c.tokens for c in record.contributions))
+        self.quorum_seconds.observe(record.quorum_s)
+        self.grace_seconds.observe(record.grace_s)
+        self.upload_seconds.observe(record.upload_s)
+        self.merge_seconds.observe(record.merge_s)
