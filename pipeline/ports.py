@@ -211,7 +211,11 @@ class Bus(Protocol):
     async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
         """Append encoded chunks `first`, `first`+1 ... in one bounded pipeline and (re)set the expiry.
 
-        A chunk that is already there is left as it is, so that a retry after `BusUnavailable` is safe.
+        A chunk that is already there is left as it is, so that a retry after `BusUnavailable` or `BusFull` (the
+        first of the chunks may be there) is safe.
+
+        Raises:
+            PayloadIncomplete: the chunk before `first` is not there (the payload expired): start over.
         """
         ...
 
@@ -269,10 +273,10 @@ class Bus(Protocol):
         ...
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
-        """Delete refused headers and payloads and record why.
+        """Delete refused headers and payloads and record why; none of the headers is there: nothing is done.
 
         Raises:
-            LeaseLost: nothing was changed.
+            LeaseLost, HeadMoved (there is no head): nothing was changed.
         """
         ...
 
@@ -282,7 +286,7 @@ class Bus(Protocol):
         """Publish the window's state in the head, and on the tape if a record is given.
 
         Raises:
-            LeaseLost: nothing was changed.
+            LeaseLost, HeadMoved (there is no head): nothing was changed.
         """
         ...
 

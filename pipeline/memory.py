@@ -1,0 +1,474 @@
+"""The bus in memory: the same steps, checks and stored bytes as on Redis, in the event loop's (virtual) time.
+
+Several buses may share one `MemoryStore`, which stands for the server. Every call gives way to the loop once
+before it acts, as a network call would; all of a call's work is then done without giving way, which is what
+makes it atomic. A store and its buses belong to one event loop.
+"""
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from . import stored
+from .codec import decode, decode_tape, encode
+from .errors import (
+    BadMessage,
+    BusUnavailable,
+    HeadMoved,
+    LeaseLost,
+    PayloadIncomplete,
+    UsageError,
+)
+from .keys import RunKeys
+from .memory_store import EntryId, Hash, MemoryStore, Stream
+from .messages import (
+    ClaimedShard,
+    DeltaHeader,
+    Evaluation,
+    Event,
+    Head,
+    InitialUpload,
+    LearnerReport,
+    Message,
+    Rewound,
+    RunState,
+    SeenReport,
+    Shard,
+    ShardQueue,
+    WindowChanged,
+    WindowView,
+)
+from .ports import START, BusInfo, Clock, Commit, Offered, Refusal, TapeEntry
+
+T = TypeVar("T", bound=Message)
+
+
+class MemoryBus:
+    """`pipeline.ports.Bus` on a `MemoryStore`; see there for what each method promises."""
+
+    def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
+        self.keys = RunKeys(run)
+        self.store = store or MemoryStore()
+        self._clock = clock
+        self._closed = False
+        self._waiters: set[asyncio.Event] = set()
+
+    def use_groups(self, groups: int) -> None:
+        """Set the number of fragment groups."""
+        self.keys = RunKeys(self.keys.run, groups)
+
+    async def info(self) -> BusInfo:
+        """The store about itself."""
+        await self._turn()
+        return BusInfo(f"memory-{self.store.starts}", "7.0.0", self.store.maxmemory_bytes, self.store.used_bytes())
+
+    async def close(self) -> None:
+        """End all calls in flight."""
+        self._closed = True
+        for waiter in self._waiters:
+            waiter.set()
+
+    # --- small steps -----------------------------------------------------------------------------
+    async def _turn(self) -> None:
+        """A call reaches the server."""
+        await asyncio.sleep(0)
+        if self._closed:
+            raise BusUnavailable("the bus is closed")
+
+    def _bytes(self, key: str) -> bytes | None:
+        value: bytes | None = self.store.get(key, bytes, self._clock.now())
+        return value
+
+    def _hash(self, key: str) -> Hash:
+        """A hash to read; one that does not exist reads as empty."""
+        value: Hash | None = self.store.get(key, dict, self._clock.now())
+        return {} if value is None else value
+
+    def _stream(self, key: str) -> Stream:
+        """A stream to read; one that does not exist reads as empty."""
+        value: Stream | None = self.store.get(key, Stream, self._clock.now())
+        return Stream() if value is None else value
+
+    def _set(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
+        self.store.delete(key)
+        self.store.values[key] = value
+        if ttl_s is not None:
+            self._expire(key, ttl_s)
+
+    def _expire(self, key: str, ttl_s: float) -> None:
+        if key in self.store.values:
+            self.store.expiries[key] = self._clock.now() + ttl_s
+
+    def _expires(self, key: str) -> bool:
+        return key in self.store.expiries
+
+    def _xadd(self, key: str, data: bytes, at: EntryId | None = None) -> str:
+        stream = self.store.stream(key)
+        if at is None:
+            now = (int(self._clock.unix() * 1000), 0)
+            at = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
+        self.store.wake(key)
+        return stream.append(at, data)
+
+    async def _read(
+        self, cursors: Mapping[str, str], limit: int, block_s: float
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        await self._turn()
+        after = {key: stored.entry_id(cursor) for key, cursor in cursors.items()}
+
+        def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
+            found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]
+            return [(key, entries) for key, entries in found if entries]
+
+        found = look()
+        if found or block_s <= 0:
+            return found
+        waiter = asyncio.Event()
+        self._waiters.add(waiter)
+        self.store.enlist(after, waiter)
+        try:
+            async with asyncio.timeout(block_s):
+                while not (found := look()):
+                    waiter.clear()
+                    await waiter.wait()
+                    if self._closed:
+                        raise BusUnavailable("the bus was closed")
+        except TimeoutError:
+            return []
+        finally:
+            self.store.discharge(after, waiter)
+            self._waiters.discard(waiter)
+        return found
+
+    def _owned(self, key: str, nonce: str) -> None:
+        if self._bytes(key) != nonce.encode():
+            raise LeaseLost(f"{key} is not held by this owner")
+
+    # --- the run as a whole ----------------------------------------------------------------------
+    async def propose_spec(self, spec: bytes) -> bytes:
+        """Set the spec once."""
+        await self._turn()
+        holds = self._bytes(self.keys.spec)
+        if holds is None:
+            self.store.need_room()
+            self._set(self.keys.spec, spec)
+            return spec
+        return holds
+
+    async def read_spec(self) -> bytes | None:
+        """The spec."""
+        await self._turn()
+        return self._bytes(self.keys.spec)
+
+    async def write_state(self, state: RunState) -> RunState:
+        """Set the run's state, never backwards."""
+        await self._turn()
+        now = self._hash(self.keys.state)
+        if stored.decode_count("rank", now.get(b"rank")) > state.phase.rank:
+            return decode(RunState, now[b"blob"])
+        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
+        return state
+
+    async def read_state(self) -> RunState | None:
+        """The run's state."""
+        await self._turn()
+        return stored.decode_state(self._hash(self.keys.state).get(b"blob"))
+
+    async def write_report(self, report: LearnerReport) -> RunState | None:
+        """Replace a report."""
+        await self._turn()
+        name = f"{report.learner}/{report.incarnation}"
+        state = self._hash(self.keys.state).get(b"blob")
+        self._hash(self.keys.learners), self._hash(self.keys.seen)  # types before the first write
+        self.store.hset(self.keys.learners, {name: encode(report)})
+        self.store.hset(self.keys.seen, {name: b"%d" % int(self._clock.unix() * 1000)})
+        return stored.decode_state(state)
+
+    async def read_reports(self) -> list[SeenReport]:
+        """All reports with their ages."""
+        await self._turn()
+        seen = self._hash(self.keys.seen)
+        return stored.seen_reports(int(self._clock.unix() * 1000), self._hash(self.keys.learners), seen)
+
+    async def _add_capped(self, key: str, message: Message, cap: int) -> None:
+        await self._turn()
+        stream = self._stream(key)
+        self.store.need_room()
+        self._xadd(key, encode(message))
+        for at in stream.ids[:-cap]:
+            stream.delete(at)
+
+    async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
+        found = await self._read({key: after}, limit, 0)
+        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
+
+    async def add_event(self, event: Event) -> None:
+        """Append an event."""
+        await self._add_capped(self.keys.events, event, stored.EVENTS_CAP)
+
+    async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
+        """Events."""
+        return await self._log(self.keys.events, Event, after, limit)
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append an evaluation."""
+        await self._add_capped(self.keys.evaluations, evaluation, stored.EVALUATIONS_CAP)
+
+    async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
+        """Evaluations."""
+        return await self._log(self.keys.evaluations, Evaluation, after, limit)
+
+    # --- version 0 -------------------------------------------------------------------------------
+    async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
+        await self._turn()
+        if self._bytes(key) not in (None, nonce.encode()):
+            return False
+        self._set(key, nonce.encode(), ttl_s)
+        return True
+
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        """Win or keep the claim."""
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        """Announce a complete upload."""
+        await self._turn()
+        self._bytes(self.keys.initial)
+        if self._bytes(self.keys.init_claim) != upload.nonce.encode():
+            return False
+        self.store.need_room()
+        self._set(self.keys.initial, encode(upload), ttl_s)
+        return True
+
+    async def read_initial(self) -> InitialUpload | None:
+        """The complete upload."""
+        await self._turn()
+        blob = self._bytes(self.keys.initial)
+        return None if blob is None else decode(InitialUpload, blob)
+
+    # --- payloads --------------------------------------------------------------------------------
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+        """Append chunks."""
+        stored.check_chunks(first, chunks)
+        await self._turn()
+        for index, chunk in enumerate(chunks, first):
+            have = len(self._stream(key).ids)
+            kept = have > 0 and not self._expires(key)  # a commit made it stay: it is complete
+            if index > have or (kept and index == have):
+                raise PayloadIncomplete(f"{key} has {have} chunks, so chunk {index} cannot be next")
+            if index == have:
+                self.store.need_room()
+                self._xadd(key, chunk, (index + 1, 0))
+            if not kept:
+                self._expire(key, ttl_s)
+
+    async def count_chunks(self, key: str) -> int:
+        """Length of a payload."""
+        await self._turn()
+        return len(self._stream(key).ids)
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes]:
+        """Chunks from an index on."""
+        found = await self._read({key: f"{first}-0"}, limit, block_s)
+        left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()
+        if left_s < extend_s:
+            self._expire(key, extend_s)
+        return [data for _, entries in found for _, data in entries]
+
+    # --- fragments: learners ---------------------------------------------------------------------
+    async def offer(self, header: DeltaHeader) -> str:
+        """Append a header."""
+        await self._turn()
+        self._stream(self.keys.deltas(header.fragment))
+        self.store.need_room()
+        return self._xadd(self.keys.deltas(header.fragment), encode(header))
+
+    async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
+        """Heads."""
+        await self._turn()
+        return [stored.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
+
+    async def tape_end(self) -> dict[int, str]:
+        """Cursors at the end of each tape."""
+        await self._turn()
+        tapes = {group: self._stream(self.keys.tape(group)) for group in range(self.keys.groups)}
+        return {group: "{}-{}".format(*tape.ids[-1]) if tape.ids else START for group, tape in tapes.items()}
+
+    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+        """Tape entries."""
+        groups = {self.keys.tape(group): group for group in cursors}
+        found = await self._read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+
+    # --- fragments: the owner --------------------------------------------------------------------
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        """Take or prolong the lease."""
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s)
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        """Give the lease back."""
+        await self._turn()
+        if self._bytes(self.keys.lease(fragment)) == nonce.encode():
+            self.store.delete(self.keys.lease(fragment))
+
+    async def read_offers(
+        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+    ) -> list[Offered]:
+        """Pending headers."""
+        found = await self._read({self.keys.deltas(fragment): after}, limit, block_s)
+        return [stored.decode_offer(fragment, at, data) for _, entries in found for at, data in entries]
+
+    def _owner_checks(self, p: int, nonce: str, *streams: str) -> Hash:
+        """Types first, then the lease; returns the head."""
+        self._bytes(self.keys.lease(p))
+        head = self._hash(self.keys.head(p))
+        for key in (self.keys.tape(self.keys.group(p)), *streams):
+            self._stream(key)
+        self._owned(self.keys.lease(p), nonce)
+        return head
+
+    def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
+        sums = {name: stored.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
+        if max(sums.values()) >= stored.COUNTER_LIMIT:
+            raise BadMessage("a total of the head is out of bounds")
+        return {name: b"%d" % total for name, total in sums.items()}
+
+    def _delete(self, entries: Iterable[EntryId], deltas: str, keys: Iterable[str]) -> None:
+        stream = self._stream(deltas)
+        for at in entries:
+            stream.delete(at)
+        for key in keys:
+            self.store.delete(key)
+
+    async def commit(self, commit: Commit) -> None:
+        """Move the head."""
+        p = stored.fragment_of(commit)
+        keys = self.keys
+        staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
+        entries = [stored.entry_id(entry) for entry in commit.entries]
+        gone = (*commit.delta_payloads, *commit.retired)
+        stored.one_slot((keys.head(p), *(s.key for s in staged), *gone))
+        await self._turn()
+        head = self._owner_checks(p, commit.nonce, keys.deltas(p), *(s.key for s in staged))
+        old_payload = head.get(b"payload", b"").decode()
+        old_momentum = head.get(b"momentum", b"").decode()
+        now = (stored.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
+        if now != commit.expected:
+            raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
+        totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
+        sums = self._add(head, {**totals, "rejected_tokens": 0})
+        for s in staged:
+            if (have := len(self._stream(s.key).ids)) != s.chunks:
+                raise PayloadIncomplete(f"{s.key} has {have} of {s.chunks} chunks")
+        for s in staged:
+            self.store.expiries.pop(s.key, None)
+        self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
+        self._xadd(keys.tape(keys.group(p)), encode(commit.record))
+        self._expire(old_payload, commit.replaced_ttl_s)
+        self._delete(entries, keys.deltas(p), (*gone, old_momentum))
+
+    async def refuse(self, fragment: int, refusal: Refusal) -> None:
+        """Refuse deltas."""
+        keys = self.keys
+        entries = [stored.entry_id(entry) for entry in refusal.entries]
+        stored.one_slot((keys.head(fragment), *refusal.delta_payloads))
+        await self._turn()
+        head = self._owner_checks(fragment, refusal.nonce, keys.deltas(fragment))
+        if not head:
+            raise HeadMoved(f"fragment {fragment} has no head")
+        sums = self._add(head, {"rejected_tokens": refusal.lost_tokens})
+        if entries and not any(at in self._stream(keys.deltas(fragment)).ids for at in entries):
+            return  # refused before; counted and recorded then
+        self._delete(entries, keys.deltas(fragment), refusal.delta_payloads)
+        self.store.hset(keys.head(fragment), sums)
+        for record in refusal.records:
+            self._xadd(keys.tape(keys.group(fragment)), encode(record))
+
+    async def write_window(
+        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+    ) -> None:
+        """Publish the window."""
+        await self._turn()
+        if not self._owner_checks(fragment, nonce):
+            raise HeadMoved(f"fragment {fragment} has no head")
+        self.store.hset(self.keys.head(fragment), {"window": encode(window)})
+        if record is not None:
+            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record))
+
+    async def trim_tape(self, group: int, before: str) -> None:
+        """Drop old tape entries."""
+        await self._turn()
+        tape, limit = self._stream(self.keys.tape(group)), stored.entry_id(before)
+        for at in tape.ids[: bisect_left(tape.ids, limit)]:
+            tape.delete(at)
+
+    # --- data shards -----------------------------------------------------------------------------
+    def _queue(self) -> tuple[Stream, Hash, int]:
+        epochs = stored.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
+        return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
+
+    def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
+        self.store.need_room()
+        stream = self.store.stream(self.keys.shards)
+        stream.delivered = stream.delivered or (0, 0)
+        for shard, position in shards:
+            at = self._xadd(self.keys.shards, encode(shard))
+            if position:
+                self.store.hset(self.keys.shard_positions, {at: b"%d" % position})
+        self._set(self.keys.shard_epoch, b"%d" % epochs)
+
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+        """Queue an epoch."""
+        await self._turn()
+        if self._queue()[2] != epoch:
+            return False
+        self._put(epoch + 1, ((shard, 0) for shard in shards))
+        return True
+
+    async def count_epochs(self) -> int:
+        """Epochs queued."""
+        await self._turn()
+        return self._queue()[2]
+
+    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
+        """Take the next shard."""
+        await self._turn()
+        stream, positions, _ = self._queue()
+        found = stream.after(stream.delivered, 1) if stream.delivered is not None else []
+        if not found:
+            return None
+        at, blob = found[0]
+        stream.delivered = stored.entry_id(at)
+        position = stored.decode_count("shard position", positions.get(at.encode()))
+        return ClaimedShard(entry_id=at, shard=stored.decode_shard(blob), position=position)
+
+    async def save_position(self, entry_id: str, position: int) -> None:
+        """Remember how far a shard was read."""
+        await self._turn()
+        if stored.entry_id(entry_id) in self._queue()[0].ids:
+            self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
+
+    async def finish_shard(self, entry_id: str) -> None:
+        """Acknowledge a shard."""
+        await self._turn()
+        stream, positions, _ = self._queue()
+        stream.delete(stored.entry_id(entry_id))
+        positions.pop(entry_id.encode(), None)
+
+    async def read_shards(self) -> ShardQueue:
+        """Shards not yet acknowledged."""
+        await self._turn()
+        stream, positions, epochs = self._queue()
+        return stored.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
+
+    async def restore_shards(self, queue: ShardQueue) -> None:
+        """Put a checkpoint's queue back."""
+        await self._turn()
+        stream, positions, epochs = self._queue()
+        if stream.ids or positions or epochs:
+            raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
+        self._put(queue.epochs, queue.open)

@@ -1,0 +1,175 @@
+"""The forms in which the bus stores things, shared by its adapters so that neither is kinder than the other.
+
+Pure: bytes in, messages out, and the checks that need no server.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .codec import decode, encode
+from .errors import BadMessage, BusError
+from .messages import (
+    DeltaHeader,
+    Head,
+    LearnerReport,
+    MergedBase,
+    Message,
+    RunState,
+    SeenReport,
+    Shard,
+    ShardQueue,
+    WindowView,
+)
+from .ports import Commit, Offered
+
+EVENTS_CAP = 10_000
+EVALUATIONS_CAP = 100_000
+HEADER_LIMIT_BYTES = 64 * 1024
+COUNTER_LIMIT = 2**62
+"""Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
+
+
+class MergedBases(Message):
+    """The head's `merged` field as stored."""
+
+    merged: tuple[MergedBase, ...]
+
+
+def head_fields(commit: Commit) -> dict[str, bytes]:
+    """What a commit sets in the head's hash; the three totals are added to, not set."""
+    return {
+        "version": b"%d" % commit.version,
+        "digest": commit.digest,
+        "payload": commit.payload.key.encode(),
+        "chunks": b"%d" % commit.payload.chunks,
+        "momentum": commit.momentum.key.encode() if commit.momentum else b"",
+        "previous_digest": commit.expected[1] if commit.expected else b"",
+        "window": encode(commit.window),
+        "merged": encode(MergedBases(merged=commit.merged)),
+    }
+
+
+def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
+    """The head's hash to a `Head`; None where there is no hash.
+
+    Raises:
+        BadMessage: a field is missing or does not decode.
+    """
+    if not fields:
+        return None
+    try:
+        return Head(
+            fragment=fragment,
+            version=int(fields[b"version"]),
+            digest=fields[b"digest"],
+            payload=fields[b"payload"].decode(),
+            chunks=int(fields[b"chunks"]),
+            momentum=fields[b"momentum"].decode(),
+            previous_digest=fields[b"previous_digest"] or None,
+            window=decode(WindowView, fields[b"window"]),
+            merged=decode(MergedBases, fields[b"merged"]).merged,
+            merged_deltas=int(fields[b"merged_deltas"]),
+            merged_tokens=int(fields[b"merged_tokens"]),
+            rejected_tokens=int(fields[b"rejected_tokens"]),
+        )
+    except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
+        raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error
+
+
+def decode_offer(fragment: int, entry_id: str, data: bytes) -> Offered:
+    """An entry of a fragment stream; what does not decode is reported, not raised: its owner refuses it."""
+    try:
+        header = decode(DeltaHeader, data, HEADER_LIMIT_BYTES)
+    except BadMessage as error:
+        return Offered(entry_id, None, str(error))
+    if header.fragment != fragment:
+        return Offered(entry_id, None, f"header of fragment {header.fragment} on the stream of fragment {fragment}")
+    return Offered(entry_id, header)
+
+
+def decode_state(blob: bytes | None) -> RunState | None:
+    """The run's state, or None where there is none yet."""
+    return None if blob is None else decode(RunState, blob)
+
+
+def decode_shard(blob: bytes) -> Shard:
+    """A data shard."""
+    return decode(Shard, blob, 1024)
+
+
+def decode_count(what: str, blob: bytes | None) -> int:
+    """A stored decimal number, 0 where there is none.
+
+    Raises:
+        BadMessage: not a number.
+    """
+    try:
+        return int(blob or 0)
+    except ValueError as error:
+        raise BadMessage(f"{what} is not a number: {blob!r:.80}") from error
+
+
+def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> list[SeenReport]:
+    """Stored reports with their ages, by name."""
+    return [
+        SeenReport(
+            report=decode(LearnerReport, blob),
+            age_s=max(0, now_ms - decode_count("report time", seen.get(name))) / 1000,
+        )
+        for name, blob in sorted(reports.items())
+    ]
+
+
+def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:
+    """The shard stream as a checkpoint keeps it."""
+    return ShardQueue(
+        epochs=epochs,
+        open=tuple(
+            (decode_shard(blob), decode_count("shard position", positions.get(at.encode()))) for at, blob in entries
+        ),
+    )
+
+
+def fragment_of(commit: Commit) -> int:
+    """The fragment a commit is about.
+
+    Raises:
+        ValueError: the commit contradicts itself.
+    """
+    if commit.expected is not None and commit.version != commit.expected[0] + 1:
+        raise ValueError(f"commit of version {commit.version} on top of version {commit.expected[0]}")
+    if commit.record.version != commit.version or commit.record.digest != commit.digest:
+        raise ValueError("the commit and its tape record disagree")
+    return commit.record.fragment
+
+
+def one_slot(keys: Iterable[str]) -> None:
+    """All keys of one atomic step must share a hash tag, or it would fail on Redis Cluster only.
+
+    Raises:
+        ValueError: naming the tags.
+    """
+    tags = {key[key.find("{") : key.find("}") + 1] for key in keys}
+    if len(tags) > 1 or "" in tags:
+        raise ValueError(f"keys of several cluster slots in one step: {sorted(tags)}")
+
+
+def entry_id(text: str) -> tuple[int, int]:
+    """A stream entry id, `ms-seq` or `ms`, as numbers.
+
+    Raises:
+        BusError: not an entry id.
+    """
+    ms, _, seq = text.partition("-")
+    if not ms.isdecimal() or not (seq or "0").isdecimal():
+        raise BusError(f"invalid stream entry id {text!r:.80}")
+    return int(ms), int(seq or 0)
+
+
+def check_chunks(first: int, chunks: Sequence[bytes]) -> None:
+    """Arguments of `write_chunks`.
+
+    Raises:
+        ValueError: a negative index or an empty chunk.
+    """
+    if first < 0 or not all(chunks):
+        raise ValueError("chunks are numbered from 0 and never empty")
