@@ -82,7 +82,10 @@ class Checkpoint:
     """A checkpoint in memory, every tensor checked against its spec."""
 
     path: Path
-    state: SavedState
+    spec: Spec
+    state: RunState
+    fragments: tuple[SavedFragment, ...]
+    shards: ShardQueue
     globals: tuple[Float32, ...]
     """Flat vector (elements,) of each fragment."""
     momentum: tuple[Float32 | None, ...]
@@ -292,7 +295,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         theta.append(flat)
         has_momentum = any(slot.tensor.name in momenta for slot in fragment.slots)
         momentum.append(_flatten(folder / "momentum.safetensors", fragment, momenta) if has_momentum else None)
-    return Checkpoint(folder, state, tuple(theta), tuple(momentum))
+    return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(momentum))
 
 
 # --- restore -----------------------------------------------------------------------------------------
@@ -318,38 +321,38 @@ async def restore_checkpoint(
         UsageError: the run has another spec or was started before, or the budget is used up.
         LeaseLost: another syncer took over.
     """
-    saved = checkpoint.state
-    if spec.tensors != saved.spec.tensors:
+    if spec.tensors != checkpoint.spec.tensors:
         raise UsageError(f"{checkpoint.path} holds another model than the one to be trained")
-    if spec.sync.tokens <= saved.run.tokens:
+    if spec.sync.tokens <= checkpoint.state.tokens:
         raise UsageError(
-            f"tokens={spec.sync.tokens}: {checkpoint.path} has trained {saved.run.tokens} already; give a larger budget"
+            f"tokens={spec.sync.tokens}: {checkpoint.path} has trained {checkpoint.state.tokens} already; "
+            "give a larger budget"
         )
     if decode(Spec, await bus.propose_spec(encode(spec))) != spec:
         raise UsageError("the run already has another spec: resume under a --run name that is not in use")
     layout = layout_of(spec.tensors)
     heads = await bus.read_heads([fragment.id for fragment in layout.fragments])
-    for head, mine in zip(heads, saved.fragments, strict=True):
+    for head, mine in zip(heads, checkpoint.fragments, strict=True):
         if head is not None and head.version != mine.version:
             raise UsageError("the run was started before: resume under a --run name that is not in use")
     if not any(heads):
-        await bus.write_state(_restored_run(saved, spec, checkpoint.path.name, clock))
+        await bus.write_state(_restored_run(checkpoint, spec, clock))
         if await bus.count_epochs() == 0:
-            await bus.restore_shards(saved.shards)
+            await bus.restore_shards(checkpoint.shards)
     for p, fragment in enumerate(layout.fragments):
         if heads[p] is None:
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock)
 
 
-def _restored_run(saved: SavedState, spec: Spec, name: str, clock: Clock) -> RunState:
+def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
     return RunState(
         phase=Phase.RUNNING,
-        tokens=saved.run.tokens,
-        base_tokens=saved.run.tokens,
+        tokens=checkpoint.state.tokens,
+        base_tokens=checkpoint.state.tokens,
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         drain_deadline_unix_s=None,
-        reason=f"resumed from {name}",
+        reason=f"resumed from {checkpoint.path.name}",
         manifest=(),
     )
 
@@ -359,7 +362,7 @@ async def _restore_fragment(
 ) -> None:
     """Commit one fragment at its saved version (there is no head before)."""
     p, chunk_bytes = fragment.id, spec.sync.chunk_bytes
-    saved, theta, momentum = checkpoint.state.fragments[p], checkpoint.globals[p], checkpoint.momentum[p]
+    saved, theta, momentum = checkpoint.fragments[p], checkpoint.globals[p], checkpoint.momentum[p]
     fresh = secrets.token_hex(8)
     payload = await push(bus, bus.keys.global_payload(p, saved.version, fresh), theta, chunk_bytes, STAGED_TTL_S)
     staged_momentum = None

@@ -1,0 +1,183 @@
+"""A run's status as one JSON-able dict: for `diloco status`, the HTTP side, the display and the report.
+
+`build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
+tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
+is training that has not been merged: while a run goes on nobody can tell what a learner may still publish from
+what went down with it, so all of it is "pending"; once the run is finished nothing will come any more, and it
+"died" (with a killed learner, or before this part of a resumed run began).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .codec import decode
+from .fragments import Layout, layout_of
+from .messages import Evaluation, Head, Phase, RunState, SeenReport, Spec
+from .ports import START, Bus, Clock
+
+LIVE_S = 5.0
+"""A learner not heard from for this long is not live."""
+
+_RECENT_S = 3600.0
+
+
+def _learner(seen: SeenReport, live_s: float) -> dict[str, Any]:
+    report = seen.report
+    return {
+        "id": report.learner,
+        "incarnation": report.incarnation,
+        "live": _is_live(seen, live_s),
+        "left": report.left,
+        "step": report.step,
+        "tokens": report.tokens,
+        "tokens_per_s": report.tokens_per_s,
+        "loss": report.loss,
+        "step_s": report.step_s,
+        "step_s_median": report.step_s_median,
+        "blocked_s": report.blocked_s,
+        "wall_s": report.wall_s,
+        "versions": list(report.versions),
+        "age_s": seen.age_s,
+        "host": report.host,
+        "device": report.device,
+    }
+
+
+def _is_live(seen: SeenReport, live_s: float) -> bool:
+    return not seen.report.left and seen.age_s < live_s
+
+
+def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
+    window = head.window
+    deadline = window.deadline_unix_s
+    return {
+        "id": head.fragment,
+        "version": head.version,
+        "digest": head.digest.hex(),
+        "merged_deltas": head.merged_deltas,
+        "merged_tokens": head.merged_tokens,
+        "rejected_tokens": head.rejected_tokens,
+        "window": {
+            "state": window.state,
+            "attempt": window.attempt,
+            "members": list(window.members),
+            "expected": window.expected,
+            "quorum": quorum,
+            "reason": window.reason,
+            "deadline_in_s": None if deadline is None else deadline - now_unix_s,
+        },
+    }
+
+
+def _tokens(
+    layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head]
+) -> tuple[int, int, dict[str, int]]:
+    """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
+    base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
+    tokens = max(written, base + sum(seen.report.tokens for seen in reports))
+    merged = overwritten = rejected = 0
+    if layout is not None:
+        elements = [fragment.elements for fragment in layout.fragments]
+        total = layout.elements
+        merged = min(tokens, sum(head.merged_tokens * elements[head.fragment] for head in heads) // total)
+        rejected = sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total
+        overwritten = sum(seen.report.overwritten for seen in reports) // total
+    rest = max(0, tokens - merged - overwritten - rejected)
+    finished = state is not None and state.phase is Phase.FINISHED
+    lost = {
+        "overwritten": overwritten,
+        "rejected": rejected,
+        "died": rest if finished else 0,
+        "pending": 0 if finished else rest,
+    }
+    return tokens, merged, lost
+
+
+def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
+    """Since the start of the run; of a finished one, up to the last word of a learner."""
+    if state is None:
+        return 0.0
+    silent_s = min((seen.age_s for seen in reports), default=0.0) if state.phase is Phase.FINISHED else 0.0
+    return max(0.0, now_unix_s - silent_s - state.started_unix_s)
+
+
+def build_status(
+    run: str,
+    spec: Spec | None,
+    state: RunState | None,
+    reports: Sequence[SeenReport],
+    heads: Sequence[Head | None],
+    evaluation: Evaluation | None,
+    bus_warnings: Sequence[str],
+    now_unix_s: float,
+    live_s: float = LIVE_S,
+) -> dict[str, Any]:
+    """The status from its parts; see `tests/test_status.py` for the shape.
+
+    Before a spec and a state exist the phase is "waiting", and the shape is the same.
+    """
+    present = [head for head in heads if head is not None]
+    layout = layout_of(spec.tensors) if spec is not None else None
+    tokens, merged, lost = _tokens(layout, state, reports, present)
+    budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
+    quorum = spec.sync.quorum if spec is not None else 0
+    live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})
+    warnings = list(bus_warnings)
+    if quorum > live and (state is None or state.phase is Phase.RUNNING):
+        warnings.insert(0, f"quorum {quorum} > {live} live")
+    return {
+        "run": run,
+        "phase": "waiting" if state is None else state.phase.value,
+        "reason": "waiting for a syncer and a learner" if state is None else state.reason,
+        "tokens": tokens,
+        "budget_tokens": budget,
+        "progress": min(1.0, tokens / budget) if budget else 0.0,
+        "merged_tokens": merged,
+        "outer_steps": sum(head.version for head in present),
+        "tokens_lost": lost,
+        "elapsed_s": _elapsed_s(state, reports, now_unix_s),
+        "learners": [_learner(seen, live_s) for seen in reports],
+        "fragments": [_fragment(head, quorum, now_unix_s) for head in present],
+        "evaluation": None
+        if evaluation is None
+        else {
+            "loss": evaluation.loss,
+            "tokens": evaluation.tokens,
+            "elapsed_s": evaluation.elapsed_s,
+            "final": evaluation.final,
+        },
+        "warnings": warnings,
+    }
+
+
+async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
+    """The newest one; looks at the last hour first, so that a long run is not read from its start each time."""
+    last: Evaluation | None = None
+    for start in (f"{max(0, int((clock.unix() - _RECENT_S) * 1000))}-0", START):
+        cursor = start
+        while found := await bus.read_evaluations(cursor):
+            cursor, last = found[-1]
+        if last is not None:
+            break
+    return last
+
+
+async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> dict[str, Any]:
+    """The status of the bus's run.
+
+    Raises:
+        BusError: the bus cannot be read.
+        BadMessage: what is stored there is not a run of this build.
+    """
+    data = await bus.read_spec()
+    spec = None if data is None else decode(Spec, data)
+    heads: list[Head | None] = []
+    if spec is not None:
+        bus.use_groups(spec.sync.groups)
+        # Totals of heads before those of reports: what was merged was reported as trained earlier.
+        heads = await bus.read_heads(range(spec.sync.fragments))
+    reports = await bus.read_reports()
+    state = await bus.read_state()
+    evaluation = await _last_evaluation(bus, clock)
+    info = await bus.info()
+    return build_status(bus.keys.run, spec, state, reports, heads, evaluation, info.warnings, clock.unix(), live_s)
