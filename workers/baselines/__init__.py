@@ -1,0 +1,1 @@
+"""What the decoupled method is compared with, in the same code."""

@@ -1,0 +1,1 @@
+"""Text for the built-in trainer, as bytes."""
