@@ -121,7 +121,8 @@ class FragmentOwner:
             self.wake.clear()
             lease, wake = asyncio.ensure_future(self.lease.wait()), asyncio.ensure_future(self.wake.wait())
             await asyncio.wait({lease, wake}, return_when=asyncio.FIRST_COMPLETED)
-            lease.cancel(), wake.cancel()
+            lease.cancel()
+            wake.cancel()
 
     async def _serve(self) -> None:
         await self._load()
@@ -150,7 +151,9 @@ class FragmentOwner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._downloads.clear(), self._deltas.clear(), self._outcomes.clear()
+            self._downloads.clear()
+            self._deltas.clear()
+            self._outcomes.clear()
 
     async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
         if reader.done():
@@ -470,8 +473,8 @@ class FragmentOwner:
 
     async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:
         """The head moved: a new window, into which late offers are replayed."""
-        for offer in (*commit.entries,):
-            self._deltas.pop(offer, None)
+        for entry_id in commit.entries:
+            self._deltas.pop(entry_id, None)
         self._head = Head(
             fragment=self._p,
             version=commit.version,

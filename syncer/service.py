@@ -206,8 +206,8 @@ class SyncerService:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         self.bus.use_groups(spec.sync.groups)
         for p in range(spec.sync.fragments):
-            while not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
-                await asyncio.sleep(self.settings.lease_s / 3)
+            if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+                raise UsageError(f"fragment {p} is leased by another syncer: only one may resume a checkpoint")
         await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
         self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
         return codec.encode(spec)
