@@ -5,9 +5,9 @@ Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence a
 """
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FORMAT = 1
 """Version of the wire format. A party that meets another one says so and stops."""
@@ -78,6 +78,20 @@ class Spec(Message):
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=100_000)]
     trainer: Annotated[dict[str, str | int | float | bool | None], Field(max_length=64)]
     """Settings of the built-in trainer (model, data, seed ...): opaque to the syncer, equal for learners."""
+
+    @model_validator(mode="after")
+    def _fragments_are_filled(self) -> Self:
+        """Every fragment 0..P-1 has elements, and every tensor a name of its own: all else is built on that."""
+        elements = [0] * self.sync.fragments
+        for tensor in self.tensors:
+            if tensor.fragment >= len(elements):
+                raise ValueError(f"tensor {tensor.name!r} is in fragment {tensor.fragment} of {len(elements)}")
+            elements[tensor.fragment] += tensor.elements
+        if 0 in elements:
+            raise ValueError(f"fragment {elements.index(0)} has no elements")
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError("two tensors have the same name")
+        return self
 
 
 # --- deltas --------------------------------------------------------------------------------------

@@ -1,0 +1,182 @@
+"""Small, valid protocol objects that tests build on; every field can be overridden."""
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.codec import as_bytes, payload_digest
+from pipeline.keys import RunKeys
+from pipeline.messages import (
+    Committed,
+    DeltaHeader,
+    Head,
+    LearnerReport,
+    Phase,
+    RunState,
+    SeenReport,
+    Spec,
+    SyncSpec,
+    TensorSpec,
+    WindowView,
+)
+from pipeline.payloads import push
+from pipeline.ports import Bus, Commit
+
+IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+
+
+def sync_spec(**given: Any) -> SyncSpec:
+    values: dict[str, Any] = {
+        "fragments": 2,
+        "sync_interval": 4,
+        "quorum": 1,
+        "overlap_steps": 1,
+        "grace_gamma": 0.5,
+        "codec": "fp32",
+        "merge": "rda",
+        "outer_lr": 1.0,
+        "outer_momentum": 0.9,
+        "tokens": 10_000,
+        "groups": 1,
+        "chunk_bytes": 1024,
+    }
+    return SyncSpec(**{**values, **given})
+
+
+def tensor(name: str, shape: tuple[int, ...], fragment: int = 0, rule: str = "rda") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype="float32", rule=rule, fragment=fragment)
+
+
+def spec(**given: Any) -> Spec:
+    """Two fragments of 600 and 200 elements (3/4 and 1/4 of the model), unless told otherwise."""
+    tensors = given.pop("tensors", (tensor("a", (20, 30)), tensor("b", (150,), 1), tensor("c", (50,), 1, "mean")))
+    return Spec(sync=sync_spec(**given), tensors=tensors, trainer={"model": "tiny"})
+
+
+def report(learner: str = "l0", **given: Any) -> LearnerReport:
+    values: dict[str, Any] = {
+        "learner": learner,
+        "incarnation": "0" * 8,
+        "step": 10,
+        "tokens": 1000,
+        "overwritten": 0,
+        "versions": (0, 0),
+        "loss": 2.5,
+        "tokens_per_s": 100.0,
+        "step_s": 0.1,
+        "step_s_median": 0.1,
+        "blocked_s": 0.0,
+        "wall_s": 10.0,
+        "left": False,
+        "host": "host",
+        "device": "cpu",
+    }
+    return LearnerReport(**{**values, **given})
+
+
+def seen(learner: str = "l0", age_s: float = 0.5, **given: Any) -> SeenReport:
+    return SeenReport(report=report(learner, **given), age_s=age_s)
+
+
+def run_state(**given: Any) -> RunState:
+    values: dict[str, Any] = {
+        "phase": Phase.RUNNING,
+        "tokens": 0,
+        "base_tokens": 0,
+        "budget_tokens": 10_000,
+        "started_unix_s": 1000.0,
+        "drain_deadline_unix_s": None,
+        "reason": "training",
+        "manifest": (),
+    }
+    return RunState(**{**values, **given})
+
+
+def head(fragment: int = 0, **given: Any) -> Head:
+    values: dict[str, Any] = {
+        "fragment": fragment,
+        "version": 0,
+        "digest": bytes([fragment]) * 16,
+        "payload": "payload",
+        "chunks": 1,
+        "momentum": "",
+        "previous_digest": None,
+        "window": IDLE,
+        "merged": (),
+        "merged_deltas": 0,
+        "merged_tokens": 0,
+        "rejected_tokens": 0,
+    }
+    return Head(**{**values, **given})
+
+
+def header(learner: str = "l0", **given: Any) -> DeltaHeader:
+    values: dict[str, Any] = {
+        "learner": learner,
+        "incarnation": "0" * 8,
+        "fragment": 0,
+        "base_version": 0,
+        "base_digest": bytes(16),
+        "attempt": 0,
+        "steps": 4,
+        "tokens": 400,
+        "due": True,
+        "codec": "fp32",
+        "chunks": 3,
+        "layout": bytes(16),
+        "step_s": 0.1,
+    }
+    return DeltaHeader(**{**values, **given})
+
+
+async def commit(
+    bus: Bus,
+    fragment: int,
+    version: int,
+    theta: np.ndarray,
+    *,
+    momentum: np.ndarray | None = None,
+    expected: tuple[int, bytes] | None = None,
+    merged_tokens: int = 0,
+    nonce: str = "ab" * 8,
+    chunk_bytes: int = 1024,
+) -> bytes:
+    """Move a fragment's head to these values, as its owner would; returns the digest."""
+    keys: RunKeys = bus.keys
+    assert await bus.acquire_lease(fragment, nonce, 1e6)
+    payload = await push(bus, keys.global_payload(fragment, version, f"{version:08x}"), theta, chunk_bytes, 60)
+    staged = None
+    if momentum is not None:
+        key = keys.momentum_payload(fragment, version, f"{version:08x}")
+        staged = await push(bus, key, momentum, chunk_bytes, 60)
+    digest = payload_digest(as_bytes(theta), chunk_bytes)
+    record = Committed(
+        fragment=fragment,
+        version=version,
+        digest=digest,
+        base_digest=None,
+        contributions=(),
+        reason="test",
+        norm=0.0,
+        quorum_s=0.0,
+        grace_s=0.0,
+        upload_s=0.0,
+        merge_s=0.0,
+        syncer="s",
+        unix_s=0.0,
+    )
+    await bus.commit(
+        Commit(
+            nonce=nonce,
+            expected=expected,
+            version=version,
+            digest=digest,
+            payload=payload,
+            momentum=staged,
+            window=IDLE,
+            merged=(),
+            record=record,
+            merged_tokens=merged_tokens,
+        )
+    )
+    return digest

@@ -1,0 +1,154 @@
+"""The status: its shape, its token accounting, its warnings."""
+
+import asyncio
+import json
+
+import pytest
+
+from pipeline.codec import encode
+from pipeline.memory import MemoryBus
+from pipeline.messages import Evaluation, Phase, WindowView
+from pipeline.status import build_status, read_status
+
+from . import samples
+from .virtual_time import VirtualClock, run_virtual
+
+
+def build(**given):
+    values = {
+        "run": "r",
+        "spec": samples.spec(),
+        "state": samples.run_state(),
+        "reports": [samples.seen()],
+        "heads": [samples.head(0), samples.head(1)],
+        "evaluation": None,
+        "bus_warnings": (),
+        "now_unix_s": 1010.0,
+    }
+    return build_status(**{**values, **given})
+
+
+def lost(status):
+    return status["tokens_lost"]
+
+
+def test_the_shape_is_the_documented_one_and_json():
+    """Readers (display, report, people) may rely on these names, before the run's first spec too."""
+    window = WindowView(
+        state="grace", attempt=2, members=("l0",), expected=3, reason="grace: 1 in", deadline_unix_s=1012.5
+    )
+    evaluation = Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False)
+    status = build(heads=[samples.head(0, window=window, version=3), samples.head(1)], evaluation=evaluation)
+    assert json.loads(json.dumps(status)) == status
+    assert status["evaluation"] == {"loss": 1.5, "tokens": 900, "elapsed_s": 9.0, "final": False}
+    assert status["fragments"][0] == {
+        "id": 0,
+        "version": 3,
+        "digest": "00" * 16,
+        "merged_deltas": 0,
+        "merged_tokens": 0,
+        "rejected_tokens": 0,
+        "window": {
+            "state": "grace",
+            "attempt": 2,
+            "members": ["l0"],
+            "expected": 3,
+            "quorum": 1,
+            "reason": "grace: 1 in",
+            "deadline_in_s": 2.5,
+        },
+    }
+    learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
+    del learner["learner"], learner["overwritten"]
+    assert status["learners"] == [learner]
+    empty = build(spec=None, state=None, reports=[], heads=[])
+    assert set(empty) == set(status)
+    assert (empty["phase"], empty["progress"], empty["warnings"]) == ("waiting", 0.0, [])
+
+
+def test_merged_tokens_count_each_fragment_by_its_share():
+    """Fragment 0 is 3/4 of the model: 1000 tokens in it and 200 in fragment 1 are 800 tokens of the model."""
+    heads = [samples.head(0, merged_tokens=1000, version=2), samples.head(1, merged_tokens=203, version=5)]
+    status = build(heads=heads)
+    assert status["merged_tokens"] == 800  # 750 + 50.75, floored
+    assert status["outer_steps"] == 7
+
+
+def test_merged_tokens_are_never_above_tokens():
+    """Reports lag behind: what is merged but not yet reported is not shown."""
+    heads = [samples.head(0, merged_tokens=5000), samples.head(1, merged_tokens=5000)]
+    assert build(heads=heads)["merged_tokens"] == 1000
+
+
+@pytest.mark.parametrize(("phase", "rest"), [("running", "pending"), ("draining", "pending"), ("finished", "died")])
+def test_every_token_is_accounted_for(phase, rest):
+    """tokens = merged + overwritten + rejected + died + pending; the rest is pending until the run is finished."""
+    status = build(
+        state=samples.run_state(phase=Phase(phase)),
+        reports=[samples.seen(tokens=1000, overwritten=80_000), samples.seen("l1", tokens=500)],  # 100 x 800 elements
+        heads=[samples.head(0, merged_tokens=1000, rejected_tokens=40), samples.head(1, merged_tokens=1000)],
+    )
+    assert status["tokens"] == 1500
+    assert status["merged_tokens"] == 1000
+    assert lost(status) == {"overwritten": 100, "rejected": 30, "died": 0, "pending": 0} | {rest: 370}
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values())
+
+
+def test_tokens_of_earlier_parts_of_a_resumed_run_count():
+    """Progress goes on where the checkpoint was, and reports newer than the state are believed."""
+    status = build(state=samples.run_state(base_tokens=5000, tokens=5500), reports=[samples.seen(tokens=1000)])
+    assert status["tokens"] == 6000
+    assert status["progress"] == 0.6
+    assert build(state=samples.run_state(tokens=20_000))["progress"] == 1.0
+
+
+def test_a_learner_is_live_until_it_leaves_or_goes_silent():
+    """Live: not left and heard from within the limit."""
+    reports = [samples.seen("a", 4.9), samples.seen("b", 5.0), samples.seen("c", 0.1, left=True)]
+    assert [learner["live"] for learner in build(reports=reports)["learners"]] == [True, False, False]
+    assert [learner["live"] for learner in build(reports=reports, live_s=10)["learners"]] == [True, True, False]
+
+
+def test_a_quorum_beyond_the_live_learners_is_a_warning():
+    """Everybody can see why nothing merges; a restarted learner is one learner; the bus's warnings follow."""
+    reports = [samples.seen("a"), samples.seen("a", incarnation="1" * 8), samples.seen("b"), samples.seen("c", 60.0)]
+    spec = samples.spec(quorum=3)
+    assert build(spec=spec, reports=reports, bus_warnings=["evicts"])["warnings"] == ["quorum 3 > 2 live", "evicts"]
+    assert build(spec=samples.spec(quorum=2), reports=reports)["warnings"] == []
+    drained = samples.run_state(phase=Phase.FINISHED)
+    assert build(spec=spec, reports=reports, state=drained)["warnings"] == []
+
+
+def test_time_stops_with_a_finished_run():
+    """Looking at a finished run later does not make it longer: it ended with the last word of a learner."""
+    assert build(now_unix_s=1010.0)["elapsed_s"] == 10.0
+    finished = samples.run_state(phase=Phase.FINISHED)
+    reports = [samples.seen("a", 100.0), samples.seen("b", 103.0)]
+    assert build(state=finished, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0
+
+
+def test_status_is_read_from_the_bus():
+    """All parts are found, the last of many evaluations too, in the last hour or before it."""
+
+    async def main(silence_s: float):
+        clock = VirtualClock()
+        bus = MemoryBus("r", clock)
+        assert (await read_status(bus, clock))["phase"] == "waiting"
+        spec = samples.spec(quorum=2)
+        await bus.propose_spec(encode(spec))
+        await bus.write_state(samples.run_state(started_unix_s=clock.unix()))
+        await bus.write_report(samples.report())
+        for n in range(1500):
+            await bus.add_evaluation(
+                Evaluation(loss=float(n), tokens=n, versions=(), unix_s=0.0, elapsed_s=0.0, final=False)
+            )
+        await asyncio.sleep(silence_s)
+        return await read_status(bus, clock)
+
+    for silence_s in (1.0, 8000.0):
+        status = run_virtual(main(silence_s))
+        assert status["phase"] == "running"
+        assert status["evaluation"]["loss"] == 1499.0
+        assert status["elapsed_s"] == silence_s
+        assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
+        assert status["warnings"] == [f"quorum 2 > {1 if silence_s < 5 else 0} live"]
