@@ -159,10 +159,12 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
     _sync(pointer)
     pointer.rename(directory / "latest")
     _sync(directory)
-    by_age = sorted(directory.glob("checkpoint-*/state.json"), key=lambda file: file.stat().st_mtime_ns)
-    for file in by_age[:-KEPT]:
-        if file.parent.name != name:
-            shutil.rmtree(file.parent)
+    found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
+    # File times are coarse: among equals the longer name, then the higher number, is the newer one.
+    found.sort(key=lambda folder: ((folder / "state.json").stat().st_mtime_ns, len(folder.name), folder.name))
+    for folder in found[:-KEPT]:
+        if folder.name != name:
+            shutil.rmtree(folder)
     return directory / name
 
 
