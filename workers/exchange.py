@@ -1,0 +1,411 @@
+"""All of a learner's network work: joining, following heads, publishing deltas, reporting, claiming shards.
+
+Coroutines over the bus, no torch: `learner` gives them a thread of their own, tests and simulations run them in
+virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields each
+have one writer, and in `publish`, which only queues.
+
+Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is
+bounded by the model's size (one delta a fragment and base, one adoption a fragment); an outage of the bus is
+retried for as long as it lasts.
+"""
+
+import asyncio
+import queue
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from pipeline import codec
+from pipeline.errors import BadPayload, BusError, SpecMismatch
+from pipeline.fragments import Layout
+from pipeline.messages import (
+    ClaimedShard,
+    DeltaHeader,
+    Event,
+    Head,
+    InitialUpload,
+    LearnerReport,
+    RunState,
+    Shard,
+    Spec,
+)
+from pipeline.payloads import pull, push
+from pipeline.ports import Bus, Clock
+
+from .rounds import Base, OpenWindow, Publication
+
+Float32 = npt.NDArray[np.float32]
+Offload = Callable[..., Awaitable[Any]]
+
+REPORT_S = 0.3
+"""Time between reports while nothing else calls for one."""
+LEAST_REPORT_S = 0.05
+TAPE_BLOCK_S = 1.0
+BACKOFF_S = (0.1, 2.0)
+DELTA_TTL_S = 600.0
+"""A delta that nobody merged or refused is gone after this."""
+INITIAL_TTL_S = 600.0
+CLAIM_TTL_S = 10.0
+POLL_S = 0.05
+PREFETCHED_SHARDS = 2
+SLOW_PULL_S = 60.0
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the training thread and the exchange thread show each other. Each field has one writer."""
+
+    # written by the exchange
+    adoptions: dict[int, Base] = field(default_factory=dict)
+    """Newest global of each fragment not adopted yet; the training side pops it."""
+    windows: dict[int, OpenWindow] = field(default_factory=dict)
+    state: RunState | None = None
+    shards: "queue.SimpleQueue[ClaimedShard | Exception]" = field(default_factory=queue.SimpleQueue)
+    # written by the training side
+    shard_position: tuple[str, int] | None = None
+    """Entry id of the shard in hand and blocks of it already read."""
+    shards_wanted: tuple[int, int] | None = None
+    """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""
+
+
+def compare(spec: Spec, held: Spec) -> None:
+    """Compare this learner's spec with the run's.
+
+    Raises:
+        SpecMismatch: showing what differs.
+    """
+    if spec == held:
+        return
+    lines = [
+        f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
+        for part, mine, theirs in (
+            ("sync", spec.sync.model_dump(), held.sync.model_dump()),
+            ("trainer", spec.trainer, held.trainer),
+        )
+        for name in sorted({*mine, *theirs})
+        if mine.get(name) != theirs.get(name)
+    ]
+    ours, runs = ({t.name: t for t in s.tensors} for s in (spec, held))
+    for name in sorted({*ours, *runs}):
+        if ours.get(name) != runs.get(name):
+            described = [
+                f"{list(t.shape)} {t.dtype} fragment {t.fragment}" if t else "absent"
+                for t in (ours.get(name), runs.get(name))
+            ]
+            lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
+    more = f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else ""
+    raise SpecMismatch(
+        "this learner and the run disagree:\n" + "\n".join(lines[:20]) + more + "\n"
+        "Give all learners the same model and settings, or choose another run name."
+    )
+
+
+class Exchange:
+    """One learner's connection to its run, from joining to leaving."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        learner: str,
+        incarnation: str,
+        report: Callable[[bool], LearnerReport],
+        *,
+        offload: Offload = asyncio.to_thread,
+    ) -> None:
+        """report: called with `left` whenever a report is due; must not block."""
+        self._bus, self._clock, self._id, self._incarnation = bus, clock, learner, incarnation
+        self._report_now, self._offload = report, offload
+        self._log = structlog.get_logger().bind(learner=learner)
+        self.shared = Shared()
+        self._spec: Spec | None = None
+        self._layout: Layout | None = None
+        self._latest: dict[int, tuple[int, bytes]] = {}
+        """(version, digest) last handed to the training side."""
+        self._wanted: dict[int, Head] = {}
+        self._pull_wake, self._report_wake, self._shard_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._headers: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
+        self._uploads: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
+        self._unsent = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._finished_shards: list[str] = []
+        self._claimed = 0
+
+    # --- joining ----------------------------------------------------------------------------------------
+
+    async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> None:
+        """Agree on the spec and fetch every fragment; upload version 0 if nobody has. Learners wait here only.
+
+        Args:
+            spec: this learner's proposal.
+            layout: of its model.
+            initial: fragment -> flat float32 vector (elements,) of the initial parameters.
+
+        Raises:
+            SpecMismatch: the run was set up otherwise.
+        """
+        held = codec.decode(Spec, await self._retry(self._bus.propose_spec, codec.encode(spec)))
+        compare(spec, held)
+        self._spec, self._layout = held, layout
+        self._bus.use_groups(held.sync.groups)
+        fragments = range(len(layout.fragments))
+        self.shared.state = await self._retry(self._bus.write_report, self._report_now(False))
+        waiting = False
+        while None in (heads := await self._retry(self._bus.read_heads, fragments)):
+            if await self._retry(self._bus.read_initial) is None and await self._retry(
+                self._bus.claim_initial, self._incarnation, CLAIM_TTL_S
+            ):
+                await self._upload_initial(initial, heads)
+            elif not waiting:
+                self._log.info("waiting_for_version_0")
+                waiting = True
+            await asyncio.sleep(POLL_S)
+        while missing := [p for p in fragments if p not in self._latest]:
+            for head in await self._retry(self._bus.read_heads, missing):
+                if head is not None:
+                    await self._pull(head)
+        joined = Event(name="learner_joined", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
+        await self._retry(self._bus.add_event, joined)
+        self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
+
+    async def _upload_initial(self, initial: Callable[[int], Float32], heads: list[Head | None]) -> None:
+        assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
+        self._log.info("initial_upload_started", fragments=len(heads))
+        chunks = []
+        with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
+            for p in range(len(heads)):
+                key = self._bus.keys.initial_payload(p, self._incarnation)
+                staged = await push(self._bus, key, initial(p), self._spec.sync.chunk_bytes, INITIAL_TTL_S)
+                chunks.append(staged.chunks)
+                await self._bus.claim_initial(self._incarnation, CLAIM_TTL_S)
+            upload = InitialUpload(learner=self._id, nonce=self._incarnation, chunks=tuple(chunks))
+            await self._bus.finish_initial(upload, INITIAL_TTL_S)
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled; ends early only by a bug."""
+        async with asyncio.TaskGroup() as group:
+            for work in (self._follow, self._pull_wanted, self._offer, self._upload, self._report, self._claim):
+                group.create_task(self._forever(work))
+
+    def publish(self, publication: Publication, values: Callable[[], Float32]) -> None:
+        """Queue a delta. `values` gives the fragment's flat float32 vector (elements,); it may wait for a device."""
+        self._unsent += 1
+        self._idle.clear()
+        self._headers.put_nowait((publication, values))
+
+    def adopted(self) -> None:
+        """The training side overwrote a fragment: others learn of it soon."""
+        self._report_wake.set()
+
+    def want_shards(self) -> None:
+        """`Shared.shards_wanted` was set, or a shard was taken."""
+        self._shard_wake.set()
+
+    def finish_shard(self, entry_id: str) -> None:
+        """A shard was read to its end."""
+        self._finished_shards.append(entry_id)
+        self._claimed -= 1
+        self._shard_wake.set()
+
+    async def leave(self, deadline_s: float) -> bool:
+        """Flush what is queued, say goodbye; True if all of it was in time."""
+        flushed = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._idle.wait()
+                await self._settle_shards()
+        except TimeoutError:
+            flushed = False
+        with suppress(TimeoutError, BusError):
+            async with asyncio.timeout(max(2.0, deadline_s / 4)):
+                await self._bus.write_report(self._report_now(flushed))
+                left = Event(name="learner_left", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
+                await self._bus.add_event(left)
+        self._log.info("learner_left", unsent=self._unsent)
+        return flushed
+
+    async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
+        delay = BACKOFF_S[0]
+        while True:
+            began = self._clock.now()
+            try:
+                await work()
+            except BusError as error:
+                if self._clock.now() - began > BACKOFF_S[1]:
+                    delay = BACKOFF_S[0]
+                self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, BACKOFF_S[1])
+
+    async def _retry(self, call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        delay = BACKOFF_S[0]
+        while True:
+            try:
+                return await call(*args)
+            except BusError as error:
+                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, BACKOFF_S[1])
+
+    # --- following the heads ------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """The tape wakes, the head decides; after any gap, all heads are read again."""
+        cursors = await self._bus.tape_end()
+        await self._look(range(len(self._fragments)))
+        while True:
+            entries = await self._bus.read_tape(cursors, TAPE_BLOCK_S)
+            cursors |= {entry.group: entry.entry_id for entry in entries}
+            if entries:
+                await self._look(sorted({entry.record.fragment for entry in entries}))
+
+    async def _look(self, fragments: Iterable[int]) -> None:
+        for head in await self._bus.read_heads(list(fragments)):
+            if head is None:
+                continue
+            p, window = head.fragment, head.window
+            if window.state in ("collecting", "grace"):
+                member = self._id in window.members
+                self.shared.windows[p] = OpenWindow(head.version, window.attempt, member)
+            else:
+                self.shared.windows.pop(p, None)
+            if self._latest.get(p) != (head.version, head.digest):
+                self._wanted[p] = head
+                self._pull_wake.set()
+
+    async def _pull_wanted(self) -> None:
+        while True:
+            self._pull_wake.clear()
+            while self._wanted:
+                p = min(self._wanted)
+                if not await self._pull(self._wanted.pop(p)):
+                    await self._look([p])
+            await self._pull_wake.wait()
+
+    async def _pull(self, head: Head) -> bool:
+        """Fetch a head's global and hand it over; False if it was replaced meanwhile."""
+        assert self._spec is not None  # noqa: S101  # set by join
+        p, elements = head.fragment, self._fragments[head.fragment].elements
+        try:
+            reader = await pull(self._bus, head.payload, elements, "fp32", self._spec.sync.chunk_bytes, SLOW_PULL_S)
+        except BadPayload as error:
+            self._log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
+            await asyncio.sleep(POLL_S)
+            return False
+        if reader.digest != head.digest:
+            self._log.warning("pull_failed", fragment=p, version=head.version, error="not the digest of the head")
+            await asyncio.sleep(POLL_S)
+            return False
+        self._latest[p] = (head.version, head.digest)
+        self.shared.adoptions[p] = Base(p, head.version, head.digest, reader.array())
+        self._log.debug("fragment_pulled", fragment=p, version=head.version)
+        return True
+
+    @property
+    def _fragments(self) -> Any:
+        assert self._layout is not None  # noqa: S101  # set by join
+        return self._layout.fragments
+
+    # --- publishing ---------------------------------------------------------------------------------------
+
+    async def _offer(self) -> None:
+        while True:
+            item = await self._headers.get()
+            await self._retry(self._send_header, item[0])
+            self._uploads.put_nowait(item)
+
+    async def _send_header(self, publication: Publication) -> None:
+        assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
+        sync, base, report = self._spec.sync, publication.base, self._report_now(False)
+        self.shared.state = await self._bus.write_report(report)
+        header = DeltaHeader(
+            learner=self._id,
+            incarnation=self._incarnation,
+            fragment=base.fragment,
+            base_version=base.version,
+            base_digest=base.digest,
+            attempt=publication.attempt,
+            steps=publication.steps,
+            tokens=publication.tokens,
+            due=publication.due,
+            codec=sync.codec,
+            chunks=codec.chunk_count(self._fragments[base.fragment].elements, sync.codec, sync.chunk_bytes),
+            layout=self._layout.digest,
+            step_s=report.step_s,
+        )
+        await self._bus.offer(header)
+
+    async def _upload(self) -> None:
+        assert self._spec is not None  # noqa: S101  # set by join
+        sync = self._spec.sync
+        while True:
+            publication, values = await self._uploads.get()
+            base = publication.base
+            delta = await self._offload(_encode, base.values, values, sync.codec)
+            key = self._bus.keys.delta_payload(
+                base.fragment, self._id, self._incarnation, base.version, publication.attempt
+            )
+            await self._retry(push, self._bus, key, delta, sync.chunk_bytes, DELTA_TTL_S)
+            self._log.debug("delta_published", fragment=base.fragment, base=base.version, tokens=publication.tokens)
+            self._unsent -= 1
+            if not self._unsent:
+                self._idle.set()
+
+    # --- reports ------------------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        while True:
+            self._report_wake.clear()
+            position = self.shared.shard_position
+            self.shared.state = await self._bus.write_report(self._report_now(False))
+            if position is not None:
+                await self._bus.save_position(*position)
+            await asyncio.sleep(LEAST_REPORT_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_S):
+                    await self._report_wake.wait()
+
+    # --- data shards --------------------------------------------------------------------------------------
+
+    async def _claim(self) -> None:
+        """Acknowledge what was read, keep a few claimed shards ready."""
+        while True:
+            self._shard_wake.clear()
+            await self._settle_shards()
+            wanted = self.shared.shards_wanted
+            while wanted is not None and self._claimed < PREFETCHED_SHARDS:
+                claimed = await self._bus.claim_shard(f"{self._id}.{self._incarnation}")
+                if claimed is None:
+                    await self._fill_epoch(*wanted)
+                    continue
+                self._claimed += 1
+                self.shared.shards.put(claimed)
+            await self._shard_wake.wait()
+
+    async def _settle_shards(self) -> None:
+        while self._finished_shards:
+            await self._bus.finish_shard(self._finished_shards[0])
+            self._finished_shards.pop(0)
+
+    async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
+        epoch = await self._bus.count_epochs()
+        shards = [
+            Shard(epoch=epoch, index=i, start=start, stop=min(start + per_shard, blocks))
+            for i, start in enumerate(range(0, blocks, per_shard))
+        ]
+        if await self._bus.fill_shards(epoch, shards):
+            self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
+
+
+def _encode(base: Float32, values: Callable[[], Float32], kind: str) -> npt.NDArray[Any]:
+    """The pseudogradient (elements,), base minus current, in the wire's type."""
+    delta: npt.NDArray[Any] = np.subtract(base, values()).astype(codec.DTYPES[kind], copy=False)
+    return delta

@@ -1,0 +1,317 @@
+"""The learner as a library: wrap your own model and loop; nothing here ever makes a step wait for the network.
+
+    with Learner(model, optimizer, run="my-run", redis_url=...) as learner:
+        for batch in loader:
+            loss = step(batch)
+            learner.step(tokens=batch.numel())
+            if learner.finished:
+                break
+
+The training thread calls `step`; a thread of its own (`exchange`) does all I/O. Between them lie only queues
+and dictionaries that neither side waits on. Only parameters that require a gradient are synchronised; the
+inner optimizer's moments are kept across adoptions (paper, learner).
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+import torch
+from torch import nn
+
+from pipeline import codec
+from pipeline.clock import LoopClock
+from pipeline.errors import BusUnavailable, UsageError
+from pipeline.fragments import layout_of
+from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.redis_streams import connect
+from pipeline.settings import SyncSettings
+
+from .exchange import Exchange
+from .parameters import FragmentParameters, tensor_table
+from .rounds import Publication, Rounds
+
+STEPS_KEPT = 4096
+"""Step times the median is taken over."""
+SMOOTHING = 0.9
+
+
+class Learner:
+    """One learner of a run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        run: str = "run",
+        redis_url: str | None = None,
+        learner_id: str | None = None,
+        sync: SyncSettings | None = None,
+        trainer: Mapping[str, Any] | None = None,
+        leave_s: float = 20.0,
+    ) -> None:
+        """Nothing is connected before `with`.
+
+        Args:
+            model: all its parameters that require a gradient are synchronised; they must be on their device.
+            optimizer: the inner optimizer. Its moments stay as they are when a fragment is adopted.
+            run: name of the run.
+            redis_url: default: the environment's DILOCO_REDIS_URL.
+            learner_id: unique among live learners; default: host and process id.
+            sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
+            trainer: what else all learners must have in common (kept in the spec).
+            leave_s: time to flush unpublished training when leaving.
+
+        Raises:
+            UsageError: no Redis URL.
+        """
+        url = redis_url or os.environ.get("DILOCO_REDIS_URL")
+        if not url:
+            raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
+        self.model, self.optimizer = model, optimizer
+        self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
+        self.incarnation = secrets.token_hex(8)
+        self.device = next(model.parameters()).device
+        self._url, self._run, self._leave_s = url, run, leave_s
+        self._sync, self._trainer = sync, dict(trainer or {})
+        self._spec: Spec | None = None
+        self._rounds: Rounds | None = None
+        self._parameters: FragmentParameters | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exchange: Exchange | None = None
+        self._thread: threading.Thread | None = None
+        self._joined = threading.Event()
+        self._ended: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+        self._loss: float | torch.Tensor | None = None
+        self._times: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._step_s = self._tokens_per_s = self._blocked_s = 0.0
+        self._began = self._returned = 0.0
+
+    # --- what a training loop sees ------------------------------------------------------------------
+
+    def step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits.
+
+        Args:
+            tokens: trained in this step, at least 1.
+            loss: shown in reports; a tensor is read later, in the other thread.
+        """
+        entered = time.perf_counter()
+        self._check()
+        rounds, exchange = self._rounds, self._exchange
+        assert rounds is not None and exchange is not None  # noqa: S101, PT018  # _check found us joined
+        took = entered - self._returned
+        self._times.append(took)
+        first = rounds.steps == 0
+        self._step_s = took if first else SMOOTHING * self._step_s + (1 - SMOOTHING) * took
+        rounds.trained(tokens)
+        self._adopt()
+        for publication in rounds.publications(exchange.shared.windows):
+            self._publish(publication)
+        if loss is not None:
+            self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        now = time.perf_counter()
+        rate = tokens / (now - self._returned)
+        self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
+        self._blocked_s += now - entered
+        self._returned = now
+
+    @property
+    def finished(self) -> bool:
+        """The run has reached its budget, or is asked to end: leave the loop."""
+        state = self._exchange.shared.state if self._exchange else None
+        return state is not None and state.phase is not Phase.RUNNING
+
+    @property
+    def progress(self) -> float:
+        """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
+        state = self._exchange.shared.state if self._exchange else None
+        return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+
+    @property
+    def spec(self) -> Spec:
+        """What the run has agreed on."""
+        if self._spec is None:
+            raise UsageError("the learner has not joined yet: use it in a `with` block")
+        return self._spec
+
+    def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
+        """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
+
+        Args:
+            total: blocks in an epoch; every learner must say the same.
+            per_shard: blocks handed out at a time.
+        """
+        exchange, loop = self._exchange, self._loop
+        self._check()
+        assert exchange is not None and loop is not None  # noqa: S101, PT018
+        exchange.shared.shards_wanted = (total, per_shard)
+        loop.call_soon_threadsafe(exchange.want_shards)
+        while True:
+            began = time.perf_counter()
+            claimed = exchange.shared.shards.get()
+            self._blocked_s += time.perf_counter() - began
+            if isinstance(claimed, Exception):
+                raise claimed
+            for at in range(claimed.shard.start + claimed.position, claimed.shard.stop):
+                yield claimed.shard.epoch, at
+                exchange.shared.shard_position = (claimed.entry_id, at + 1 - claimed.shard.start)
+            exchange.shared.shard_position = None
+            loop.call_soon_threadsafe(exchange.finish_shard, claimed.entry_id)
+
+    @staticmethod
+    def read_spec(redis_url: str, run: str) -> Spec | None:
+        """The spec of a run that is already there, else None. For a trainer that joins knowing nothing."""
+
+        async def ask() -> bytes | None:
+            bus = await connect(redis_url, run)
+            try:
+                return await bus.read_spec()
+            finally:
+                await bus.close()
+
+        data = asyncio.run(ask())
+        return None if data is None else codec.decode(Spec, data)
+
+    # --- joining and leaving --------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._sync is None:
+            held = self.read_spec(self._url, self._run)
+            sync = held.sync if held else SyncSettings().sync_spec()
+            if not self._trainer and held:
+                self._trainer = dict(held.trainer)
+        else:
+            sync = self._sync.sync_spec()
+        spec = Spec(sync=sync, tensors=tensor_table(self.model, sync), trainer=self._trainer)
+        layout = layout_of(spec.tensors)
+        self._rounds = Rounds(layout, sync)
+        self._parameters = FragmentParameters(self.model, layout)
+        self._thread = threading.Thread(target=self._exchange_thread, args=(spec,), name="exchange", daemon=True)
+        self._thread.start()
+        self._joined.wait()
+        self._check()
+        self._spec = spec
+        self._adopt()
+        self._began = self._returned = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Publish what is unpublished, flush it within `leave_s`, leave the run."""
+        loop, exchange, thread = self._loop, self._exchange, self._thread
+        if thread is None or loop is None or exchange is None or self._rounds is None:
+            return
+        self._thread = None
+        if self._failure is None and thread.is_alive():
+            for publication in list(self._rounds.last(exchange.shared.windows, due=self.finished)):
+                self._publish(publication)
+            leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
+            if not leaving.result():
+                structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
+            assert self._ended is not None  # noqa: S101  # set with the loop
+            loop.call_soon_threadsafe(self._ended.set)
+        thread.join(timeout=10)
+
+    # --- inside: the training thread --------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._joined.is_set() or self._thread is None:
+            raise UsageError("the learner is not in a run: use it in a `with` block")
+
+    def _adopt(self) -> None:
+        exchange, rounds, parameters = self._exchange, self._rounds, self._parameters
+        assert exchange is not None and rounds is not None and parameters is not None  # noqa: S101, PT018
+        adoptions = exchange.shared.adoptions
+        for p in sorted(adoptions):
+            base = adoptions.pop(p)
+            parameters.overwrite(p, base.values)
+            rounds.adopt(base)
+            assert self._loop is not None  # noqa: S101  # joined
+            self._loop.call_soon_threadsafe(exchange.adopted)
+
+    def _publish(self, publication: Publication) -> None:
+        assert self._parameters is not None and self._loop is not None and self._exchange is not None  # noqa: S101, PT018
+        snapshot = self._parameters.snapshot(publication.base.fragment)
+        self._loop.call_soon_threadsafe(self._exchange.publish, publication, snapshot.numpy)
+
+    # --- inside: the exchange thread ----------------------------------------------------------------------
+
+    def _exchange_thread(self, spec: Spec) -> None:
+        try:
+            asyncio.run(self._exchange_main(spec))
+        except BaseException as error:  # shown to the training thread at its next call
+            self._failure = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            if self._exchange is not None:
+                self._exchange.shared.shards.put(RuntimeError(f"the exchange thread ended: {error}"))
+        finally:
+            self._joined.set()
+
+    async def _exchange_main(self, spec: Spec) -> None:
+        parameters = self._parameters
+        assert parameters is not None  # noqa: S101  # set before the thread starts
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        bus = await self._connect()
+        exchange = self._exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report)
+        try:
+            await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
+            self._joined.set()
+            running = asyncio.create_task(exchange.run())
+            ended = asyncio.create_task(self._ended.wait())
+            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        finally:
+            await bus.close()
+
+    async def _connect(self) -> Any:
+        delay = 0.1
+        while True:
+            try:
+                return await connect(self._url, self._run)
+            except BusUnavailable as error:
+                structlog.get_logger().warning("bus_unavailable", learner=self.id, error=str(error), retry_s=delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 5.0)
+
+    def _report(self, left: bool) -> LearnerReport:
+        rounds, loss = self._rounds, self._loss
+        assert rounds is not None  # noqa: S101  # set before the thread starts
+        times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
+        value = None if loss is None else float(loss)
+        return LearnerReport(
+            learner=self.id,
+            incarnation=self.incarnation,
+            step=rounds.steps,
+            tokens=rounds.tokens,
+            overwritten=rounds.overwritten,
+            versions=rounds.versions,
+            loss=value,
+            tokens_per_s=self._tokens_per_s,
+            step_s=self._step_s,
+            step_s_median=median(times) if times else 0.0,
+            blocked_s=self._blocked_s,
+            wall_s=time.perf_counter() - self._began if self._began else 0.0,
+            left=left,
+            host=socket.gethostname(),
+            device=str(self.device),
+        )

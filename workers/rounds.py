@@ -1,0 +1,140 @@
+"""When a learner publishes which fragment, and what its training counts for. Pure: no clock, no torch, no I/O.
+
+Per fragment: inner steps and tokens since its base was adopted (paper, learner). A fragment is due when it has
+H steps on its base; in the first round at its offset, so that fragments take turns. It follows an open window
+at the next step. One delta per (base, attempt). Adopting zeroes the counters; what was trained past the last
+snapshot is overwritten, and counted as such.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from pipeline.fragments import Layout
+from pipeline.messages import SyncSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A global fragment as adopted: what the next delta of it is measured from."""
+
+    fragment: int
+    version: int
+    digest: bytes
+    values: npt.NDArray[Any]
+    """Flat float32 vector (elements,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """A fragment's window as its head shows it, if it is open."""
+
+    version: int
+    attempt: int
+    member: bool
+    """This learner's delta is in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A delta that is to be published now."""
+
+    base: Base
+    attempt: int
+    steps: int
+    tokens: int
+    due: bool
+
+
+@dataclass(slots=True)
+class _Counters:
+    elements: int
+    first_due: int
+    base: Base | None = None
+    steps: int = 0
+    tokens: int = 0
+    published_tokens: int = 0
+    published_attempt: int | None = None
+    rounds: int = 0
+
+
+class Rounds:
+    """Counters of all fragments of one learner's incarnation."""
+
+    def __init__(self, layout: Layout, sync: SyncSpec) -> None:
+        self._interval = sync.sync_interval
+        count = len(layout.fragments)
+        self._fragments = [
+            _Counters(f.elements, first_due=1 + f.id * sync.sync_interval // count) for f in layout.fragments
+        ]
+        self.steps = 0
+        self.tokens = 0
+        self.overwritten = 0
+        """Token-elements trained past a snapshot and replaced."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Adopted version of each fragment, -1 before the first."""
+        return tuple(-1 if c.base is None else c.base.version for c in self._fragments)
+
+    def adopt(self, base: Base) -> None:
+        """The fragment was overwritten with a global one, newer or (after a rewind) older."""
+        counters = self._fragments[base.fragment]
+        self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
+        counters.rounds += counters.base is not None
+        counters.base = base
+        counters.steps = counters.tokens = counters.published_tokens = 0
+        counters.published_attempt = None
+
+    def trained(self, tokens: int) -> None:
+        """One inner step of the whole model is done."""
+        self.steps += 1
+        self.tokens += tokens
+        for counters in self._fragments:
+            counters.steps += 1
+            counters.tokens += tokens
+
+    def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
+        """What to publish after this step; each is counted as published once it is taken from here."""
+        for p, counters in enumerate(self._fragments):
+            if counters.base is None or counters.steps == 0:
+                continue
+            window = windows.get(p)
+            if window is not None and window.version != counters.base.version:
+                window = None
+            due = counters.steps >= self._due_after(counters)
+            if counters.published_attempt is None:
+                if due or (window is not None and not window.member):
+                    yield self._publish(counters, window.attempt if window else 0, due)
+            elif window is not None and window.attempt > counters.published_attempt and not window.member:
+                yield self._publish(counters, window.attempt, due)
+
+    def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
+        """What to publish on leaving: every fragment not published on its base yet.
+
+        due: the run is draining, so that these may open windows. What was trained past an earlier snapshot on
+        the same base can never be merged: it counts as overwritten.
+        """
+        for p, counters in enumerate(self._fragments):
+            if counters.base is not None and counters.steps > 0 and counters.published_attempt is None:
+                window = windows.get(p)
+                same = window is not None and window.version == counters.base.version
+                yield self._publish(counters, window.attempt if window and same else 0, due)
+            self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
+            counters.tokens = counters.published_tokens
+
+    def _due_after(self, counters: _Counters) -> int:
+        if counters.rounds or counters.base is None:
+            return self._interval
+        # First round. At the start of a run fragments take turns from the first step on. A learner that joins
+        # later must not open windows early, so it takes its turns one interval on; usually it follows first.
+        return counters.first_due if counters.base.version == 0 else self._interval + counters.first_due
+
+    @staticmethod
+    def _publish(counters: _Counters, attempt: int, due: bool) -> Publication:
+        assert counters.base is not None  # noqa: S101  # checked by the callers
+        counters.published_attempt = attempt
+        counters.published_tokens = counters.tokens
+        return Publication(counters.base, attempt, counters.steps, counters.tokens, due)
