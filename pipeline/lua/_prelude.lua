@@ -1,0 +1,25 @@
+-- Stands before every script. Redis rolls nothing back: each script first checks all that could stop it,
+-- types included, and then writes. A script answers an array that begins with 'OK', or with what refused it.
+--
+-- Where memory is short, Redis refuses a script's first write if that needs memory, and lets a script that
+-- has written go on. Scripts that must run even then begin with a write that needs none (PERSIST, UNLINK).
+
+local function mistyped(...)
+  local args = {...}
+  for i = 1, #args, 2 do
+    local kind = redis.call('TYPE', args[i]).ok
+    if kind ~= 'none' and kind ~= args[i + 1] then return {'TYPE', args[i], kind} end
+  end
+end
+
+-- Nil if HINCRBY can add to a total and it stays in bounds.
+local function bad_total(key, field, more)
+  local have = redis.call('HGET', key, field) or '0'
+  if not have:match('^%d+$') or tonumber(have) + tonumber(more) >= 2 ^ 62 then return {'TOTAL', key, field} end
+end
+
+-- Whether the work queue has its consumer group.
+local function has_group(key)
+  return redis.call('EXISTS', key) == 1 and #redis.call('XINFO', 'GROUPS', key) > 0
+end
+

@@ -1,0 +1,316 @@
+"""How calls reach Redis: connections, scripts, time limits, and errors as this project names them.
+
+Three lanes with connections of their own, so that neither a long payload nor a blocking read holds up control.
+There are no retries here: the caller knows what may be repeated.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from . import stored
+from .errors import (
+    BadMessage,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    DilocoError,
+    HeadMoved,
+    LeaseLost,
+    PayloadIncomplete,
+    UsageError,
+)
+from .ports import BusInfo
+
+Lane = Literal["control", "bulk", "blocking"]
+Client = Redis | RedisCluster
+
+LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "blocking": 256}
+"""Calls in flight at most; further ones wait for their turn."""
+CONNECT_S = 5.0
+CONTROL_S = 10.0
+BULK_S = 60.0
+"""Time limits of one call; a blocking read has its `block_s` on top of CONTROL_S."""
+
+_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
+_FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the name under which the server caches it."""
+
+    text: str
+    sha: str
+
+
+@cache
+def script(name: str) -> Script:
+    """A script of the `lua` folder behind the common prelude."""
+    folder = resources.files(__package__) / "lua"
+    text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def translate(error: BaseException, where: str) -> DilocoError:
+    """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials."""
+    text = str(error)
+    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)):
+        return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
+    if isinstance(error, rx.OutOfMemoryError) or _FULL.search(text):
+        return BusFull(f"Redis at {where}: {text}")
+    if "WRONGTYPE" in text:
+        return BadMessage(f"Redis at {where}: {text}")
+    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
+    if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
+        return BusError(f"Redis at {where}: {text}")
+    return BusUnavailable(f"Redis at {where}: {text or type(error).__name__}")
+
+
+_ERRORS = (rx.RedisError, OSError, TimeoutError)
+
+
+def _refused(reply: list[Any]) -> DilocoError:
+    """What a script answered instead of OK."""
+    code, key, *more = (x.decode(errors="replace") if isinstance(x, bytes) else x for x in reply)
+    detail = more[0] if more else None
+    match code:
+        case "LEASE":
+            return LeaseLost(f"{key} is not held by this owner")
+        case "HEAD":
+            return HeadMoved(f"{key} is at version {detail}" if detail else f"{key} does not exist")
+        case "PAYLOAD":
+            return PayloadIncomplete(f"{key} has {detail} chunks")
+        case "TOTAL":
+            return BadMessage(f"{key}: {detail} is no total that can be added to")
+        case _:
+            return BadMessage(f"{key} holds a {detail}")
+
+
+def to_ms(seconds: float) -> int:
+    """Milliseconds as Redis takes them: whole, and never 0, which would mean none or for ever."""
+    return max(1, round(seconds * 1000))
+
+
+async def connect_calls(url: str) -> "RedisCalls":
+    """Reach a Redis server or cluster; see `redis_streams.connect`.
+
+    Raises:
+        UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
+        BusUnavailable: there is no answer.
+    """
+    try:
+        parsed: dict[str, Any] = dict(parse_url(url))
+        where = parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+        # socket_timeout would cut blocking reads short; every call has its own time limit instead.
+        options = {**parsed, "socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2}
+        if "path" not in parsed:
+            options["socket_keepalive"] = True
+        options |= {"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20}
+        probe = Redis.from_pool(ConnectionPool(**options))
+    except (ValueError, TypeError):  # their text may hold a part of a password
+        raise UsageError(
+            "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, or "
+            "unix:///path/to/socket; special characters in a password are percent-encoded"
+        ) from None
+    try:
+        async with asyncio.timeout(2 * CONNECT_S):
+            info: dict[str, Any] = await probe.info()
+    except TypeError:
+        raise UsageError("Redis URL with an option (?name=value) that redis-py does not have") from None
+    except _ERRORS as error:
+        raise translate(error, where) from None
+    finally:
+        await probe.aclose()
+    version = str(info["redis_version"])
+    if tuple(map(int, version.split(".")[:2])) < (6, 2):
+        raise UsageError(f"Redis at {where} is version {version}; 6.2 or newer is needed")
+    cluster = bool(info.get("cluster_enabled"))
+    if cluster and "path" in parsed:
+        raise UsageError(f"Redis at {where} is a cluster: reach it by redis:// or rediss://, not by unix://")
+    return RedisCalls(options, where, cluster)
+
+
+def _client(options: dict[str, Any], cluster: bool) -> Client:
+    if not cluster:
+        return Redis.from_pool(ConnectionPool(**options))
+    kind = options.get("connection_class")
+    rest = {name: value for name, value in options.items() if name not in ("connection_class", "db")}
+    tls = kind is not None and kind.__name__ == "SSLConnection"
+    return RedisCluster(**rest, ssl=tls, retry=Retry(NoBackoff(), 0))
+
+
+class RedisCalls:
+    """The ways to call a Redis server or cluster; made by `connect_calls`."""
+
+    def __init__(self, options: dict[str, Any], where: str, cluster: bool) -> None:
+        self.cluster = cluster
+        self._where = where
+        self._clients: dict[Lane, Client] = {lane: _client(options, cluster) for lane in LANES}
+        self._turns = {lane: asyncio.Semaphore(limit) for lane, limit in LANES.items()}
+        self._calls: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._closed = False
+
+    async def info(self) -> BusInfo:
+        """The server, or all primaries of a cluster, about themselves."""
+        targets = {"target_nodes": "primaries"} if self.cluster else {}
+        async with self.call("control", CONTROL_S) as client:
+            reply: Any = await client.execute_command("INFO", **targets)
+        nodes = list(reply.values()) if self.cluster and "redis_version" not in reply else [reply]
+        limits = [int(node.get("maxmemory", 0)) for node in nodes]
+        warnings = {
+            f"maxmemory-policy is {node['maxmemory_policy']}: keys may be evicted; set noeviction"
+            for node, limit in zip(nodes, limits, strict=True)
+            if limit and node.get("maxmemory_policy", "noeviction") != "noeviction"
+        }
+        return BusInfo(
+            server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
+            version=str(nodes[0]["redis_version"]),
+            maxmemory_bytes=sum(limits) if all(limits) else 0,
+            used_bytes=sum(int(node["used_memory"]) for node in nodes),
+            cluster=self.cluster,
+            warnings=tuple(sorted(warnings)),
+        )
+
+    async def close(self) -> None:
+        """End all calls in flight and close all connections."""
+        self._closed = True
+        for call in self._calls:
+            if not call.expired():
+                call.reschedule(asyncio.get_running_loop().time())
+        if self._calls:
+            await self._idle.wait()
+        for client in self._clients.values():
+            await client.aclose()
+
+    @asynccontextmanager
+    async def call(self, lane: Lane, limit_s: float) -> AsyncIterator[Any]:
+        """A client of the lane for the time of one call; errors leave it translated."""
+        if self._closed:
+            raise BusUnavailable("the bus is closed")
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                self._calls.add(scope)
+                self._idle.clear()
+                try:
+                    async with self._turns[lane]:
+                        yield self._clients[lane]
+                finally:
+                    self._calls.discard(scope)
+                    if not self._calls:
+                        self._idle.set()
+        except _ERRORS as error:
+            if self._closed:
+                raise BusUnavailable("the bus was closed") from None
+            if isinstance(error, TimeoutError):
+                raise BusUnavailable(f"Redis at {self._where}: no answer in {limit_s:g} s") from None
+            raise translate(error, self._where) from error
+
+    async def command(self, *args: Any) -> Any:
+        """One command on the control lane."""
+        async with self.call("control", CONTROL_S) as client:
+            return await client.execute_command(*args)
+
+    async def script(self, name: str, keys: Sequence[str], *args: Any) -> list[Any]:
+        """Run a script; returns what it answered after OK."""
+        stored.one_slot(keys)
+        code = script(name)
+        async with self.call("control", CONTROL_S) as client:
+            try:
+                reply = await client.execute_command("EVALSHA", code.sha, len(keys), *keys, *args)
+            except rx.NoScriptError:
+                reply = await client.execute_command("EVAL", code.text, len(keys), *keys, *args)
+        return self.answer(reply)
+
+    def answer(self, reply: Any) -> list[Any]:
+        """What a script answered after OK; raises what it answered else."""
+        if isinstance(reply, Exception):
+            raise translate(reply, self._where) from reply
+        if reply[0] != b"OK":
+            raise _refused(reply)
+        return list(reply[1:])
+
+    async def pipeline(self, lane: Lane, limit_s: float, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """Several commands in one round trip, not atomic; errors are among the replies."""
+        async with self.call(lane, limit_s) as client:
+            pipeline: Any = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+
+    async def many(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """As `pipeline`, on the control lane; the first error among the replies is raised."""
+        replies = await self.pipeline("control", CONTROL_S, commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise translate(reply, self._where) from reply
+        return replies
+
+    async def scripts(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> None:
+        """Run a script many times, as (keys, arguments), in one pipeline on the bulk lane."""
+        code = script(name)
+        commands: list[tuple[Any, ...]] = []
+        for keys, args in calls:
+            stored.one_slot(keys)
+            commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
+        replies = await self.pipeline("bulk", BULK_S, commands)
+        if any(isinstance(reply, rx.NoScriptError) for reply in replies):
+            commands[0] = ("EVAL", code.text, *commands[0][2:])
+            replies = await self.pipeline("bulk", BULK_S, commands)
+        for reply in replies:
+            self.answer(reply)
+
+    async def read(
+        self, cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane = "control"
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        for cursor in cursors.values():
+            stored.entry_id(cursor)
+        if self.cluster and len(cursors) > 1:
+            return await self._read_slots(cursors, limit, block_s)
+        block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
+        command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
+        limit_s = BULK_S if lane == "bulk" else CONTROL_S
+        async with self.call("blocking" if block else lane, limit_s + block_s) as client:
+            if isinstance(client, RedisCluster):
+                await client.initialize()
+                node = client.get_node_from_key(next(iter(cursors)))
+                found = await client.execute_command(*command, target_nodes=node)
+            else:
+                found = await client.execute_command(*command)
+        return [
+            (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])
+            for key, entries in found or ()
+        ]
+
+    async def _read_slots(
+        self, cursors: Mapping[str, str], limit: int, block_s: float
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """One read for each slot; the first that has something ends the waiting."""
+        reads = [asyncio.ensure_future(self.read({k: c}, limit, block_s)) for k, c in cursors.items()]
+        when = asyncio.FIRST_COMPLETED if block_s > 0 else asyncio.ALL_COMPLETED
+        pending, found = set(reads), list[tuple[str, list[tuple[str, bytes]]]]()
+        try:
+            while pending and not found:
+                done, pending = await asyncio.wait(pending, return_when=when)
+                found = [part for read in reads if read in done for part in read.result()]
+        finally:
+            for read in pending:
+                read.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return found

@@ -1,0 +1,302 @@
+"""The bus on Redis 6.2 or newer, one node or a cluster; what each method promises stands in `ports.Bus`.
+
+Every step that is more than one command is a script under `lua/` (see `_prelude.lua` for their rules).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from . import stored
+from .codec import decode, decode_tape, encode
+from .errors import BusUnavailable, UsageError
+from .keys import RunKeys
+from .messages import (
+    ClaimedShard,
+    DeltaHeader,
+    Evaluation,
+    Event,
+    Head,
+    InitialUpload,
+    LearnerReport,
+    Message,
+    Rewound,
+    RunState,
+    SeenReport,
+    Shard,
+    ShardQueue,
+    WindowChanged,
+    WindowView,
+)
+from .ports import START, BusInfo, Commit, Offered, Refusal, TapeEntry
+from .redis_calls import RedisCalls, connect_calls, to_ms
+
+T = TypeVar("T", bound=Message)
+
+
+async def connect(url: str, run: str) -> "RedisBus":
+    """Reach a run on a Redis server or cluster.
+
+    Args:
+        url: redis://, rediss:// (certificates are verified) or unix://.
+        run: name of the run.
+
+    Raises:
+        UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
+        BusUnavailable: there is no answer.
+    """
+    return RedisBus(await connect_calls(url), run)
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+class RedisBus:
+    """`pipeline.ports.Bus` on Redis; made by `connect`."""
+
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        self.keys = RunKeys(run)
+        self._redis = calls
+
+    def use_groups(self, groups: int) -> None:
+        """Set the number of fragment groups."""
+        self.keys = RunKeys(self.keys.run, groups)
+
+    async def info(self) -> BusInfo:
+        """The server, or all primaries of a cluster, about themselves."""
+        return await self._redis.info()
+
+    async def close(self) -> None:
+        """End all calls in flight and close all connections."""
+        await self._redis.close()
+
+    # --- the run as a whole ----------------------------------------------------------------------
+    async def propose_spec(self, spec: bytes) -> bytes:
+        """Set the spec once."""
+        _, holds = await self._redis.many([("SET", self.keys.spec, spec, "NX"), ("GET", self.keys.spec)])
+        if holds is None:
+            raise BusUnavailable("the spec vanished as it was set")
+        return bytes(holds)
+
+    async def read_spec(self) -> bytes | None:
+        """The spec."""
+        spec: bytes | None = await self._redis.command("GET", self.keys.spec)
+        return spec
+
+    async def write_state(self, state: RunState) -> RunState:
+        """Set the run's state, never backwards."""
+        (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
+        return decode(RunState, blob)
+
+    async def read_state(self) -> RunState | None:
+        """The run's state."""
+        return stored.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
+
+    async def write_report(self, report: LearnerReport) -> RunState | None:
+        """Replace a report."""
+        keys = [self.keys.learners, self.keys.seen, self.keys.state]
+        (blob,) = await self._redis.script(
+            "write_report", keys, f"{report.learner}/{report.incarnation}", encode(report)
+        )
+        return stored.decode_state(blob)
+
+    async def read_reports(self) -> list[SeenReport]:
+        """All reports with their ages."""
+        now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
+        return stored.seen_reports(int(now_ms), _pairs(reports), _pairs(seen))
+
+    async def _add(self, key: str, message: Message, cap: int) -> None:
+        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
+
+    async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
+        found = await self._redis.read({key: after}, limit, 0)
+        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
+
+    async def add_event(self, event: Event) -> None:
+        """Append an event."""
+        await self._add(self.keys.events, event, stored.EVENTS_CAP)
+
+    async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
+        """Events."""
+        return await self._log(self.keys.events, Event, after, limit)
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append an evaluation."""
+        await self._add(self.keys.evaluations, evaluation, stored.EVALUATIONS_CAP)
+
+    async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
+        """Evaluations."""
+        return await self._log(self.keys.evaluations, Evaluation, after, limit)
+
+    # --- version 0 -------------------------------------------------------------------------------
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        """Win or keep the claim."""
+        return await self._redis.script("claim", [self.keys.init_claim], nonce, to_ms(ttl_s)) == [1]
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        """Announce a complete upload."""
+        keys = [self.keys.init_claim, self.keys.initial]
+        return await self._redis.script("finish_initial", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
+
+    async def read_initial(self) -> InitialUpload | None:
+        """The complete upload."""
+        blob = await self._redis.command("GET", self.keys.initial)
+        return None if blob is None else decode(InitialUpload, blob)
+
+    # --- payloads --------------------------------------------------------------------------------
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+        """Append chunks."""
+        stored.check_chunks(first, chunks)
+        calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
+        await self._redis.scripts("write_chunk", calls)
+
+    async def count_chunks(self, key: str) -> int:
+        """Length of a payload."""
+        return int(await self._redis.command("XLEN", key))
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes]:
+        """Chunks from an index on."""
+        if extend_s > 0:
+            await self._redis.script("extend", [key], to_ms(extend_s))
+        found = await self._redis.read({key: f"{first}-0"}, limit, block_s, "bulk")
+        return [data for _, entries in found for _, data in entries]
+
+    # --- fragments: learners ---------------------------------------------------------------------
+    async def offer(self, header: DeltaHeader) -> str:
+        """Append a header."""
+        at: bytes = await self._redis.command("XADD", self.keys.deltas(header.fragment), "*", "h", encode(header))
+        return at.decode()
+
+    async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
+        """Heads."""
+        found = await self._redis.many(("HGETALL", self.keys.head(p)) for p in fragments)
+        return [stored.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
+
+    async def tape_end(self) -> dict[int, str]:
+        """Cursors at the end of each tape."""
+        groups = range(self.keys.groups)
+        ends = await self._redis.many(("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups)
+        return {g: end[0][0].decode() if end else START for g, end in zip(groups, ends, strict=True)}
+
+    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+        """Tape entries."""
+        groups = {self.keys.tape(group): group for group in cursors}
+        found = await self._redis.read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+
+    # --- fragments: the owner --------------------------------------------------------------------
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        """Take or prolong the lease."""
+        return await self._redis.script("claim", [self.keys.lease(fragment)], nonce, to_ms(ttl_s)) == [1]
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        """Give the lease back."""
+        await self._redis.script("release", [self.keys.lease(fragment)], nonce)
+
+    async def read_offers(
+        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+    ) -> list[Offered]:
+        """Pending headers."""
+        found = await self._redis.read({self.keys.deltas(fragment): after}, limit, block_s)
+        return [stored.decode_offer(fragment, at, data) for _, entries in found for at, data in entries]
+
+    def _owned(self, p: int) -> list[str]:
+        return [self.keys.lease(p), self.keys.head(p), self.keys.deltas(p), self.keys.tape(self.keys.group(p))]
+
+    async def commit(self, commit: Commit) -> None:
+        """Move the head."""
+        p = stored.fragment_of(commit)
+        for entry in commit.entries:
+            stored.entry_id(entry)
+        # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
+        # the head still names the same.
+        old = await self._redis.command("HMGET", self.keys.head(p), "payload", "momentum")
+        old_payload, old_momentum = (value.decode() if value else "" for value in old)
+        momentum = commit.momentum
+        keys = [*self._owned(p), commit.payload.key, *([momentum.key] if momentum else [])]
+        keys += [old_payload] if old_payload else []
+        keys += [*commit.delta_payloads, *commit.retired, *([old_momentum] if old_momentum else [])]
+        version, digest = commit.expected or ("", b"")
+        await self._redis.script(
+            "commit",
+            keys,
+            *(commit.nonce, version, digest, commit.payload.chunks, momentum.chunks if momentum else ""),
+            *(old_payload, old_momentum, to_ms(commit.replaced_ttl_s)),
+            *(len(commit.record.contributions), commit.merged_tokens, encode(commit.record)),
+            *(len(commit.entries), *commit.entries),
+            *(part for pair in stored.head_fields(commit).items() for part in pair),
+        )
+
+    async def refuse(self, fragment: int, refusal: Refusal) -> None:
+        """Refuse deltas."""
+        for entry in refusal.entries:
+            stored.entry_id(entry)
+        records = (encode(record) for record in refusal.records)
+        await self._redis.script(
+            "refuse",
+            [*self._owned(fragment), *refusal.delta_payloads],
+            *(refusal.nonce, refusal.lost_tokens, len(refusal.entries), *refusal.entries, *records),
+        )
+
+    async def write_window(
+        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+    ) -> None:
+        """Publish the window."""
+        lease, head, _, tape = self._owned(fragment)
+        await self._redis.script(
+            "write_window", [lease, head, tape], nonce, encode(window), encode(record) if record else ""
+        )
+
+    async def trim_tape(self, group: int, before: str) -> None:
+        """Drop old tape entries."""
+        stored.entry_id(before)
+        await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
+
+    # --- data shards -----------------------------------------------------------------------------
+    @property
+    def _queue(self) -> list[str]:
+        return [self.keys.shards, self.keys.shard_positions, self.keys.shard_epoch]
+
+    async def _put_shards(self, before: int, after: int, empty: bool, shards: Iterable[tuple[Shard, int]]) -> bool:
+        pairs = (part for shard, position in shards for part in (encode(shard), position))
+        return await self._redis.script("put_shards", self._queue, before, after, int(empty), *pairs) == [1]
+
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+        """Queue an epoch."""
+        return await self._put_shards(epoch, epoch + 1, False, ((shard, 0) for shard in shards))
+
+    async def count_epochs(self) -> int:
+        """Epochs queued."""
+        return stored.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
+
+    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
+        """Take the next shard."""
+        found = await self._redis.script("claim_shard", self._queue[:2], consumer)
+        if not found:
+            return None
+        at, blob, position = found
+        position = stored.decode_count("shard position", position)
+        return ClaimedShard(entry_id=at.decode(), shard=stored.decode_shard(blob), position=position)
+
+    async def save_position(self, entry_id: str, position: int) -> None:
+        """Remember how far a shard was read."""
+        stored.entry_id(entry_id)
+        await self._redis.script("save_position", self._queue[:2], entry_id, position)
+
+    async def finish_shard(self, entry_id: str) -> None:
+        """Acknowledge a shard."""
+        stored.entry_id(entry_id)
+        await self._redis.script("finish_shard", self._queue[:2], entry_id)
+
+    async def read_shards(self) -> ShardQueue:
+        """Shards not yet acknowledged."""
+        epochs, entries, positions = await self._redis.script("read_shards", self._queue)
+        found = ((at.decode(), fields[1]) for at, fields in entries)
+        return stored.shard_queue(stored.decode_count("shard epoch", epochs), found, _pairs(positions))
+
+    async def restore_shards(self, queue: ShardQueue) -> None:
+        """Put a checkpoint's queue back."""
+        if not await self._put_shards(0, queue.epochs, True, queue.open):
+            raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
