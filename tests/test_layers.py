@@ -1,0 +1,107 @@
+"""The import layers of ARCHITECTURE.md, frozen: pipeline < syncer, workers < diloco, and who may import what."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAY_IMPORT = {
+    "pipeline": {"pipeline"},
+    "syncer": {"pipeline", "syncer"},
+    "workers": {"pipeline", "workers"},
+    "diloco": {"pipeline", "syncer", "workers", "diloco"},
+}
+OURS = {*MAY_IMPORT, "tests", "bench", "chaos", "examples"}
+
+ONLY_IN = {
+    "torch": ("workers/",),
+    "redis": ("pipeline/redis_", "pipeline/embedded.py"),
+    "aiohttp": ("syncer/http.py",),
+}
+
+PURE = (
+    "pipeline/messages.py",
+    "pipeline/codec.py",
+    "pipeline/fragments.py",
+    "pipeline/keys.py",
+    "pipeline/errors.py",
+    "pipeline/stored.py",
+    "syncer/window.py",
+    "syncer/grace.py",
+    "syncer/merge.py",
+    "syncer/outer.py",
+    "syncer/fragment.py",
+    "workers/schedule.py",
+)
+IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
+
+
+def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
+    """Absolute dotted names of all modules a source imports, inside functions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            yield from ([module] if node.module else (f"{module}.{alias.name}" for alias in node.names))
+
+
+def sources() -> list[str]:
+    return sorted(str(p.relative_to(ROOT)) for top in MAY_IMPORT for p in (ROOT / top).rglob("*.py"))
+
+
+def imported(path: str) -> set[str]:
+    return set(imports((ROOT / path).read_text(), Path(path).parent.parts))
+
+
+def test_the_parser_sees_every_form_of_import():
+    """Relative ones, several on a line, and those hidden in functions: a rule that sees nothing always holds."""
+    source = (
+        "import a.b, c\nfrom . import d\nfrom .e import f\nfrom ..g.h import i\ndef x():\n    from torch import nn\n"
+    )
+    assert set(imports(source, ("pkg", "sub"))) == {"a.b", "c", "pkg.sub.d", "pkg.sub.e", "pkg.g.h", "torch"}
+    assert "syncer/window.py" in sources()
+    assert {"pipeline.messages", "enum"} <= imported("syncer/window.py")
+
+
+@pytest.mark.parametrize("path", sources())
+def test_imports_point_down_only(path):
+    """Neither the syncer nor the workers know each other, and nothing below knows the front door."""
+    top = path.split("/")[0]
+    tops = {name.split(".")[0] for name in imported(path)} & OURS
+    assert tops <= MAY_IMPORT[top], f"{path} imports {tops - MAY_IMPORT[top]}"
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_heavy_libraries_stay_where_they_belong(library):
+    """torch, redis and aiohttp each have their place; an import inside a function counts."""
+    users = [path for path in sources() if library in {name.split(".")[0] for name in imported(path)}]
+    assert users, f"nobody imports {library}: is the rule still about this project?"
+    assert [path for path in users if not path.startswith(ONLY_IN[library])] == []
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_pure_cores_know_no_clock_no_socket_no_logger(path):
+    """What a pure core decides depends on its arguments only."""
+    assert (ROOT / path).is_file(), f"{path} has moved: mend this list"
+    assert imported(path) & IMPURE == set()
+
+
+@pytest.mark.parametrize(("module", "forbidden"), [("syncer.service", "torch"), ("pipeline.status", "redis")])
+def test_importing_it_does_not_load_the_library(module, forbidden):
+    """The syncer's image carries no torch: its process must not even try."""
+    code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
+
+
+def test_source_files_stay_readable():
+    """No source file over 500 lines."""
+    long = {path: n for path in sources() if (n := len((ROOT / path).read_text().splitlines())) > 500}
+    assert long == {}

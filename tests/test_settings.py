@@ -1,0 +1,187 @@
+"""Settings: where a value comes from, how a wrong one is named, and how a party agrees with its run."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import SpecMismatch, UsageError
+from pipeline.settings import (
+    BusSettings,
+    LearnerProcess,
+    LearnerSettings,
+    SyncerProcess,
+    SyncSettings,
+    TrainerSettings,
+    agree,
+    allowed,
+    load,
+    parse_duration,
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path, monkeypatch):
+    """One source after the other is taken away, and the next one shows."""
+    config = toml(tmp_path, "quorum = 4\n")
+    monkeypatch.setenv("DILOCO_QUORUM", "3")
+    assert load(SyncSettings, {"quorum": 2}, config).quorum == 2
+    assert load(SyncSettings, {"quorum": None}, config).quorum == 3  # None: the flag was not given
+    monkeypatch.delenv("DILOCO_QUORUM")
+    assert load(SyncSettings, {}, config).quorum == 4
+    assert load(SyncSettings).quorum == 1
+
+
+def test_an_empty_variable_is_no_value(monkeypatch):
+    """Compose sets variables that have no value to the empty text."""
+    monkeypatch.setenv("DILOCO_QUORUM", "")
+    assert load(SyncSettings).quorum == 1
+
+
+def test_one_file_does_not_leak_into_the_next(tmp_path):
+    """Loading is free of state."""
+    load(SyncSettings, config=toml(tmp_path, "quorum = 4\n"))
+    assert load(SyncSettings).quorum == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("200ms", 0.2), ("10s", 10.0), ("5m", 300.0), ("1h", 3600.0), ("1.5 s", 1.5), (7, 7.0)]
+)
+def test_durations_are_read(text, seconds):
+    """With a unit, or a number of seconds."""
+    assert load(LearnerSettings, {"pace": text}).pace == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["soon", "10 days", "-5s", "ms", "1.2.3s"])
+def test_what_is_no_duration_is_refused(text):
+    """By name, not by a stack trace."""
+    with pytest.raises(UsageError, match=r"pace="):
+        load(LearnerSettings, {"pace": text})
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "words"),
+    [
+        (SyncSettings, {"quorum": 0}, ["quorum=0", "at least 1", "--quorum", "DILOCO_QUORUM"]),
+        (SyncSettings, {"grace_gamma": 1.0}, ["grace_gamma=1.0", "less than 1", "--grace-gamma"]),
+        (SyncSettings, {"codec": "int4"}, ["codec='int4'", "one of bf16, fp32"]),
+        (SyncSettings, {"sync_interval": "many"}, ["sync_interval='many'", "DILOCO_SYNC_INTERVAL"]),
+        (LearnerSettings, {"device": "tpu"}, ["device='tpu'"]),
+        (BusSettings, {"run": "a b"}, ["run='a b'"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(kind, flags, words):
+    """Field, value, what is allowed, and where to set it."""
+    with pytest.raises(UsageError) as error:
+        load(kind, flags)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_all_wrong_values_are_named_at_once():
+    """One run of the command, all complaints."""
+    with pytest.raises(UsageError) as error:
+        load(SyncSettings, {"quorum": 0, "fragments": 0})
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_wrong_variable_or_file_value_is_named_too(tmp_path, monkeypatch):
+    """The same message, whatever the source."""
+    with pytest.raises(UsageError, match="quorum=-1"):
+        load(SyncSettings, config=toml(tmp_path, "quorum = -1\n"))
+    monkeypatch.setenv("DILOCO_QUORUM", "lots")
+    with pytest.raises(UsageError, match="quorum='lots'"):
+        load(SyncSettings)
+
+
+def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
+    """Unless it belongs to another party: one file serves all of them."""
+    config = toml(tmp_path, "qurum = 2\npace = '1s'\n")
+    with pytest.raises(UsageError, match="'qurum'"):
+        load(SyncSettings, config=config, known=frozenset({"pace"}))
+    assert load(SyncSettings, config=toml(tmp_path, "pace = '1s'\n"), known=frozenset({"pace"}))
+
+
+@pytest.mark.parametrize("content", ["quorum = ", "\x00", None])
+def test_an_unreadable_file_is_named(tmp_path, content):
+    """Not TOML, or not there."""
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=r"run\.toml"):
+        load(SyncSettings, config=path)
+
+
+def test_secrets_are_not_shown():
+    """Neither in the settings' text, nor in a complaint."""
+    settings = load(SyncerProcess, {"redis_url": "redis://:hunter2@host"})
+    assert "hunter2" not in repr(settings)
+    assert settings.redis_url.get_secret_value() == "redis://:hunter2@host"
+    with pytest.raises(UsageError) as error:
+        load(SyncerProcess, {"redis_url": ["hunter2"]})
+    assert "hunter2" not in str(error.value)
+
+
+def test_every_bounded_field_says_what_it_takes():
+    """Help and messages have words for each bound."""
+    assert allowed(SyncSettings, "grace_gamma") == "at least 0, less than 1"
+    assert allowed(SyncSettings, "merge") == "one of rda, mean"
+
+
+def test_the_settings_and_the_wire_type_have_the_same_fields():
+    """A new protocol constant cannot be forgotten on one side; defaults are within the wire's bounds."""
+    spec = load(SyncSettings).sync_spec()
+    assert set(type(spec).model_fields) == set(SyncSettings.model_fields)
+
+
+def test_a_party_follows_the_run_in_what_it_was_not_told():
+    """A late joiner needs no settings but the address."""
+    spec = load(SyncSettings, {"quorum": 3, "sync_interval": 7}).sync_spec().model_dump()
+    agreed = agree(load(LearnerProcess, {"learner_id": "l9"}), spec, SyncSettings)
+    assert (agreed.quorum, agreed.sync_interval, agreed.learner_id) == (3, 7, "l9")
+
+
+def test_a_party_told_the_same_agrees():
+    """Being told a value on purpose is no offence if it is the run's."""
+    spec = load(SyncSettings, {"quorum": 3}).sync_spec().model_dump()
+    assert agree(load(SyncSettings, {"quorum": 3}), spec, SyncSettings).quorum == 3
+
+
+def test_a_party_told_otherwise_is_refused_with_each_difference(monkeypatch):
+    """By flag or by variable, default value or not; fields that agree are not listed."""
+    spec = load(SyncSettings, {"quorum": 3, "fragments": 4}).sync_spec().model_dump()
+    monkeypatch.setenv("DILOCO_FRAGMENTS", "8")
+    with pytest.raises(SpecMismatch) as error:
+        agree(load(SyncSettings, {"quorum": 1, "merge": "rda"}), spec, SyncSettings)
+    text = str(error.value)
+    assert "quorum: here 1, the run has 3" in text
+    assert "fragments: here 8, the run has 4" in text
+    assert "merge" not in text
+
+
+def test_the_trainer_agrees_the_same_way():
+    """Learners follow the first one's model and data."""
+    spec = load(TrainerSettings, {"model": "small", "seed": 5}).trainer_spec()
+    agreed = agree(load(LearnerProcess), spec, TrainerSettings)
+    assert (agreed.model, agreed.seed) == ("small", 5)
+    with pytest.raises(SpecMismatch, match="seed: here 6, the run has 5"):
+        agree(load(LearnerProcess, {"seed": 6}), spec, TrainerSettings)
+
+
+def test_other_things_than_text_are_left_to_the_validator():
+    """parse_duration never guesses."""
+    assert parse_duration(None) is None
+    assert parse_duration([1]) == [1]
