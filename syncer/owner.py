@@ -42,9 +42,10 @@ Offload = Callable[..., Awaitable[Any]]
 
 STAGED_TTL_S = 120.0
 """A payload staged for a commit that never came is gone after this."""
-FIRST_UPLOAD_S = 60.0
+FIRST_UPLOAD_S = 30.0
 """Upload deadline before any upload was measured."""
-LEAST_UPLOAD_S = 5.0
+LEAST_UPLOAD_S = 1.0
+"""Room for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
 UPLOAD_FACTOR = 4.0
 """The upload deadline is this many times the smoothed upload time."""
 REPLACED_TTL_S = 120.0
@@ -52,6 +53,8 @@ REPLACED_BYTES = 256 * 2**20
 """Replaced globals of one fragment live until they are this old, or together this large."""
 BLOCK_S = 1.0
 BACKOFF_S = (0.1, 2.0)
+TICK_S = 1e-3
+"""Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
@@ -158,7 +161,7 @@ class FragmentOwner:
     async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
         if reader.done():
             reader.result()  # raises what ended it
-        timeout = None if until is None else max(0.0, until - self._clock.now())
+        timeout = None if until is None else max(TICK_S, until - self._clock.now())
         wake = asyncio.ensure_future(self.wake.wait())
         try:
             await asyncio.wait({wake, reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

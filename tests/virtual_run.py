@@ -1,0 +1,176 @@
+"""A whole run in virtual time: the production syncer service and exchange on the memory bus, toy training.
+
+The "training" moves a learner's values towards a target of all ones, so that merged globals visibly converge.
+"""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeline.fragments import layout_of
+from pipeline.memory import MemoryBus, MemoryStore
+from pipeline.messages import Head, LearnerReport, Phase, Spec, SyncSpec, TensorSpec
+from pipeline.settings import SyncerProcess, SyncSettings
+from syncer.metrics import Metrics
+from syncer.service import SyncerService
+from tests.virtual_time import VirtualClock
+from workers.exchange import Exchange
+from workers.rounds import Publication, Rounds
+
+RUN = "virtual"
+
+
+async def inline(work: Any, *args: Any) -> Any:
+    """In place of a thread: virtual time knows none."""
+    return work(*args)
+
+
+def sync_spec(**changes: Any) -> SyncSpec:
+    settings = {"fragments": 2, "sync_interval": 4, "tokens": 4000, "chunk_bytes": 1024} | changes
+    return SyncSettings(**settings).sync_spec()
+
+
+def spec_of(sync: SyncSpec) -> Spec:
+    tensors = tuple(
+        TensorSpec(name=f"t{i}", shape=(3 + i,), dtype="float32", rule="rda", fragment=i % sync.fragments)
+        for i in range(2 * sync.fragments)
+    )
+    return Spec(sync=sync, tensors=tensors, trainer={})
+
+
+@dataclass
+class VirtualLearner:
+    """Steps every `step_s`, each of 10 tokens."""
+
+    name: str
+    world: "VirtualRun"
+    step_s: float = 0.1
+    incarnation: str = "0123456789abcdef"
+    values: list[np.ndarray] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+    left: bool = False
+    longest_step_s: float = 0.0
+
+    def report(self, left: bool) -> LearnerReport:
+        return LearnerReport(
+            learner=self.name,
+            incarnation=self.incarnation,
+            step=self.rounds.steps,
+            tokens=self.rounds.tokens,
+            overwritten=self.rounds.overwritten,
+            versions=self.rounds.versions,
+            loss=None,
+            tokens_per_s=10 / self.step_s,
+            step_s=self.step_s,
+            step_s_median=self.step_s,
+            blocked_s=0.0,
+            wall_s=0.0,
+            left=left,
+            host="",
+            device="cpu",
+        )
+
+    async def live(self) -> None:
+        """Join, train until the run drains, leave."""
+        spec = self.world.spec
+        layout = layout_of(spec.tensors)
+        self.values = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+        self.rounds = Rounds(layout, spec.sync)
+        bus = MemoryBus(RUN, self.world.clock, self.world.store)
+        self.exchange = Exchange(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
+        await self.exchange.join(spec, layout, lambda p: self.values[p].copy())
+        self.adopt()
+        running = asyncio.create_task(self.exchange.run())
+        loop = asyncio.get_running_loop()
+        try:
+            while self.exchange.shared.state is None or self.exchange.shared.state.phase is Phase.RUNNING:
+                began = loop.time()
+                await asyncio.sleep(self.step_s)
+                self.train()
+                self.adopt()
+                for publication in self.rounds.publications(self.exchange.shared.windows):
+                    self.publish(publication)
+                self.longest_step_s = max(self.longest_step_s, loop.time() - began)
+            draining = True
+            for publication in list(self.rounds.last(self.exchange.shared.windows, draining)):
+                self.publish(publication)
+            self.left = await self.exchange.leave(20.0)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    def train(self) -> None:
+        for values in self.values:
+            values += 0.1 * (1.0 - values)
+        self.rounds.trained(10)
+
+    def adopt(self) -> None:
+        for p in sorted(self.exchange.shared.adoptions):
+            base = self.exchange.shared.adoptions.pop(p)
+            self.values[p][:] = base.values
+            self.rounds.adopt(base)
+            self.exchange.adopted()
+
+    def publish(self, publication: Publication) -> None:
+        snapshot = self.values[publication.base.fragment].copy()
+        self.exchange.publish(publication, lambda: snapshot)
+
+    def start(self) -> "VirtualLearner":
+        self.task = asyncio.create_task(self.live())
+        return self
+
+    async def kill(self) -> None:
+        """As SIGKILL: nothing more is said or done."""
+        assert self.task is not None
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+class VirtualRun:
+    """A store, one syncer, and whatever learners a test starts. Use inside `run_virtual`."""
+
+    def __init__(self, sync: SyncSpec | None = None, **settings: Any) -> None:
+        self.clock = VirtualClock()
+        self.store = MemoryStore()
+        self.spec = spec_of(sync or sync_spec())
+        self.bus = MemoryBus(RUN, self.clock, self.store)
+        self.bus.use_groups(self.spec.sync.groups)
+        self.settings = settings
+        self.stop = asyncio.Event()
+        self.syncer: asyncio.Task[None] | None = None
+
+    def start_syncer(self, **settings: Any) -> SyncerService:
+        bus = MemoryBus(RUN, self.clock, self.store)
+        process = SyncerProcess(syncer_id="syncer", **(self.settings | settings))
+        service = SyncerService(bus, self.clock, process, Metrics(), offload=inline)
+        self.stop = asyncio.Event()
+        self.syncer = asyncio.create_task(service.run(self.stop))
+        return service
+
+    async def heads(self) -> list[Head]:
+        return [head for head in await self.bus.read_heads(range(self.spec.sync.fragments)) if head]
+
+    async def tape(self) -> list[Any]:
+        return [entry.record for entry in await self.bus.read_tape({0: "0"}, limit=100_000)]
+
+    async def versions(self) -> list[int]:
+        return [head.version for head in await self.heads()]
+
+    async def until_version(self, version: int, timeout_s: float = 60.0) -> None:
+        """Until every fragment has reached it."""
+        async with asyncio.timeout(timeout_s):
+            while (
+                len(heads := await self.heads()) < self.spec.sync.fragments or min(h.version for h in heads) < version
+            ):
+                await asyncio.sleep(0.05)
+
+    async def finish(self, *learners: VirtualLearner) -> None:
+        """Wait for the run to end by itself."""
+        assert self.syncer is not None
+        async with asyncio.timeout(600):
+            await asyncio.gather(self.syncer, *(learner.task for learner in learners if learner.task))
