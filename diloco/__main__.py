@@ -1,8 +1,10 @@
-"""`python -m diloco`: the command line, for processes that the launcher starts with its own interpreter."""
+"""`python -m diloco`: the command line, and how the launcher starts its children with its own interpreter."""
 
 import sys
 
 from .cli import main
+from .launch import die_with_launcher
 
 if __name__ == "__main__":
+    die_with_launcher()
     sys.exit(main())

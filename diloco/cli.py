@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -38,12 +39,17 @@ def load_extra(module: str, command: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get(str(error.name).split(".")[0])
-        if extra is None:
+        package = str(error.name).split(".")[0]
+        if package not in _EXTRAS:
             raise
-        raise UsageError(
-            f"`diloco {command}` needs {error.name}, which is not installed: pip install 'decoupled-diloco[{extra}]'"
-        ) from error
+        raise _missing(package, command) from error
+
+
+def _missing(package: str, command: str) -> UsageError:
+    return UsageError(
+        f"`diloco {command}` needs {package}, which is not installed: "
+        f"pip install 'decoupled-diloco[{_EXTRAS[package]}]'"
+    )
 
 
 def _version(wanted: bool) -> None:
@@ -79,8 +85,9 @@ def _join(settings: BusSettings, command: str) -> None:
 @takes(RunProcess, omit=CHOSEN_BY_LAUNCHER)
 def run(settings: RunProcess) -> None:
     """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
-    load_extra("torch", "run")
-    load_extra("matplotlib", "run")
+    for package in _EXTRAS:
+        if find_spec(package) is None:  # looked for, not imported: that takes seconds
+            raise _missing(package, "run")
     launcher = importlib.import_module("diloco.run")
     raise typer.Exit(launcher.main(settings))
 

@@ -44,7 +44,10 @@ class RunSettings(Settings):
     redis_port: int | None = Field(
         None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
     )
-    redis_bind: str = Field("127.0.0.1", description="Address for --redis-port; it has no password: trusted networks")
+    redis_bind: str = Field(
+        "127.0.0.1", description="Address for --redis-port; another one than this needs DILOCO_REDIS_PASSWORD"
+    )
+    redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
     prompt: str = Field("def ", description="Start of the text that the trained model writes at the end")
     kill_learner: int | None = Field(None, ge=0, description="Demonstration: SIGKILL this learner (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
@@ -65,8 +68,8 @@ class RunProcess(
     resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
 
 
-CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "syncer_id", "checkpoint_dir", "tape_dir"})
-"""Fields of `RunProcess` that are not offered: the launcher sets them for each process."""
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "syncer_id", "checkpoint_dir", "tape_dir", "redis_password"})
+"""Fields of `RunProcess` that are no flags: the launcher sets them for each process, or they are secret."""
 
 ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
 """What a settings file may hold: it can serve all parties of a run."""

@@ -20,7 +20,7 @@ def exit_at_once() -> None:
 
 
 def install_signal_handlers(
-    loop: asyncio.AbstractEventLoop, event: asyncio.Event, second: Callable[[], None] = exit_at_once
+    loop: asyncio.AbstractEventLoop, event: asyncio.Event, second: Callable[[], object] = exit_at_once
 ) -> None:
     """Set `event` at the first SIGINT or SIGTERM, call `second` at each later one. Main thread only."""
 

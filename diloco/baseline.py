@@ -1,0 +1,182 @@
+"""`diloco run --method data-parallel`: starts the ranks of the baseline and shows them as a run is shown.
+
+There is no Redis and no syncer here: rank 0 writes its progress to the output folder (`workers/baselines`).
+"""
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import lifecycle
+from pipeline.errors import DilocoError
+from pipeline.messages import Evaluation, LearnerReport
+
+from .display import Screen
+from .finish import conclude
+from .folder import Folder, plain
+from .launch import ChildDied, Children, environment, threads_for
+from .locate import RUN_FILE
+from .options import RunProcess
+from .report import Outcome
+
+TICK_S = 0.5
+STOP_S = 90.0
+"""Time for the ranks to end after the first SIGTERM; their all-reduce gives up after 60 s."""
+
+
+def _progress(out: Path) -> list[dict[str, Any]]:
+    """Lines of progress so far, the last one perhaps still half written."""
+    path = out / "progress.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _learner(row: dict[str, Any]) -> dict[str, Any]:
+    fixed = {"incarnation": "", "live": True, "left": False, "versions": [], "age_s": 0.0}
+    return fixed | row
+
+
+def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, Any]:
+    """The status of a baseline run in the shape of `pipeline.status`, from its folder."""
+    lines = _progress(out)
+    last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
+    measured = [line for line in lines if line["val_loss"] is not None]
+    budget = budget_tokens or int(json.loads((out / RUN_FILE).read_text())["budget_tokens"])
+    evaluation = None
+    if measured:
+        evaluation = {"loss": measured[-1]["val_loss"], "final": False}
+        evaluation |= {name: measured[-1][name] for name in ("tokens", "elapsed_s")}
+    return {
+        "run": out.name,
+        "phase": "running" if lines else "waiting",
+        "reason": "data-parallel" if lines else "waiting for the ranks",
+        "tokens": last["tokens"],
+        "budget_tokens": budget,
+        "progress": min(1.0, last["tokens"] / budget),
+        "merged_tokens": last["tokens"],
+        "outer_steps": 0,
+        "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},
+        "elapsed_s": last["elapsed_s"],
+        "learners": [_learner(row) for row in last["learners"]],
+        "fragments": [],
+        "evaluation": evaluation,
+        "warnings": [],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _start(settings: RunProcess, folder: Folder, children: Children) -> None:
+    threads = threads_for(settings.learners, settings.threads)
+    environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
+    for number in range(settings.learners):
+        arguments = ["rank", *shared, "--rank", str(number), "--out", str(folder.path)]
+        children.start(f"learner-{number}", arguments, environ)
+    folder.write_run(None, settings, children.pids())
+
+
+async def _supervise(settings: RunProcess, folder: Folder) -> bool:
+    """Until all ranks have ended; True if the user stopped them.
+
+    Raises:
+        ChildDied: one rank did, so that the others cannot go on.
+    """
+    stop, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None  # noqa: S101  # this is a coroutine
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    stopped_s: float | None = None
+    with Screen() as screen, Children(folder.logs) as children:
+        _start(settings, folder, children)
+        screen.note(f"output folder {folder.path}")
+        ranks = children.named("learner-")
+        while any(rank.alive for rank in ranks):
+            if failed := next((rank for rank in ranks if rank.status), None):
+                raise ChildDied(failed.obituary())
+            screen.show(baseline_status(folder.path, settings.tokens))
+            if stop.is_set() and stopped_s is None:
+                stopped_s = time.monotonic()
+                screen.note("stopping (Ctrl-C again ends everything at once)")
+                for rank in ranks:
+                    rank.send(signal.SIGTERM)
+            if stopped_s is not None and time.monotonic() > stopped_s + STOP_S:
+                raise DilocoError(f"the ranks did not stop in {STOP_S:.0f} s")
+            await asyncio.sleep(TICK_S)
+        if failed := next((rank for rank in ranks if rank.status), None):
+            raise ChildDied(failed.obituary())
+    return stopped_s is not None
+
+
+def _outcome(settings: RunProcess, folder: Folder, stopped: bool) -> Outcome:
+    """What the ranks left in the folder."""
+    result = json.loads((folder.path / "result.json").read_text())
+    lines, ended = _progress(folder.path), time.time()
+    started = ended - result["wall_s"]
+    measured = [line for line in lines if line["val_loss"] is not None]
+    reports = [
+        LearnerReport(
+            learner=row["id"],
+            incarnation="00000000",
+            step=row["steps"],
+            tokens=row["tokens"],
+            overwritten=0,
+            versions=(),
+            loss=None,
+            tokens_per_s=row["tokens_per_s"],
+            step_s=row["step_s_median"],
+            step_s_median=row["step_s_median"],
+            blocked_s=row["blocked_s"],
+            wall_s=result["wall_s"],
+            left=True,
+            host="",
+            device=settings.device,
+        )
+        for row in result["learners"]
+    ]
+    evaluations = [
+        Evaluation(
+            loss=line["val_loss"],
+            tokens=line["tokens"],
+            versions=(),
+            unix_s=started + line["elapsed_s"],
+            elapsed_s=line["elapsed_s"],
+            final=line is measured[-1],
+        )
+        for line in measured
+    ]
+    return Outcome(
+        method=settings.method,
+        seed=settings.seed,
+        settings=plain(settings),
+        run=settings.run,
+        stopped=stopped,
+        wall_s=result["wall_s"],
+        outer_steps=0,
+        started_unix_s=started,
+        reports=reports,
+        evaluations=evaluations,
+        progress=[(started + line["elapsed_s"], line["tokens"]) for line in lines],
+    )
+
+
+def run_baseline(settings: RunProcess, folder: Folder) -> int:
+    """Train with all ranks and conclude as any run; the exit status.
+
+    Raises:
+        DilocoError: a rank died.
+    """
+    try:
+        stopped = asyncio.run(_supervise(settings, folder))
+    except asyncio.CancelledError as error:
+        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
+    conclude(_outcome(settings, folder, stopped), settings, folder)
+    return 0

@@ -1,0 +1,215 @@
+"""A run's status for people: a live view on a terminal, a plain line every ten seconds anywhere else.
+
+`render` and `plain_line` are pure functions of the status dict (`pipeline.status.read_status`).
+"""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Status = dict[str, Any]
+
+PLAIN_EVERY_S = 10.0
+MOST_ROWS = 16
+"""Learners and fragments shown; more of them would not fit on a screen."""
+
+_STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
+
+
+def compact_versions(versions: list[int]) -> str:
+    """Adopted versions in few characters: '13', '12-13'; '-' before the first."""
+    if not versions or max(versions) < 0:
+        return "-"
+    low, high = min(versions), max(versions)
+    return str(high) if low == high else f"{max(low, 0)}-{high}"
+
+
+def duration(seconds: float | None) -> str:
+    """'1:02:03', '2:03'; '-' for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """'950', '12.3k', '2.50M'."""
+    for limit, suffix, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e4, "k", 1)):
+        if number >= limit:
+            return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def time_left(status: Status) -> float | None:
+    """Seconds to the budget at the live learners' present speed; None if nobody trains."""
+    speed = sum(learner["tokens_per_s"] for learner in status["learners"] if learner["live"])
+    left = max(0, status["budget_tokens"] - status["tokens"])
+    return left / speed if speed > 0 else None
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def present(learners: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
+    newest: dict[str, dict[str, Any]] = {}
+    for learner in learners:
+        before = newest.get(learner["id"])
+        if before is None or learner["age_s"] < before["age_s"]:
+            newest[learner["id"]] = learner
+    return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
+
+
+def _condition(learner: dict[str, Any]) -> Text:
+    if learner["left"]:
+        return Text("left", "dim")
+    return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
+
+
+def _learner_table(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("learner")
+    for name in ("inner step", "tokens/s", "loss", "versions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state")
+    learners = present(status["learners"])
+    for learner in learners[:MOST_ROWS]:
+        table.add_row(
+            escape(learner["id"]),
+            str(learner["step"]),
+            count(learner["tokens_per_s"]) if learner["live"] else "-",
+            _loss(learner["loss"]),
+            compact_versions(learner["versions"]),
+            _condition(learner),
+        )
+    if len(learners) > MOST_ROWS:
+        table.add_row(Text(f"... {len(learners) - MOST_ROWS} more", "dim"))
+    return table
+
+
+def _fragment_table(status: Status) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("fragment", "version"):
+        table.add_column(name, justify="right")
+    table.add_column("window")
+    for name in ("k of K", "expected", "grace left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    fragments = status["fragments"]
+    for fragment in fragments[:MOST_ROWS]:
+        window = fragment["window"]
+        left = window["deadline_in_s"]
+        table.add_row(
+            str(fragment["id"]),
+            str(fragment["version"]),
+            Text(window["state"], _STATE_STYLES.get(window["state"], "")),
+            f"{len(window['members'])} of {window['quorum']}",
+            str(window["expected"]),
+            "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
+        )
+    if len(fragments) > MOST_ROWS:
+        table.add_row("", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"))
+    return table
+
+
+def _summary(status: Status) -> Table:
+    lost = sum(value for cause, value in status["tokens_lost"].items() if cause != "pending")
+    evaluation = status["evaluation"]
+    facts = [
+        ("outer steps", str(status["outer_steps"])),
+        ("merged", f"{count(status['merged_tokens'])} tokens"),
+        ("lost", f"{count(lost)} tokens"),
+        ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
+    ]
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts))
+    return grid
+
+
+def _progress(status: Status) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(ratio=1)
+    for _ in range(2):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(
+        ProgressBar(total=1.0, completed=min(1.0, status["progress"])),
+        f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
+        f"{duration(status['elapsed_s'])} gone, {duration(time_left(status))} left",
+    )
+    return grid
+
+
+def render(status: Status) -> RenderableType:
+    """The whole run on one screen."""
+    title = f"{escape(status['run'])}: {status['phase']}"
+    if status["reason"] and status["phase"] != "running":
+        title += f" ({escape(status['reason'])})"
+    tables: list[RenderableType] = [_learner_table(status)]
+    if status["fragments"]:
+        tables = [Columns([_learner_table(status), _fragment_table(status)], padding=(0, 3))]
+    warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
+    parts = [*tables, Text(""), _summary(status), *warnings, _progress(status)]
+    return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
+
+
+def plain_line(status: Status) -> str:
+    """The whole run on one line."""
+    live = [learner for learner in status["learners"] if learner["live"]]
+    losses = [learner["loss"] for learner in live if learner["loss"] is not None]
+    evaluation = status["evaluation"]
+    parts = [
+        f"{status['phase']} {100 * min(1.0, status['progress']):.0f}%",
+        f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
+        f"{len(live)} learners live at {count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
+        f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
+        f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
+        f"outer steps {status['outer_steps']}",
+        f"{duration(status['elapsed_s'])} gone",
+        f"{duration(time_left(status))} left",
+    ]
+    return " | ".join(parts) + "".join(f" | warning: {warning}" for warning in status["warnings"])
+
+
+class Screen:
+    """Shows a run while it lives. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
+        self._live: Live | None = None
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> "Screen":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        """The run as it is now; without a terminal, one line every ten seconds."""
+        if self._live is not None:
+            self._live.update(render(status), refresh=True)
+        elif (now := time.monotonic()) >= self._next_line_s:
+            self.note(plain_line(status))
+            self._next_line_s = now + PLAIN_EVERY_S
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(text))
+        self._console.file.flush()

@@ -1,0 +1,59 @@
+"""Checkpoints for people: the global parameters as a plain safetensors file."""
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import typer
+from safetensors.numpy import load_file, save_file
+
+from pipeline.errors import UsageError
+from pipeline.fragments import layout_of
+from syncer import checkpoint as checkpoints
+
+BASELINE = "checkpoint"
+"""Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint folder meant by `path`: itself, or the newest one of a run's output folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    baseline = path / BASELINE
+    return baseline if (baseline / "state.json").is_file() else checkpoints.find_checkpoint(path)
+
+
+def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
+    """Global parameters by name, checked where their digests are on record, and where they come from."""
+    if folder.name == BASELINE:
+        return load_file(folder / "globals.safetensors"), "data-parallel"
+    saved = checkpoints.load_checkpoint(folder)
+    layout = layout_of(saved.spec.tensors)
+    tensors = {
+        slot.tensor.name: flat[slot.start : slot.stop].reshape(slot.tensor.shape)
+        for fragment, flat in zip(layout.fragments, saved.globals, strict=True)
+        for slot in fragment.slots
+    }
+    return tensors, f"trained on {saved.state.tokens} tokens"
+
+
+def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
+    """Write one float32 entry a tensor; digests and shapes are checked against the spec on the way.
+
+    Raises:
+        UsageError: no sound checkpoint there, or `out` exists already.
+    """
+    if out.exists() and not overwrite:
+        raise UsageError(f"{out} exists: choose another name, or give --overwrite")
+    tensors, origin = _tensors(find_checkpoint(checkpoint))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        save_file(tensors, temporary)
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    total = sum(tensor.size for tensor in tensors.values())
+    typer.echo(f"{out}: {len(tensors)} tensors, {total} elements, {origin}")

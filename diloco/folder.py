@@ -1,0 +1,173 @@
+"""A run's output folder: made, guarded against overwriting, and what the launcher leaves in it.
+
+settings.toml     what the run was started with (no secrets); every child reads it
+run.json          while it is live: where its Redis is, and the pids
+logs/<name>.log   one per process
+checkpoints/      syncer/checkpoint.py
+tape/             the event tape's archive
+report.json  loss.png  sample.txt   at the end
+"""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from pipeline.errors import UsageError
+from pipeline.settings import (
+    BusSettings,
+    EvaluatorSettings,
+    LearnerSettings,
+    Settings,
+    SyncerSettings,
+    SyncSettings,
+    TrainerSettings,
+    agree,
+)
+from syncer.checkpoint import find_checkpoint, load_checkpoint
+
+from .ledger import share_of_tokens
+from .locate import REPORT_FILE, RUN_FILE, RUNS, without_secrets
+from .options import CHOSEN_BY_LAUNCHER, RunProcess
+from .report import Origin
+
+SETTINGS_FILE = "settings.toml"
+
+SHARED: tuple[type[Settings], ...] = (
+    BusSettings,
+    SyncSettings,
+    TrainerSettings,
+    LearnerSettings,
+    SyncerSettings,
+    EvaluatorSettings,
+)
+"""Settings that the children read from the file."""
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume"}
+"""Not in the file, because they differ from child to child."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Paths in an output folder."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Path:
+        """TOML file that the children read."""
+        return self.path / SETTINGS_FILE
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def tape(self) -> Path:
+        """Archived event tape."""
+        return self.path / "tape"
+
+    @property
+    def report(self) -> Path:
+        """The report."""
+        return self.path / REPORT_FILE
+
+    def write_settings(self, settings: RunProcess) -> None:
+        """Write the file that the children read."""
+        self.settings.write_text(to_toml(settings))
+
+    def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int]) -> None:
+        """Say where the live run is."""
+        fields = {
+            "redis_url": None if url is None else without_secrets(url),
+            "run": settings.run,
+            "method": settings.method,
+            "budget_tokens": settings.tokens,
+            "pids": {"launcher": os.getpid(), **pids},
+        }
+        temporary = self.path / f".{RUN_FILE}"
+        temporary.write_text(json.dumps(fields, indent=1) + "\n")
+        temporary.replace(self.path / RUN_FILE)
+
+
+def prepare(settings: RunProcess) -> Folder:
+    """Make the output folder.
+
+    Raises:
+        UsageError: it is in use and `overwrite` was not given, or is not one of a run.
+    """
+    path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if path.is_dir() and any(path.iterdir()):
+        if not settings.overwrite:
+            raise UsageError(
+                f"output folder {path} is not empty: choose another --out, or give --overwrite to empty it"
+            )
+        if not (path / SETTINGS_FILE).is_file():
+            raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
+        if settings.resume is not None and find_checkpoint(settings.resume).resolve().is_relative_to(path.resolve()):
+            raise UsageError(
+                f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
+            )
+        shutil.rmtree(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the output folder {path}: {error}") from error
+    return Folder(path)
+
+
+def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
+    """Settings with those of the checkpoint where nothing else was asked for, and what the run begins with.
+
+    Raises:
+        UsageError: no sound checkpoint, or its budget is used up.
+        SpecMismatch: settings were given that the checkpoint's run does not have.
+    """
+    if settings.resume is None:
+        return settings, None
+    checkpoint = load_checkpoint(settings.resume)
+    trained = checkpoint.state.tokens
+    told = settings.model_fields_set
+    sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
+    trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name != "data" or "data" not in told}
+    settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
+    if settings.tokens <= trained:
+        raise UsageError(
+            f"{checkpoint.path} has trained {trained} tokens, and the budget is {settings.tokens}: "
+            "give a larger one with --tokens (trained tokens, the earlier part included)"
+        )
+    merged = share_of_tokens([fragment.merged_tokens for fragment in checkpoint.fragments], checkpoint.spec.tensors)
+    origin = Origin(str(checkpoint.path), trained, min(trained, merged))
+    return settings.model_copy(update={"resume": checkpoint.path}), origin
+
+
+def plain(settings: RunProcess) -> dict[str, Any]:
+    """All settings as JSON-able values, without secrets."""
+    values: dict[str, Any] = {}
+    for name, value in settings:
+        if isinstance(value, SecretStr):
+            value = without_secrets(value.get_secret_value())
+        values[name] = str(value) if isinstance(value, Path) else value
+    return values
+
+
+def to_toml(settings: RunProcess) -> str:
+    """The settings that all children share, as flat TOML; what is None is left out."""
+    names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG | {"redis_url"}]
+    values = plain(settings)
+    return "".join(f"{name} = {_toml(values[name])}\n" for name in names if values[name] is not None)
+
+
+def _toml(value: str | int | float | bool) -> str:
+    # JSON's strings, numbers and booleans are TOML's, but for the character that only JSON leaves as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,96 @@
+"""Finding a run: by Redis URL, by its output folder, or the newest one in runs/."""
+
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from pipeline.errors import UsageError
+from pipeline.ports import Bus
+from pipeline.settings import BusSettings
+
+RUNS = Path("runs")
+RUN_FILE = "run.json"
+"""Written by the launcher while a run is live: Redis URL without secrets, run name, pids."""
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run can be looked at: on Redis while it is live, in its folder afterwards."""
+
+    run: str
+    redis_url: str | None
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return str(self.folder) if self.folder is not None else f"run {self.run!r}"
+
+
+def without_secrets(url: str) -> str:
+    """The URL with `***` for its password, wherever it stands."""
+    parts = urlsplit(url)
+    query = re.sub(r"(password=)[^&]*", r"\1***", parts.query)
+    netloc = parts.netloc
+    if parts.password is not None:
+        user, _, address = netloc.rpartition("@")
+        netloc = f"{user.split(':')[0]}:***@{address}"
+    return urlunsplit(parts._replace(netloc=netloc, query=query))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def locate(settings: BusSettings, folder: Path | None) -> Place:
+    """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/.
+
+    Raises:
+        UsageError: there is none, or it ended without a report.
+    """
+    if folder is None:
+        if settings.redis_url is not None:
+            return Place(settings.run, settings.redis_url.get_secret_value(), None)
+        candidates = [file.parent for name in (RUN_FILE, REPORT_FILE) for file in RUNS.glob(f"*/{name}")]
+        if not candidates:
+            raise UsageError(f"no run in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)")
+        folder = max(candidates, key=lambda found: found.stat().st_mtime)
+    if (folder / REPORT_FILE).is_file():
+        return Place(settings.run, None, folder)
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
+    live = json.loads((folder / RUN_FILE).read_text())
+    if not _is_running(live["pids"]["launcher"]):
+        raise UsageError(f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}")
+    url = live["redis_url"]
+    if url is not None and "***" in url:
+        if settings.redis_url is None:
+            raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
+        url = settings.redis_url.get_secret_value()
+    return Place(live["run"], url, folder)
+
+
+@asynccontextmanager
+async def open_bus(url: str, run: str) -> AsyncIterator[Bus]:
+    """A bus on Redis, closed afterwards.
+
+    Raises:
+        BusUnavailable: Redis does not answer.
+    """
+    from pipeline.redis_streams import connect
+
+    bus = await connect(url, run)
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,223 @@
+"""The report of a run, from what was gathered at its end. Pure; `report.json` and `--json-report` hold it as it is."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.fragments import Layout
+from pipeline.messages import Evaluation, Event, LearnerReport, Rewound, TapeRecord
+
+from .display import count, duration
+from .ledger import Account, Totals, accounts, not_merged_by_fragment, totals
+
+Report = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a resumed run began with."""
+
+    checkpoint: str
+    tokens: int
+    merged_tokens: int
+
+
+@dataclass(slots=True)
+class Kill:
+    """The demonstration, as it happened."""
+
+    learner: str
+    incarnation: str
+    killed_at: float
+    """Share of the budget."""
+    restarted_at: float | None
+    rates: dict[str, Any]
+    """`demo.measure`."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that the report is made of."""
+
+    method: str
+    seed: int
+    settings: dict[str, Any]
+    run: str
+    stopped: bool
+    """The user ended it before its budget."""
+    wall_s: float
+    """From the first process's start until the run was finished."""
+    outer_steps: int
+    started_unix_s: float
+    """Of the first step."""
+    layout: Layout | None = None
+    """None for the data-parallel baseline."""
+    records: Sequence[TapeRecord] = ()
+    reports: Sequence[LearnerReport] = ()
+    evaluations: Sequence[Evaluation] = ()
+    events: Sequence[Event] = ()
+    progress: Sequence[tuple[float, int]] = ()
+    """(Unix time, trained tokens), in order."""
+    origin: Origin | None = None
+    kill: Kill | None = None
+    checkpoint: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
+    """One row a learner, all its incarnations together; rates are over the whole time since the first step."""
+    rows = []
+    for learner in sorted({report.learner for report in reports}, key=lambda name: (len(name), name)):
+        mine = [report for report in reports if report.learner == learner]
+        wall_s = sum(report.wall_s for report in mine)
+        tokens = sum(report.tokens for report in mine)
+        longest = max(mine, key=lambda report: report.step)
+        rows.append(
+            {
+                "id": learner,
+                "steps": sum(report.step for report in mine),
+                "tokens": tokens,
+                "tokens_per_s": tokens / wall_s if wall_s else 0.0,
+                "step_s_median": longest.step_s_median,
+                "blocked_s": sum(report.blocked_s for report in mine),
+                "wall_s": wall_s,
+                "incarnations": len(mine),
+                "left": all(report.left for report in mine),
+                "device": longest.device,
+            }
+        )
+    return rows
+
+
+def tokens_at(progress: Sequence[tuple[float, int]], unix_s: float) -> int:
+    """Trained tokens at a moment, interpolated."""
+    if not progress:
+        return 0
+    at = bisect_left(progress, unix_s, key=lambda point: point[0])
+    if at == 0 or at == len(progress):
+        return progress[min(at, len(progress) - 1)][1]
+    (t0, n0), (t1, n1) = progress[at - 1], progress[at]
+    return round(n0 + (n1 - n0) * (unix_s - t0) / (t1 - t0))
+
+
+def _events(outcome: Outcome) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": event.name,
+            "who": event.who,
+            "detail": event.detail,
+            "elapsed_s": max(0.0, event.unix_s - outcome.started_unix_s),
+            "tokens": tokens_at(outcome.progress, event.unix_s),
+        }
+        for event in outcome.events
+    ]
+
+
+def _demo(kill: Kill, parts: Sequence[Account], layout: Layout) -> dict[str, Any]:
+    """What the kill cost the others, and what it cost the run."""
+    mine = [part for part in parts if (part.learner, part.incarnation) == (kill.learner, kill.incarnation)]
+    others = totals((part for part in parts if part.learner != kill.learner), layout)
+    section = {
+        "learner": kill.learner,
+        "killed_at": kill.killed_at,
+        "restarted_at": kill.restarted_at,
+        **kill.rates,
+        "others_lost": {"died": others.lost["died"], "unaccounted": others.lost["unaccounted"]},
+    }
+    if mine:
+        cost = totals(mine, layout)
+        section["run_lost"] = {
+            "trained_tokens": cost.tokens,
+            "merged_tokens": cost.merged,
+            **{cause: cost.lost[cause] for cause in ("overwritten", "rejected", "died")},
+            "not_merged_tokens_by_fragment": not_merged_by_fragment(mine[0], layout),
+        }
+    return section
+
+
+def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float | None:
+    final = next((one for one in reversed(evaluations) if one.final), None)
+    if final is not None:
+        return final.loss
+    warnings.append("there was no final evaluation: global_val_loss is the last one before the end")
+    return evaluations[-1].loss if evaluations else None
+
+
+def build(outcome: Outcome) -> Report:
+    """The report.
+
+    `tokens` and `merged_tokens` include the earlier part of a resumed run; `tokens_lost` is of this part, and what
+    the earlier one had lost or not yet merged is the difference of the two in `resumed_from`.
+    """
+    warnings = list(outcome.warnings)
+    if outcome.layout is not None:
+        parts = accounts(outcome.records, outcome.reports, outcome.layout)
+        sums = totals(parts, outcome.layout)
+    else:  # every gradient goes into the mean of its step
+        parts = []
+        trained = sum(report.tokens for report in outcome.reports)
+        sums = Totals(trained, trained, {"overwritten": 0, "rejected": 0, "died": 0, "unaccounted": 0})
+    if any(isinstance(record, Rewound) for record in outcome.records):
+        warnings.append("the tape holds a rewind: merges that it undid are counted as merged")
+    if sums.lost["unaccounted"]:
+        warnings.append(f"{sums.lost['unaccounted']} tokens of learners that left in order are unaccounted for: a bug")
+    base = outcome.origin
+    loss = _final_loss(outcome.evaluations, warnings)
+    return {
+        "run": outcome.run,
+        "method": outcome.method,
+        "seed": outcome.seed,
+        "stopped": outcome.stopped,
+        "global_val_loss": loss,
+        "tokens": sums.tokens + (base.tokens if base else 0),
+        "merged_tokens": sums.merged + (base.merged_tokens if base else 0),
+        "tokens_lost": sums.lost,
+        "wall_s": outcome.wall_s,
+        "outer_steps": outcome.outer_steps,
+        "learners": learner_rows(outcome.reports),
+        "evaluations": [
+            {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
+            for one in outcome.evaluations
+        ],
+        "events": _events(outcome),
+        "demo": _demo(outcome.kill, parts, outcome.layout) if outcome.kill and outcome.layout else None,
+        "resumed_from": None
+        if base is None
+        else {"checkpoint": base.checkpoint, "tokens": base.tokens, "merged_tokens": base.merged_tokens},
+        "checkpoint": outcome.checkpoint,
+        "warnings": warnings,
+        "settings": outcome.settings,
+    }
+
+
+def _ratio(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} of before"
+
+
+def _demo_lines(demo: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{demo['learner']} was killed at {demo['killed_at']:.0%} of the budget. The others' step rate: "
+        f"{_ratio(demo['ratio_while'])} while it was away, {_ratio(demo['ratio_after'])} after its restart; "
+        f"their training lost to it: {demo['others_lost']['died']} tokens."
+    ]
+    if lost := demo.get("run_lost"):
+        lines.append(f"The run lost with it {lost['died']} of its {lost['trained_tokens']} tokens, not merged before.")
+    return lines
+
+
+def summary(report: Report) -> str:
+    """A few lines for people."""
+    loss = report["global_val_loss"]
+    lost = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in report["tokens_lost"].items())
+    blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
+    lines = [
+        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {len(report['learners'])} learners, "
+        f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
+        f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
+        f"tokens merged {count(report['merged_tokens'])}; lost: {lost}",
+        f"training blocked for at most {blocked:.2%} of the time",
+    ]
+    lines += _demo_lines(report["demo"]) if report["demo"] else []
+    lines += [f"checkpoint {report['checkpoint']}"] if report["checkpoint"] else []
+    return "\n".join(lines + [f"warning: {warning}" for warning in report["warnings"]])

@@ -1,0 +1,364 @@
+"""`diloco run`: starts all parties on this machine, watches them, and brings the run to its end.
+
+How a run ends:
+
+- by its budget: the syncer drains and finishes it, the other processes end by themselves;
+- by Ctrl-C (or SIGTERM): the launcher asks for the drain, and the rest is the same;
+- by a second Ctrl-C: everything is killed at once, without report;
+- by an error: a process that died at the start, a syncer that died at any time, or no learner left.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import quote
+
+from pipeline import lifecycle, logs
+from pipeline.clock import LoopClock
+from pipeline.codec import decode
+from pipeline.errors import BusUnavailable, DilocoError, UsageError
+from pipeline.fragments import layout_of
+from pipeline.messages import Event, Phase, Spec
+from pipeline.ports import START, Bus
+from pipeline.status import read_status
+
+from .demo import StepLog, measure
+from .display import Screen, present
+from .finish import conclude
+from .folder import Folder, plain, prepare, resume
+from .launch import Child, ChildDied, Children, environment, threads_for
+from .locate import open_bus
+from .options import RunProcess
+from .report import Kill, Origin, Outcome
+from .tape import read_archive
+
+TICK_S = 0.5
+SILENT_BUS_S = 60.0
+"""Redis may be away this long before the launcher gives up."""
+EVALUATE_S = 120.0
+"""Time for the last evaluation."""
+MARGIN_S = 15.0
+"""On top of a party's own time limits, before it gets SIGTERM, and again before SIGKILL."""
+
+Status = dict[str, Any]
+
+
+class Launcher:
+    """One run, from its first process to its last."""
+
+    def __init__(
+        self, settings: RunProcess, folder: Folder, url: str, bus: Bus, children: Children, screen: Screen
+    ) -> None:
+        self._settings, self._folder, self._url = settings, folder, url
+        self._bus, self._children, self._screen = bus, children, screen
+        self._clock = LoopClock()
+        self._steps = StepLog()
+        self._progress: list[tuple[float, int]] = []
+        self._killed: tuple[str, str, float, float] | None = None
+        self._restarted: tuple[float, float] | None = None
+        self._drained_from_s: float | None = None
+        self._warnings: list[str] = []
+        self.stopped = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all processes."""
+        config = ["--config", str(self._folder.settings)]
+        one = environment(1, self._url)
+        syncer = ["--checkpoint-dir", str(self._folder.checkpoints), "--tape-dir", str(self._folder.tape)]
+        if self._settings.resume is not None:
+            syncer += ["--resume", str(self._settings.resume)]
+        self._children.start("syncer", ["syncer", *config, "--syncer-id", "syncer", *syncer], one)
+        threads = threads_for(self._settings.learners, self._settings.threads)
+        many = environment(threads, self._url)
+        for number in range(self._settings.learners):
+            name = f"learner-{number}"
+            self._children.start(name, ["learner", *config, "--learner-id", name, "--threads", str(threads)], many)
+        self._children.start("evaluator", ["evaluator", *config, "--threads", "1"], one)
+        self._note_place()
+
+    def _note_place(self) -> None:
+        self._folder.write_run(self._url, self._settings, self._children.pids())
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Until the run is finished.
+
+        Raises:
+            ChildDied: the run cannot go on.
+            BusUnavailable: Redis has been away for too long.
+        """
+        silent_since: float | None = None
+        give_up_s = None
+        while True:
+            try:
+                status = await read_status(self._bus, self._clock)
+                self._take(status)
+                await self._check(status)
+                await self._demonstrate(status)
+                if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
+                    return
+                silent_since = None
+            except BusUnavailable:
+                silent_since = silent_since or self._clock.now()
+                if self._clock.now() > silent_since + SILENT_BUS_S:
+                    raise
+            else:
+                if status["phase"] == Phase.FINISHED:
+                    return
+            if self._drained_from_s is not None:
+                give_up_s = self._drained_from_s + self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
+            if give_up_s is not None and self._clock.now() > give_up_s:
+                self._warn("the run did not finish its drain in time; its processes are told to end")
+                return
+            await _pause(stop)
+
+    def _take(self, status: Status) -> None:
+        now = self._clock.now()
+        if self._drained_from_s is None and status["phase"] == Phase.DRAINING:
+            self._drained_from_s = now
+        if status["phase"] == Phase.RUNNING:
+            self._steps.add(status["learners"], now)
+        if status["tokens"]:
+            self._progress.append((time.time(), status["tokens"]))
+        for learner in status["learners"]:
+            if learner["step"]:
+                for child in self._children.named(learner["id"]):
+                    child.under_way = True
+        if status["evaluation"]:
+            self._children["evaluator"].under_way = True
+        self._screen.show(status)
+
+    async def _check(self, status: Status) -> None:
+        training = status["phase"] in ("waiting", Phase.RUNNING)
+        syncer = self._children["syncer"]
+        if not syncer.alive and status["phase"] != Phase.FINISHED:
+            state = await self._bus.read_state()  # it may have finished the run since the status was read
+            if syncer.status != 0 or state is None or state.phase is not Phase.FINISHED:
+                raise ChildDied(syncer.obituary())
+        for child in (*self._children.named("learner-"), self._children["evaluator"]):
+            if child.alive or child.reported:
+                continue
+            child.reported = True
+            if child.status == 0 or child.expected_end:
+                continue
+            if training and not child.under_way and not child.restarted:
+                raise ChildDied(child.obituary())
+            self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+            name = "evaluator_died" if child.name == "evaluator" else "learner_died"
+            await self._event(name, child.name, child.ending())
+        learners = self._children.named("learner-")
+        waiting_for_restart = self._killed is not None and self._restarted is None
+        anybody = any(child.alive for child in learners) or any(one["live"] for one in status["learners"])
+        if training and not waiting_for_restart and not anybody:
+            raise ChildDied("no learner is left. " + learners[-1].obituary())
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._screen.note(f"warning: {text}")
+
+    async def _event(self, name: str, who: str, detail: str) -> None:
+        await self._bus.add_event(Event(name=name, who=who, detail=detail[:500], unix_s=self._clock.unix()))
+
+    async def _ask_to_drain(self, status: Status) -> bool:
+        """Ask for the orderly end; True if there is nothing yet that could be drained."""
+        self.stopped = True
+        state = await self._bus.read_state()
+        if state is None or not status["fragments"]:
+            return True
+        self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
+        update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}
+        await self._bus.write_state(state.model_copy(update=update))
+        return False
+
+    # --- demonstration ------------------------------------------------------------------------------
+
+    async def _demonstrate(self, status: Status) -> None:
+        """Kill a learner and start it again, as asked."""
+        settings = self._settings
+        if settings.kill_learner is None or status["phase"] != Phase.RUNNING:
+            return
+        child = self._children[f"learner-{settings.kill_learner}"]
+        progress = status["progress"]
+        if self._killed is None and progress >= settings.kill_at and child.under_way and child.alive:
+            incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
+            child.expected_end = True
+            child.send(signal.SIGKILL)
+            self._killed = (child.name, incarnation, progress, self._clock.now())
+            self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
+            await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
+        elif self._killed and not self._restarted and progress >= settings.restart_at and not child.alive:
+            child.restart()
+            self._restarted = (progress, self._clock.now())
+            self._note_place()
+            self._screen.note(f"{child.name} started again at {progress:.0%}")
+            await self._event("learner_started", child.name, f"pid {child.pid}")
+
+    def _kill(self) -> Kill | None:
+        if self._killed is None:
+            return None
+        name, incarnation, progress, killed_s = self._killed
+        at, restarted_s = self._restarted or (None, None)
+        rates = measure(self._steps, name, killed_s, restarted_s, self._drained_from_s or self._clock.now())
+        return Kill(name, incarnation, progress, at, rates)
+
+    # --- end ----------------------------------------------------------------------------------------
+
+    async def wind_down(self) -> None:
+        """Wait for all processes to end, in order; remind those that take too long."""
+        settings = self._settings
+        for children, limit_s in (
+            (self._children.named("learner-"), settings.leave_s + MARGIN_S),
+            (self._children.named("evaluator"), EVALUATE_S),
+            (self._children.named("syncer"), settings.shutdown_s + MARGIN_S),
+        ):
+            for left in await _gone(children, limit_s):
+                self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
+                left.send(signal.SIGTERM)
+            for left in await _gone(children, MARGIN_S):
+                self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
+                left.kill_group()
+        for child in (self._children["syncer"], self._children["evaluator"]):
+            if child.status != 0 and not child.reported:
+                self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+
+    async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
+        """Everything that the report needs, read while Redis still runs; None before there was a run."""
+        data = await self._bus.read_spec()
+        state = await self._bus.read_state()
+        if data is None or state is None:
+            return None
+        status = await read_status(self._bus, self._clock)
+        return Outcome(
+            method=self._settings.method,
+            seed=self._settings.seed,
+            settings=plain(self._settings),
+            run=self._settings.run,
+            stopped=self.stopped,
+            wall_s=wall_s,
+            outer_steps=status["outer_steps"],
+            started_unix_s=state.started_unix_s,
+            layout=layout_of(decode(Spec, data).tensors),
+            records=read_archive(self._folder.tape),
+            reports=[seen.report for seen in await self._bus.read_reports()],
+            evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
+            events=[one for _, one in await self._all(self._bus.read_events)],
+            progress=self._progress,
+            origin=origin,
+            kill=self._kill(),
+            warnings=self._warnings,
+        )
+
+    async def _all(self, read: Any) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        while more := await read(found[-1][0] if found else START):
+            found += more
+        return found
+
+
+async def _pause(stop: asyncio.Event) -> None:
+    """One tick; the first signal cuts it short."""
+    if stop.is_set():
+        await asyncio.sleep(TICK_S)
+        return
+    try:
+        await asyncio.wait_for(stop.wait(), TICK_S)
+    except TimeoutError:
+        return
+
+
+async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
+    """Those that still run when all have ended or the time is over."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while any(child.alive for child in children):  # noqa: ASYNC110  # a process has no event to wait for
+                await asyncio.sleep(0.1)  # a process has no event to wait for
+    except TimeoutError:
+        pass
+    return [child for child in children if child.alive]
+
+
+def check(settings: RunProcess) -> None:
+    """Settings that only make sense together.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if settings.kill_learner is not None:
+        if settings.method != "diloco":
+            raise UsageError(
+                "--kill-learner needs --method diloco: the data-parallel baseline stops when a process dies"
+            )
+        if settings.kill_learner >= settings.learners:
+            raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
+        if settings.restart_at <= settings.kill_at:
+            raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
+    if settings.redis_url is not None and settings.redis_port is not None:
+        raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
+
+
+async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> Outcome | None:
+    from pipeline.embedded import EmbeddedRedis
+
+    stop, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None  # noqa: S101  # this is a coroutine
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    with ExitStack() as stack:
+        if settings.redis_url is not None:
+            url = settings.redis_url.get_secret_value()
+        else:
+            password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
+            embedded = EmbeddedRedis(port=settings.redis_port, host=settings.redis_bind, password=password)
+            url = stack.enter_context(embedded).url
+            if password:
+                url += f"?password={quote(password, safe='')}"
+        async with open_bus(url, settings.run) as bus:
+            if await bus.read_spec() is not None:
+                raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+            began = time.monotonic()
+            screen = stack.enter_context(Screen())
+            children = stack.enter_context(Children(folder.logs))
+            launcher = Launcher(settings, folder, url, bus, children, screen)
+            launcher.start()
+            screen.note(f"output folder {folder.path}")
+            if settings.redis_port is not None:
+                secret = "" if settings.redis_password is None else ":<password>@"
+                where = f"redis://{secret}<this machine>:{settings.redis_port}"
+                screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
+            await launcher.watch(stop)
+            wall_s = time.monotonic() - began
+            await launcher.wind_down()
+            return await launcher.gather(wall_s, origin)
+
+
+def main(settings: RunProcess) -> int:
+    """Entry point of `diloco run`: the exit status.
+
+    Raises:
+        DilocoError: what went wrong, in words; nothing is left running.
+    """
+    logs.configure("warning")
+    check(settings)
+    if settings.resume is not None and settings.method != "diloco":
+        raise UsageError("--resume needs --method diloco")
+    settings, origin = resume(settings)
+    folder = prepare(settings)
+    folder.write_settings(settings)
+    if settings.method == "data-parallel":
+        from .baseline import run_baseline
+
+        return run_baseline(settings, folder)
+    try:
+        outcome = asyncio.run(_run(settings, folder, origin))
+    except asyncio.CancelledError as error:
+        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
+    if outcome is None:
+        print("stopped before the first step: there is nothing to save")
+        return 0
+    conclude(outcome, settings, folder)
+    return 0

@@ -1,0 +1,41 @@
+"""`diloco status`: a live run as its display shows it, a finished one by its report."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from pipeline.clock import LoopClock
+from pipeline.settings import BusSettings
+from pipeline.status import read_status
+
+from .baseline import baseline_status
+from .display import render
+from .locate import REPORT_FILE, locate, open_bus
+from .report import summary
+
+
+async def _read(url: str, run: str) -> dict[str, Any]:
+    async with open_bus(url, run) as bus:
+        return await read_status(bus, LoopClock())
+
+
+def show(settings: BusSettings, folder: Path | None, as_json: bool) -> None:
+    """Print the state of the run that `locate` finds."""
+    place = locate(settings, folder)
+    if place.redis_url is not None:
+        status = asyncio.run(_read(place.redis_url, place.run))
+    elif place.folder is not None and (place.folder / REPORT_FILE).is_file():
+        report = json.loads((place.folder / REPORT_FILE).read_text())
+        typer.echo(json.dumps(report) if as_json else summary(report))
+        return
+    else:
+        assert place.folder is not None  # noqa: S101  # a place without a Redis URL has a folder
+        status = baseline_status(place.folder)
+    if as_json:
+        typer.echo(json.dumps(status))
+    else:
+        Console().print(render(status))

@@ -1,0 +1,112 @@
+"""Reading a run's event tape: the archive in its output folder, or the live one on Redis."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import typer
+
+from pipeline.codec import MAX_CONTROL_BYTES, decode, decode_tape
+from pipeline.errors import BadMessage, UsageError
+from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
+from pipeline.ports import START, Bus
+from pipeline.settings import BusSettings
+
+from .locate import locate, open_bus
+
+
+def read_archive(folder: Path) -> list[TapeRecord]:
+    """Records of an archived tape (`*.msgpack`, one file a fragment group), by time; each one once.
+
+    A record cut short at the end of a file is left out: its writer was killed in the middle of it.
+
+    Raises:
+        BadMessage: a record is damaged.
+    """
+    found: dict[TapeRecord, None] = {}
+    for file in sorted(folder.glob("*.msgpack")):
+        for packed in _records(file):
+            found[decode_tape(packed)] = None  # a restarted syncer archives from the start again
+    return sorted(found, key=lambda record: record.unix_s)
+
+
+def _records(file: Path) -> Iterator[bytes]:
+    data = file.read_bytes()
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_bin_len=MAX_CONTROL_BYTES)
+    unpacker.feed(data)
+    start = 0
+    while True:
+        try:
+            unpacker.skip()
+        except msgpack.OutOfData:
+            return
+        except (ValueError, msgpack.UnpackException) as error:
+            raise BadMessage(f"{file}: no msgpack at byte {start}: {error}") from error
+        yield data[start : unpacker.tell()]
+        start = unpacker.tell()
+
+
+async def read_live(bus: Bus) -> list[TapeRecord]:
+    """Records that are on the bus now, by time."""
+    data = await bus.read_spec()
+    if data is None:
+        return []
+    spec = decode(Spec, data)
+    bus.use_groups(spec.sync.groups)
+    cursors = dict.fromkeys(range(spec.sync.groups), START)
+    records = []
+    while entries := await bus.read_tape(cursors):
+        for entry in entries:
+            cursors[entry.group] = entry.entry_id
+            records.append(entry.record)
+    return sorted(records, key=lambda record: record.unix_s)
+
+
+def as_json(record: TapeRecord) -> str:
+    """One line of JSON; digests as hex."""
+    fields = record.model_dump()
+    hexed = {name: value.hex() for name, value in fields.items() if isinstance(value, bytes)}
+    return json.dumps(fields | hexed)
+
+
+def as_text(record: TapeRecord, start_unix_s: float) -> str:
+    """One line for people; times are since the first record."""
+    head = f"{record.unix_s - start_unix_s:9.2f} s  fragment {record.fragment:<3} "
+    match record:
+        case Committed():
+            parts = ", ".join(f"{c.learner} {c.tokens} tokens ({c.weight:.2f})" for c in record.contributions)
+            times = f"quorum {record.quorum_s:.2f} grace {record.grace_s:.2f} upload {record.upload_s:.2f} s"
+            return f"{head}merged to version {record.version}: {parts or record.reason}; {times}; {record.reason}"
+        case Rejected():
+            what = f"a delta of {record.learner or 'unknown'} on version {record.base_version}"
+            return f"{head}rejected {what}: {record.reason}, {record.lost_tokens} tokens lost; {record.detail}"
+        case Rewound():
+            return f"{head}rewound from version {record.was_version} to {record.version}"
+    return f"{head}window on version {record.version}, attempt {record.attempt}: {record.reason}"
+
+
+async def _from_redis(url: str, run: str) -> list[TapeRecord]:
+    async with open_bus(url, run) as bus:
+        return await read_live(bus)
+
+
+def show(settings: BusSettings, folder: Path | None, json_lines: bool) -> None:
+    """Print the tape of the run that `locate` finds.
+
+    Raises:
+        UsageError: there is no such run, or nothing was recorded.
+    """
+    place = locate(settings, folder)
+    records: list[TapeRecord] = []
+    if place.folder is not None:
+        records = read_archive(place.folder / "tape")
+    if place.redis_url is not None:
+        known = set(records)
+        live = asyncio.run(_from_redis(place.redis_url, place.run))
+        records += [record for record in live if record not in known]
+    if not records:
+        raise UsageError(f"{place}: the tape is empty")
+    for record in records:
+        typer.echo(as_json(record) if json_lines else as_text(record, records[0].unix_s))
