@@ -7,6 +7,7 @@ import torch
 
 from pipeline.errors import UsageError
 from workers.models.gpt import GPT, SIZES, Size, build, rotary_table, rotate, size_table
+from workers.recipe import loss_of
 
 SMALL = Size(layers=2, width=32, heads=2, hidden=48)
 
@@ -45,7 +46,7 @@ def test_the_seed_alone_decides_the_parameters() -> None:
 
 def test_an_untrained_model_knows_nothing() -> None:
     """The loss at the start is that of a uniform guess, or nearly."""
-    assert GPT(SMALL, 256, 0).loss(blocks()).item() == pytest.approx(math.log(256), abs=0.1)
+    assert loss_of(GPT(SMALL, 256, 0), blocks()).item() == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_no_token_sees_a_later_one() -> None:
@@ -78,7 +79,7 @@ def test_it_learns() -> None:
     model, batch = GPT(SMALL, 256, 0), blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(40):
-        loss = model.loss(batch)
+        loss = loss_of(model, batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

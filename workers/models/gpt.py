@@ -29,7 +29,7 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
-    "tiny": Size(layers=4, width=128, heads=4, hidden=384),
+    "tiny": Size(layers=2, width=192, heads=3, hidden=512),
     "small": Size(layers=6, width=256, heads=4, hidden=704),
     "base": Size(layers=8, width=384, heads=6, hidden=1024),
     "medium": Size(layers=10, width=640, heads=10, hidden=1728),
@@ -123,11 +123,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, table)
         return F.linear(rms_norm(x), self.embedding.weight)
-
-    def loss(self, block: torch.Tensor) -> torch.Tensor:
-        """Mean loss in nats per token of blocks (B, T + 1)."""
-        logits = self(block[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), block[:, 1:].flatten())
 
     @torch.inference_mode()
     def generate(

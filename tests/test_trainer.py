@@ -1,0 +1,227 @@
+"""Promises about the built-in trainer, with a learner that has no network behind it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import SpecMismatch, UsageError
+from pipeline.messages import Spec
+from pipeline.settings import LearnerProcess, load
+from workers import trainer
+from workers.data.text import open_text
+from workers.models.gpt import build
+from workers.parameters import tensor_table
+from workers.recipe import add_gradients, choose_device, held_out_loss, loss_of, make_optimizer, trainer_spec, update
+
+
+class FakeLearner:
+    """Counts what the trainer tells it; the run ends after `budget` tokens."""
+
+    budget: ClassVar[int] = 10_000
+    spec: ClassVar[Spec | None] = None
+    made: ClassVar[list["FakeLearner"]] = []
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **told: Any) -> None:
+        self.model, self.optimizer, self.told = model, optimizer, told
+        self.id = "fake"
+        self.tokens: list[int] = []
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.read: list[tuple[int, int]] = []
+        self.left = False
+        FakeLearner.made.append(self)
+
+    @staticmethod
+    def read_spec(redis_url: str, run: str) -> Spec | None:
+        return FakeLearner.spec
+
+    def __enter__(self) -> "FakeLearner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.left = True
+
+    @property
+    def finished(self) -> bool:
+        return sum(self.tokens) >= self.budget
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, sum(self.tokens) / self.budget)
+
+    def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
+        self.per_shard = per_shard
+        for i in range(10**9):
+            self.read.append(divmod(i, total))
+            yield divmod(i, total)
+
+    def step(self, tokens: int, loss: torch.Tensor) -> None:
+        self.tokens.append(tokens)
+        self.losses.append(loss.item())
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLearner]]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(trainer, "Learner", FakeLearner)
+    monkeypatch.setattr(FakeLearner, "spec", None)
+    monkeypatch.setattr(FakeLearner, "made", [])
+    yield FakeLearner
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
+    return path
+
+
+def settings(book: Path, **told: Any) -> LearnerProcess:
+    small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "batch": 4, "threads": 1}
+    return load(LearnerProcess, small | told)
+
+
+def run_spec(asked: LearnerProcess) -> Spec:
+    """The spec of a run that was started with these settings."""
+    agreed = trainer_spec(asked, open_text(asked.data))
+    return Spec(sync=asked.sync_spec(), tensors=tensor_table(build(asked.model, 0), asked), trainer=agreed)
+
+
+def test_it_trains_until_the_run_is_finished(book: Path) -> None:
+    """The loss falls, every step's tokens are told, each block is read once, and it leaves with status 0."""
+    assert trainer.train(settings(book, accumulate=2)) == 0
+    (learner,) = FakeLearner.made
+    assert learner.left
+    assert set(learner.tokens) == {2 * 4 * 32}
+    assert len(learner.read) == len(learner.tokens) * 8
+    assert learner.per_shard == 8 * trainer.STEPS_PER_SHARD
+    assert learner.losses[0] > 5
+    assert np.mean(learner.losses[-5:]) < 4
+
+
+def test_the_learning_rate_follows_the_runs_progress(book: Path) -> None:
+    """Up, then down to its floor, whatever number of steps this learner makes."""
+    trainer.train(settings(book, lr=0.01, min_lr_ratio=0.1))
+    rates = FakeLearner.made[0].rates
+    peak = rates.index(max(rates))
+    assert rates[0] < 0.001
+    assert 0 < peak < len(rates) / 2
+    assert rates[-1] == pytest.approx(0.001, rel=0.05)
+
+
+def test_the_first_learner_says_what_the_run_is(book: Path) -> None:
+    """The trainer's settings and the text's fingerprint go into the spec."""
+    asked = settings(book, seed=3)
+    trainer.train(asked)
+    told = FakeLearner.made[0].told
+    assert told["trainer"] == asked.trainer_spec() | {"data_fingerprint": open_text(str(book)).fingerprint}
+    assert told["redis_url"] == "unix:///nowhere"
+
+
+def test_one_that_joins_follows_the_run(book: Path) -> None:
+    """What it was not told it takes from the spec, so that both propose the same."""
+    FakeLearner.spec = run_spec(settings(book, batch=2, lr=0.005))
+    trainer.train(load(LearnerProcess, {"redis_url": "unix:///nowhere", "threads": 1}))
+    assert FakeLearner.made[0].told["trainer"] == FakeLearner.spec.trainer
+    assert FakeLearner.made[0].tokens[0] == 2 * 32
+
+
+def test_one_that_disagrees_is_refused(book: Path) -> None:
+    FakeLearner.spec = run_spec(settings(book))
+    with pytest.raises(SpecMismatch, match=r"batch: here 8, the run has 4"):
+        trainer.train(settings(book, batch=8))
+    assert not FakeLearner.made
+
+
+def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: Path) -> None:
+    FakeLearner.spec = run_spec(settings(book))
+    copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"
+    copy.write_bytes(book.read_bytes())
+    other.write_bytes(book.read_bytes().replace(b"fox", b"cat"))
+    assert trainer.train(settings(copy)) == 0
+    assert FakeLearner.made[0].told["trainer"] == FakeLearner.spec.trainer
+    with pytest.raises(SpecMismatch, match="another text"):
+        trainer.train(settings(other))
+
+
+def test_a_signal_ends_it_between_two_steps(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM: the inner step is finished and told, then it leaves, status 0."""
+    tell = FakeLearner.step
+
+    def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        tell(self, tokens, loss)
+        if len(self.tokens) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    assert trainer.train(settings(book)) == 0
+    assert len(FakeLearner.made[0].tokens) == 3
+    assert FakeLearner.made[0].left
+
+
+def test_pace_pads_each_step(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sleep and the step together have the length that was asked for."""
+    slept: list[float] = []
+    monkeypatch.setattr("workers.trainer.time.sleep", slept.append)
+    trainer.train(settings(book, pace="10s"))
+    assert len(slept) == len(FakeLearner.made[0].tokens)
+    assert all(5 < pause < 10 for pause in slept)
+
+
+def test_no_redis_is_a_usage_error(book: Path) -> None:
+    with pytest.raises(UsageError, match="DILOCO_REDIS_URL"):
+        trainer.train(settings(book).model_copy(update={"redis_url": None}))
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(UsageError, match="cuda:99"):
+        choose_device("cuda:99")
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    """Two micro-batches give the gradient and loss of one batch twice the size."""
+    batch = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0))
+    whole, parts = build("tiny", 0), build("tiny", 0)
+    one = add_gradients(whole, [batch], 1)
+    two = add_gradients(parts, torch.split(batch, 2), 2)
+    torch.testing.assert_close(one, two)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_decay_is_on_matrices_only() -> None:
+    decay = {
+        p.dim(): g["weight_decay"] for g in make_optimizer(nn.Linear(3, 3), 1.0, 0.5).param_groups for p in g["params"]
+    }
+    assert decay == {2: 0.5, 1: 0.0}
+
+
+def test_an_update_clips_and_clears() -> None:
+    """A huge gradient is scaled to the clipping norm before the step, and gone after it."""
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.tensor([[3e6, 4e6]])
+    update(layer, torch.optim.SGD(layer.parameters(), lr=9.0), lr=0.5, clip=1.0)
+    torch.testing.assert_close(before - layer.weight.detach(), torch.tensor([[0.3, 0.4]]), atol=1e-5, rtol=1e-4)
+    assert layer.weight.grad is None
+
+
+def test_held_out_loss_is_the_mean_over_all_tokens() -> None:
+    """Cut into passes or not, it is one number, and it leaves no gradient."""
+    model = build("tiny", 0)
+    validation = np.random.default_rng(0).integers(0, 256, (70, 65)).astype(np.uint8)
+    expected = loss_of(model, torch.from_numpy(validation).long()).item()
+    assert held_out_loss(model, validation, torch.device("cpu")) == pytest.approx(expected, rel=1e-5)
+    assert all(tensor.grad is None for tensor in model.parameters())
