@@ -67,6 +67,8 @@ def script(name: str) -> Script:
 
 def translate(error: BaseException, where: str) -> DilocoError:
     """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials."""
+    if isinstance(error.__cause__, rx.AuthenticationError):
+        error = error.__cause__  # redis-py wraps what happens while it connects
     text = str(error)
     if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)):
         return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")

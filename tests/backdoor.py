@@ -1,0 +1,126 @@
+"""Behind the bus: what is really stored, and ways to plant what no party would write.
+
+The same few verbs for the memory store and for a Redis server, so that one table of cases serves both.
+"""
+
+from typing import Any, Literal
+
+import redis as redis_py
+
+from pipeline.clock import LoopClock
+from pipeline.memory import MemoryBus
+from pipeline.memory_store import MemoryStore, Stream
+from pipeline.ports import Bus
+from pipeline.redis_streams import connect
+
+Kind = Literal["string", "hash", "stream"]
+
+
+class MemoryBackdoor:
+    """A memory store that plays the server."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.store = MemoryStore()
+
+    async def connect(self) -> Bus:
+        return MemoryBus(self.run, LoopClock(), self.store)
+
+    def dump(self) -> dict[str, tuple[Any, bool]]:
+        """Every live key: its value, and whether it expires."""
+        now, found = LoopClock().now(), {}
+        for key in list(self.store.values):
+            value = self.store.get(key, object, now)
+            if isinstance(value, Stream):
+                value = list(zip(value.ids, value.data, strict=True))
+            elif isinstance(value, dict):
+                value = dict(value)
+            if value is not None:
+                found[key] = (value, key in self.store.expiries)
+        return found
+
+    def ttl_s(self, key: str) -> float | None:
+        expiry = self.store.expiries.get(key)
+        return None if expiry is None else expiry - LoopClock().now()
+
+    def plant(self, key: str, kind: Kind) -> None:
+        """Put a value of a type at a key."""
+        self.store.delete(key)
+        self.store.values[key] = {"string": b"x", "hash": {b"x": b"x"}, "stream": Stream()}[kind]
+        if kind == "stream":
+            self.store.stream(key).append((1, 0), b"x")
+
+    def hset(self, key: str, field: str, value: bytes) -> None:
+        self.store.hset(key, {field: value})
+
+    def append(self, key: str, data: bytes) -> None:
+        """Add raw bytes to a stream of messages."""
+        stream = self.store.stream(key)
+        stream.append((stream.last[0] + 1, 0), data)
+
+    def delete(self, key: str) -> None:
+        self.store.delete(key)
+
+    def fill_memory(self) -> None:
+        """From here on, no write that needs memory."""
+        self.store.maxmemory_bytes = 1
+        self.store.values["ballast"] = b"xx"
+
+    def free_memory(self) -> None:
+        self.store.maxmemory_bytes = 0
+
+
+class RedisBackdoor:
+    """A Redis server, through a client of the test's own."""
+
+    def __init__(self, run: str, url: str) -> None:
+        self.run = run
+        self.url = url
+        self.client: Any = redis_py.Redis.from_url(url, protocol=2)
+
+    async def connect(self) -> Bus:
+        return await connect(self.url, self.run)
+
+    def dump(self) -> dict[str, tuple[Any, bool]]:
+        found = {}
+        for key in sorted(self.client.scan_iter(f"*{{{self.run}*", count=1000)):
+            kind = self.client.type(key)
+            if kind == b"string":
+                value: Any = self.client.get(key)
+            elif kind == b"hash":
+                value = self.client.hgetall(key)
+            else:
+                value = self.client.xrange(key)
+            found[key.decode()] = (value, self.client.pttl(key) >= 0)
+        return found
+
+    def ttl_s(self, key: str) -> float | None:
+        ms = self.client.pttl(key)
+        return None if ms < 0 else ms / 1000
+
+    def plant(self, key: str, kind: Kind) -> None:
+        self.client.delete(key)
+        if kind == "string":
+            self.client.set(key, b"x")
+        elif kind == "hash":
+            self.client.hset(key, "x", b"x")
+        else:
+            self.client.xadd(key, {"x": b"x"}, "1-0")
+
+    def hset(self, key: str, field: str, value: bytes) -> None:
+        self.client.hset(key, field, value)
+
+    def append(self, key: str, data: bytes) -> None:
+        self.client.xadd(key, {"m": data})
+
+    def delete(self, key: str) -> None:
+        self.client.delete(key)
+
+    def fill_memory(self) -> None:
+        self.client.config_set("maxmemory", 1)
+
+    def free_memory(self) -> None:
+        self.client.config_set("maxmemory", 0)
+
+
+Backdoor = MemoryBackdoor | RedisBackdoor

@@ -1,0 +1,358 @@
+"""The owner's steps, case by case, on every adapter: what each changes, and what leaves all as it was.
+
+A refused step is compared by a full dump of the server before and after.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
+from pipeline.messages import (
+    Committed,
+    Contribution,
+    MergedBase,
+    RefusalReason,
+    Rejected,
+    WindowChanged,
+    WindowView,
+)
+from pipeline.ports import START, Bus, Commit, Refusal, Staged
+
+from . import samples
+from .backdoor import Backdoor
+from .samples import IDLE
+
+NONCE = "aa" * 8
+OTHER = "bb" * 8
+FIRST = bytes([1]) * 16
+
+
+def contribution(learner: str) -> Contribution:
+    return Contribution(
+        learner=learner, incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=0.5, norm=1.0
+    )
+
+
+async def stage(bus: Bus, key: str, chunks: int = 2) -> Staged:
+    await bus.write_chunks(key, 0, [b"chunk"] * chunks, 60)
+    return Staged(key, chunks)
+
+
+async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int = 0, **given: Any) -> Commit:
+    """A commit on top of a head, its payloads staged."""
+    version = 0 if expected is None else expected[0] + 1
+    digest = bytes([version + 1]) * 16
+    record = Committed(
+        fragment=fragment,
+        version=version,
+        digest=digest,
+        base_digest=expected[1] if expected else None,
+        contributions=(contribution("l0"), contribution("l1")) if expected else (),
+        reason="all in",
+        norm=1.0,
+        quorum_s=0.1,
+        grace_s=0.1,
+        upload_s=0.1,
+        merge_s=0.1,
+        syncer="s0",
+        unix_s=1.0,
+    )
+    commit = Commit(
+        nonce=NONCE,
+        expected=expected,
+        version=version,
+        digest=digest,
+        payload=await stage(bus, bus.keys.global_payload(fragment, version, f"{version:08x}")),
+        momentum=await stage(bus, bus.keys.momentum_payload(fragment, version, f"{version:08x}"), 3),
+        window=IDLE,
+        merged=(MergedBase(learner="l0", incarnation="0" * 8, base_version=0, tokens=400),) if expected else (),
+        record=record,
+        merged_tokens=800 if expected else 0,
+    )
+    return replace(commit, **given)
+
+
+async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
+    """Version 0, leased under NONCE."""
+    assert await bus.acquire_lease(fragment, NONCE, 60)
+    commit = await commit_on(bus, None, fragment)
+    await bus.commit(commit)
+    return 0, commit.digest
+
+
+def rejected(learner: str, lost: int = 0) -> Rejected:
+    return Rejected(
+        fragment=0,
+        version=0,
+        learner=learner,
+        incarnation="0" * 8,
+        base_version=0,
+        attempt=0,
+        steps=4,
+        tokens=400,
+        lost_tokens=lost,
+        reason=RefusalReason.NON_FINITE,
+        detail="NaN",
+        unix_s=1.0,
+    )
+
+
+# --- done --------------------------------------------------------------------------------------------
+
+
+async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, backdoor: Backdoor) -> None:
+    expected = await first_head(bus)
+    deltas = [bus.keys.delta_payload(0, name, "0" * 8, 0, 0) for name in ("l0", "l1", "l2")]
+    for key in deltas:
+        await stage(bus, key)
+    entries = [await bus.offer(samples.header(name)) for name in ("l0", "l1", "l2")]
+    (old,) = await bus.read_heads([0])
+    assert old is not None
+    commit = await commit_on(
+        bus, expected, entries=tuple(entries[:2]), delta_payloads=tuple(deltas[:2]), replaced_ttl_s=30.0
+    )
+    await bus.commit(commit)
+
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.digest, head.previous_digest) == (1, commit.digest, expected[1])
+    assert (head.payload, head.chunks) == (commit.payload.key, 2)
+    assert commit.momentum is not None
+    assert head.momentum == commit.momentum.key
+    assert head.merged == commit.merged
+    assert (head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 800, 0)
+    # What was staged stays, what it replaced lives on for a while, the rest is gone.
+    assert backdoor.ttl_s(head.payload) is None
+    assert backdoor.ttl_s(head.momentum) is None
+    assert 20 < (backdoor.ttl_s(old.payload) or 0) <= 30
+    assert await bus.count_chunks(old.payload) == 2
+    assert await bus.count_chunks(old.momentum) == 0
+    assert [await bus.count_chunks(key) for key in deltas] == [0, 0, 2]
+    assert [o.entry_id for o in await bus.read_offers(0)] == entries[2:]
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [commit.record]
+
+
+async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
+    expected = await first_head(bus)
+    one = await commit_on(bus, expected)
+    await bus.commit(one)
+    entry = await bus.offer(samples.header("l9"))
+    await bus.refuse(0, Refusal(NONCE, (entry,), (), (rejected("l9", 70),), lost_tokens=70))
+    await bus.commit(await commit_on(bus, (1, one.digest)))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 4, 1600, 70)
+
+
+async def test_a_first_commit_may_carry_a_checkpoints_version_and_no_momentum(bus: Bus) -> None:
+    await bus.acquire_lease(0, NONCE, 60)
+    commit = await commit_on(bus, None, version=41, momentum=None)
+    await bus.commit(replace(commit, record=commit.record.model_copy(update={"version": 41})))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.momentum, head.previous_digest) == (41, "", None)
+
+
+async def test_replaced_payloads_over_the_byte_cap_go_with_the_commit(bus: Bus) -> None:
+    expected = await first_head(bus)
+    (zero,) = await bus.read_heads([0])
+    one = await commit_on(bus, expected)
+    await bus.commit(one)
+    assert zero is not None
+    await bus.commit(await commit_on(bus, (1, one.digest), retired=(zero.payload,)))
+    assert await bus.count_chunks(zero.payload) == 0
+    assert await bus.count_chunks(one.payload.key) == 2
+
+
+async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
+    """More than a Lua stack holds."""
+    expected = await first_head(bus)
+    entries = tuple(f"{i + 1}-0" for i in range(20_000))
+    gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, 0, i) for i in range(20_000))
+    await bus.commit(await commit_on(bus, expected, entries=entries, delta_payloads=gone))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.version == 1
+
+
+async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
+    await first_head(bus)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    await stage(bus, delta)
+    bad, good = await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1"))
+    refusal = Refusal(NONCE, (bad,), (delta,), (rejected("l0", 400),), lost_tokens=400)
+    await bus.refuse(0, refusal)
+    await bus.refuse(0, refusal)  # e.g. after an answer that was lost
+    assert [o.entry_id for o in await bus.read_offers(0)] == [good]
+    assert await bus.count_chunks(delta) == 0
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.rejected_tokens == 400
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == list(refusal.records)
+
+
+async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_changed(bus: Bus) -> None:
+    await first_head(bus)
+    window = WindowView(state="grace", attempt=1, members=("l0",), expected=2, reason="1 of 2", deadline_unix_s=12.5)
+    opened = WindowChanged(fragment=0, version=0, attempt=1, reason="opened", unix_s=1.0)
+    await bus.write_window(0, NONCE, window, opened)
+    await bus.write_window(0, NONCE, window, None)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.window == window
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [opened]
+
+
+# --- refused -----------------------------------------------------------------------------------------
+
+Step = Callable[[Bus, Commit], Awaitable[None]]
+
+
+async def committing(bus: Bus, commit: Commit) -> None:
+    await bus.commit(commit)
+
+
+async def refusing(bus: Bus, commit: Commit) -> None:
+    refusal = Refusal(commit.nonce, commit.entries, commit.delta_payloads, (rejected("l0", 9),), lost_tokens=9)
+    await bus.refuse(0, refusal)
+
+
+async def publishing(bus: Bus, commit: Commit) -> None:
+    window = IDLE.model_copy(update={"attempt": 9})
+    await bus.write_window(
+        0, commit.nonce, window, WindowChanged(fragment=0, version=0, attempt=9, reason="", unix_s=0.0)
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way in which a step is refused: what is done to the server, what to the commit."""
+
+    name: str
+    error: type[DilocoError]
+    plant: Callable[[Backdoor, Bus], object] = lambda backdoor, bus: None
+    change: Callable[[Commit], Commit] = lambda commit: commit
+
+
+ANY_STEP = [
+    Case("wrong nonce", LeaseLost, change=lambda c: replace(c, nonce=OTHER)),
+    Case("part of the nonce", LeaseLost, change=lambda c: replace(c, nonce=NONCE[:8])),
+    Case("lease lapsed", LeaseLost, lambda b, bus: b.delete(bus.keys.lease(0))),
+    Case("no head", HeadMoved, lambda b, bus: b.delete(bus.keys.head(0))),
+    Case("lease of another type", BadMessage, lambda b, bus: b.plant(bus.keys.lease(0), "hash")),
+    Case("head of another type", BadMessage, lambda b, bus: b.plant(bus.keys.head(0), "string")),
+    Case("tape of another type", BadMessage, lambda b, bus: b.plant(bus.keys.tape(0), "hash")),
+]
+REMOVING_STEP = [
+    Case("headers of another type", BadMessage, lambda b, bus: b.plant(bus.keys.deltas(0), "string")),
+    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"many")),
+    Case("total out of bounds", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"%d" % 2**62)),
+]
+COMMIT_STEP = [
+    Case("digest differs", HeadMoved, change=lambda c: replace(c, expected=(0, bytes(16)))),
+    Case("head moved on", HeadMoved, lambda b, bus: b.hset(bus.keys.head(0), "version", b"7")),
+    Case("head came back", HeadMoved, change=lambda c: later(c, (1, FIRST))),
+    Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
+    Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
+    Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),
+    Case("payload long", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 1))),
+    Case("momentum missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.momentum_payload(0, 1, "00000001"))),
+    Case(
+        "payload of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.global_payload(0, 1, "00000001"), "string"),
+    ),
+    Case(
+        "momentum of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.momentum_payload(0, 1, "00000001"), "hash"),
+    ),
+    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "merged_tokens", b"1.5")),
+    Case("lease before head", LeaseLost, change=lambda c: replace(c, nonce=OTHER, expected=(0, bytes(16)))),
+    Case(
+        "head before payload",
+        HeadMoved,
+        lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001")),
+        lambda c: replace(c, expected=(0, bytes(16))),
+    ),
+]
+
+
+def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
+    record = commit.record.model_copy(update={"version": expected[0] + 1})
+    return replace(commit, expected=expected, version=expected[0] + 1, record=record)
+
+
+CASES = [
+    *((step, case) for step in (committing, refusing, publishing) for case in ANY_STEP),
+    *((step, case) for step in (committing, refusing) for case in REMOVING_STEP),
+    *((committing, case) for case in COMMIT_STEP),
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "case"), CASES, ids=[f"{step.__name__}-{case.name}".replace(" ", "-") for step, case in CASES]
+)
+async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step: Step, case: Case) -> None:
+    expected = await first_head(bus)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    await stage(bus, delta)
+    entry = await bus.offer(samples.header("l0"))
+    commit = await commit_on(bus, expected, entries=(entry,), delta_payloads=(delta,))
+    case.plant(backdoor, bus)
+    before = backdoor.dump()
+    with pytest.raises(case.error):
+        await step(bus, case.change(commit))
+    assert backdoor.dump() == before
+
+
+async def test_a_repeated_commit_is_refused_and_the_tape_has_it_once(bus: Bus, backdoor: Backdoor) -> None:
+    commit = await commit_on(bus, await first_head(bus))
+    await bus.commit(commit)
+    before = backdoor.dump()
+    with pytest.raises(HeadMoved):
+        await bus.commit(commit)
+    assert backdoor.dump() == before
+    assert [entry.record for entry in await bus.read_tape({0: START})].count(commit.record) == 1
+
+
+async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:
+    expected = await first_head(bus)
+    commits = [
+        await commit_on(bus, expected, payload=await stage(bus, bus.keys.global_payload(0, 1, f"{i:08x}")))
+        for i in range(8)
+    ]
+    results = await asyncio.gather(*(bus.commit(c) for c in commits), return_exceptions=True)
+    assert sum(result is None for result in results) == 1
+    assert sum(isinstance(result, HeadMoved) for result in results) == 7
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.merged_tokens) == (1, 800)
+
+
+async def test_an_owner_whose_lease_lapsed_while_it_merged_cannot_commit(bus: Bus, backdoor: Backdoor) -> None:
+    expected = await first_head(bus)
+    commit = await commit_on(bus, expected)
+    await bus.acquire_lease(0, NONCE, 0.05)
+    await asyncio.sleep(0.1)
+    assert await bus.acquire_lease(0, OTHER, 60)
+    with pytest.raises(LeaseLost):
+        await bus.commit(commit)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.version == 0
+
+
+@pytest.mark.parametrize("change", [{"version": 5}, {"digest": bytes(16)}])
+async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
+    bus: Bus, backdoor: Backdoor, change: dict[str, Any]
+) -> None:
+    commit = replace(await commit_on(bus, await first_head(bus)), **change)
+    before = backdoor.dump()
+    with pytest.raises(ValueError, match="commit"):
+        await bus.commit(commit)
+    assert backdoor.dump() == before
