@@ -30,8 +30,8 @@ def compact_versions(versions: list[int]) -> str:
     """Adopted versions in few characters: '13', '12-13'; '-' before the first."""
     if not versions or max(versions) < 0:
         return "-"
-    low, high = min(versions), max(versions)
-    return str(high) if low == high else f"{max(low, 0)}-{high}"
+    low, high = max(0, min(versions)), max(versions)
+    return str(high) if low == high else f"{low}-{high}"
 
 
 def duration(seconds: float | None) -> str:

@@ -60,4 +60,5 @@ def _mark(axes: Axes, x: float, event: dict[str, Any]) -> None:
         va="top",
         fontsize=8,
         color=colour,
+        in_layout=False,
     )
