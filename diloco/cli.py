@@ -183,8 +183,9 @@ def sample(
     """Generate text with the global parameters of a checkpoint."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sampler = load_extra("workers.sample", "sample")
-    folder = importlib.import_module("diloco.export").find_checkpoint(checkpoint)
-    typer.echo(sampler.sample(sampler.load_model(folder), prompt, tokens, temperature, top_k, seed))
+    checkpoints = importlib.import_module("diloco.export")
+    loaded = sampler.load_model(checkpoints.find_checkpoint(checkpoint))
+    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,11 @@ def find_checkpoint(path: Path) -> Path:
     return baseline if (baseline / "state.json").is_file() else checkpoints.find_checkpoint(path)
 
 
+def printable(text: str) -> str:
+    """Generated text, safe for a terminal: control characters other than line ends and tabs become `?`."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
     """Global parameters by name, checked where their digests are on record, and where they come from."""
     if folder.name == BASELINE:

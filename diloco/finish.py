@@ -8,7 +8,7 @@ import typer
 
 from pipeline.errors import DilocoError, UsageError
 
-from .export import find_checkpoint
+from .export import find_checkpoint, printable
 from .folder import Folder
 from .options import RunProcess
 from .report import Outcome, build, summary
@@ -56,7 +56,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
     if text is not None:
-        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{text}\n" + "-" * 80)
+        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
     typer.echo(summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.report}")
     if checkpoint is None:

@@ -156,7 +156,7 @@ def plain(settings: RunProcess) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in settings:
         if isinstance(value, SecretStr):
-            value = without_secrets(value.get_secret_value())
+            value = without_secrets(value.get_secret_value()) if name == "redis_url" else "***"
         values[name] = str(value) if isinstance(value, Path) else value
     return values
 

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from pipeline.errors import UsageError
 from pipeline.ports import Bus
@@ -33,13 +32,8 @@ class Place:
 
 def without_secrets(url: str) -> str:
     """The URL with `***` for its password, wherever it stands."""
-    parts = urlsplit(url)
-    query = re.sub(r"(password=)[^&]*", r"\1***", parts.query)
-    netloc = parts.netloc
-    if parts.password is not None:
-        user, _, address = netloc.rpartition("@")
-        netloc = f"{user.split(':')[0]}:***@{address}"
-    return urlunsplit(parts._replace(netloc=netloc, query=query))
+    hidden = re.sub(r"://([^:/@?]*):[^/?]*@", r"://\1:***@", url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
 
 
 def _is_running(pid: int) -> bool:

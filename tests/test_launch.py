@@ -1,0 +1,296 @@
+"""What the launcher does around a run: folders, settings for children, finding a run, child processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diloco import cli, launch
+from diloco.display import render
+from diloco.export import export, printable
+from diloco.folder import Folder, plain, prepare, to_toml
+from diloco.launch import Children, environment, threads_for
+from diloco.locate import locate, without_secrets
+from diloco.options import RunProcess
+from diloco.run import check
+from pipeline.errors import UsageError
+from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
+# --- the output folder ---------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
+    used = tmp_path / "out"
+    used.mkdir()
+    (used / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
+        prepare(RunProcess(out=used))
+    with pytest.raises(UsageError, match="something else than a run"):
+        prepare(RunProcess(out=used, overwrite=True))
+    assert (used / "thesis.txt").exists()
+
+
+def test_a_runs_folder_is_emptied_when_asked(tmp_path):
+    folder = prepare(RunProcess(out=tmp_path / "out"))
+    folder.write_settings(RunProcess())
+    (folder.path / "report.json").write_text("{}")
+    again = prepare(RunProcess(out=folder.path, overwrite=True))
+    assert list(again.path.iterdir()) == []
+
+
+def test_without_out_the_folder_is_named_by_the_time():
+    assert prepare(RunProcess()).path.parent == Path("runs")
+
+
+def test_the_shared_settings_file_suits_every_party(tmp_path):
+    """All parties read the same file and find in it what the launcher was told."""
+    told = RunProcess(
+        tokens=1234, seq_len=64, lr=1e-5, eval_every="7s", lease_s=3.0, data='we"ird\\pa\x7fth', pace="50ms"
+    )
+    path = tmp_path / "settings.toml"
+    path.write_text(to_toml(told))
+    known = frozenset(RunProcess.model_fields)
+    learner = load(LearnerProcess, {}, path, known)
+    assert (learner.tokens, learner.seq_len, learner.lr, learner.data, learner.pace) == (
+        1234,
+        64,
+        1e-5,
+        'we"ird\\pa\x7fth',
+        0.05,
+    )
+    assert load(SyncerProcess, {}, path, known).lease_s == 3.0
+    evaluator = load(EvaluatorProcess, {}, path, known)
+    assert (evaluator.eval_every, evaluator.threads) == (7.0, 1)
+
+
+def test_no_secret_reaches_a_file(tmp_path):
+    told = RunProcess(redis_url="redis://me:hunter2@host:1/0", redis_password="hunter3")  # noqa: S106  # made up
+    folder = Folder(tmp_path)
+    folder.write_settings(told)
+    folder.write_run("unix:///tmp/s?password=hunter4", told, {})
+    written = "".join(file.read_text() for file in tmp_path.iterdir() if file.is_file()) + json.dumps(plain(told))
+    for secret in ("hunter2", "hunter3", "hunter4"):
+        assert secret not in written
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379", "redis://host:6379"),
+        ("redis://:pw@host:6379/1", "redis://:***@host:6379/1"),
+        ("rediss://me:p@w@host", "rediss://me:***@host"),
+        ("unix:///tmp/r.sock?password=pw&db=1", "unix:///tmp/r.sock?password=***&db=1"),
+    ],
+)
+def test_urls_are_shown_without_their_secrets(url, shown):
+    assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kill_learner": 4}, "learners 0 to 3"),
+        ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
+        ({"kill_learner": 1, "method": "data-parallel"}, "method"),
+        ({"redis_url": "redis://h", "redis_port": 1}, "--redis-port"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, named):
+    with pytest.raises(UsageError, match=named):
+        check(RunProcess(**settings))
+
+
+# --- finding a run -------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, **changes: Any) -> None:
+    folder.mkdir(parents=True)
+    fields = {"redis_url": "unix:///tmp/x", "run": "r", "pids": {"launcher": os.getpid()}} | changes
+    (folder / "run.json").write_text(json.dumps(fields))
+
+
+def test_a_live_run_is_found_on_its_redis_and_a_finished_one_in_its_folder(tmp_path):
+    write_run(tmp_path / "out")
+    place = locate(BusSettings(), tmp_path / "out")
+    assert (place.run, place.redis_url) == ("r", "unix:///tmp/x")
+    (tmp_path / "out" / "report.json").write_text("{}")
+    assert locate(BusSettings(), tmp_path / "out").redis_url is None
+
+
+def test_without_a_folder_the_redis_url_counts_and_then_the_newest_run():
+    assert locate(BusSettings(redis_url="redis://h", run="x"), None).redis_url == "redis://h"
+    with pytest.raises(UsageError, match="no run in"):
+        locate(BusSettings(), None)
+    write_run(Path("runs/a"), run="a")
+    write_run(Path("runs/b"), run="b")
+    os.utime("runs/a", (0, 0))
+    assert locate(BusSettings(), None).run == "b"
+
+
+def test_a_run_whose_launcher_is_gone_is_called_so(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    write_run(tmp_path / "out", pids={"launcher": gone.pid})
+    with pytest.raises(UsageError, match="ended without a report"):
+        locate(BusSettings(), tmp_path / "out")
+    with pytest.raises(UsageError, match="no output folder"):
+        locate(BusSettings(), tmp_path)
+
+
+def test_the_password_of_a_live_run_comes_from_the_environment(tmp_path):
+    write_run(tmp_path / "out", redis_url="redis://:***@h")
+    with pytest.raises(UsageError, match="DILOCO_REDIS_URL"):
+        locate(BusSettings(), tmp_path / "out")
+    assert locate(BusSettings(redis_url="redis://:pw@h"), tmp_path / "out").redis_url == "redis://:pw@h"
+
+
+def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
+    report = {"learners": [], "tokens_lost": {}, "tokens": 5, "merged_tokens": 5, "wall_s": 1.0, "outer_steps": 1}
+    report |= {"global_val_loss": 2.5, "stopped": False, "method": "diloco", "demo": None, "checkpoint": None}
+    report |= {"warnings": []}
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "report.json").write_text(json.dumps(report))
+    assert cli.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert cli.main(["status"]) == 0
+    assert "2.5000" in capsys.readouterr().out
+    assert cli.main(["tape"]) == 2
+    assert "tape is empty" in capsys.readouterr().err
+
+
+# --- children ----------------------------------------------------------------------------------------------
+
+
+def wait_for(condition: Any, limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_children_get_no_setting_but_redis_from_the_environment(monkeypatch):
+    """The settings file decides: a variable would override what the launcher was told by a flag."""
+    monkeypatch.setenv("DILOCO_TOKENS", "5")
+    found = environment(3, "redis://h")
+    assert "DILOCO_TOKENS" not in found
+    assert found["DILOCO_REDIS_URL"] == "redis://h"
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("3", "passive")
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setattr(launch, "usable_cores", lambda: 8)
+    assert [threads_for(n, None) for n in (1, 3, 4, 16)] == [8, 2, 2, 1]
+    assert threads_for(4, 5) == 5
+
+
+def test_a_child_that_fails_leaves_its_last_lines(tmp_path):
+    with Children(tmp_path / "logs") as children:
+        child = children.start("learner-0", ["learner", "--tokens", "many"], environment(1, None))
+        wait_for(lambda: not child.alive)
+        assert child.status == 2
+        assert "learner-0 ended with status 2" in child.obituary()
+        assert "tokens='many'" in child.obituary()
+
+
+def test_leaving_the_block_kills_every_child_however_it_is_left(tmp_path):
+    children = Children(tmp_path / "logs")
+
+    def crash() -> None:
+        with children:
+            # waits for ever for a Redis that is not there
+            child = children.start("syncer", ["syncer", "--http-port", "0"], environment(1, "unix:///nowhere.sock"))
+            wait_for(lambda: "bus_unavailable" in child.tail())
+            assert os.getpgid(child.pid) == child.pid  # a terminal's Ctrl-C does not reach it
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    child = children["syncer"]
+    assert not is_running(child.pid)
+    assert child.ending() == "was killed by SIGKILL"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_child_does_not_outlive_a_launcher_that_is_killed(tmp_path):
+    program = f"""
+import sys, time
+from pathlib import Path
+from diloco.launch import Children, environment
+with Children(Path({str(tmp_path)!r})) as children:
+    child = children.start("syncer", ["syncer", "--http-port", "0"], environment(1, "unix:///nowhere.sock"))
+    while "bus_unavailable" not in child.tail():
+        time.sleep(0.02)
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        assert is_running(pid)
+        launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))
+
+
+# --- export --------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_baseline_checkpoint_never_overwrites_unasked(tmp_path, capsys):
+    folder = tmp_path / "out" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    safetensors.numpy.save_file({"w": np.arange(4.0, dtype=np.float32)}, folder / "globals.safetensors")
+    target = tmp_path / "model.safetensors"
+    export(tmp_path / "out", target)
+    assert safetensors.numpy.load_file(target)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(UsageError, match="exists"):
+        export(tmp_path / "out", target)
+    export(tmp_path / "out", target, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_generated_text_cannot_command_the_terminal():
+    assert printable("a\x1b[2Jb\n\tc\x07") == "a?[2Jb\n\tc?"
+
+
+def test_the_status_of_a_baseline_run_comes_from_its_progress_file(tmp_path):
+    from diloco.baseline import baseline_status
+
+    out = tmp_path / "out"
+    write_run(out, redis_url=None, budget_tokens=200)
+    assert baseline_status(out)["phase"] == "waiting"
+    row = {"id": "learner-0", "step": 5, "tokens": 50, "tokens_per_s": 10.0, "loss": 3.0, "step_s": 0.1}
+    lines = [
+        {"tokens": 50, "elapsed_s": 5.0, "loss": 3.0, "val_loss": 3.5, "learners": [row]},
+        {"tokens": 100, "elapsed_s": 9.0, "loss": 2.0, "val_loss": None, "learners": [row | {"step": 9}]},
+    ]
+    (out / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    found = baseline_status(out)
+    assert (found["progress"], found["evaluation"]["loss"], found["learners"][0]["step"]) == (0.5, 3.5, 9)
+    render(found)
