@@ -163,10 +163,11 @@ class SyncerService:
         return None
 
     async def _retrying(self, work: Any) -> None:
-        """Run a background coroutine function, again after every bus outage."""
+        """Run a background coroutine function to its end, again after every bus outage."""
         while True:
             try:
                 await work()
+                return
             except BusError as error:
                 self.metrics.bus_errors.inc()
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)

@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.messages import Committed, Phase, Rejected
+from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.virtual_time import run_virtual
@@ -232,6 +233,29 @@ def test_stopping_the_syncer_commits_what_is_in_hand_and_lets_the_leases_go() ->
         await asyncio.sleep(0.3)
         world.start_syncer()
         await world.finish(learner)
+
+    run_virtual(main())
+
+
+def test_a_slow_end_is_still_an_end() -> None:
+    """A bus that takes seconds for the last reads delays the end of a finished run, and no more."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        service = world.start_syncer()
+        read_heads = service.bus.read_heads
+
+        async def slowly(fragments: Sequence[int]) -> list[Head | None]:
+            if service._finished.is_set():
+                await asyncio.sleep(5.0)
+            return await read_heads(fragments)
+
+        service.bus.read_heads = slowly  # type: ignore[method-assign]
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.finish(learner)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
 
     run_virtual(main())
 
