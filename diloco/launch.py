@@ -6,7 +6,6 @@ is left; and should the launcher itself be killed, the kernel kills the children
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.errors import DilocoError
+from pipeline.lifecycle import die_with_parent
 from pipeline.settings import ENV_PREFIX
 
 LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 TAIL_LINES = 20
 
@@ -30,17 +29,10 @@ class ChildDied(DilocoError):
 
 
 def die_with_launcher() -> None:
-    """In a child: ask the kernel to kill this process when the launcher dies. Does nothing elsewhere.
-
-    Linux sends the signal when the *thread* that started the child ends, so the launcher starts children from its
-    main thread. The launcher may have died before this call: then its pid is not our parent's any more.
-    """
+    """In a child of the launcher: do not outlive it. Does nothing in a process that a user started."""
     launcher = os.environ.pop(LAUNCHER_PID, None)
-    if launcher is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):
-        os._exit(1)
+    if launcher is not None:
+        die_with_parent(int(launcher))
 
 
 def threads_for(learners: int, asked: int | None) -> int:

@@ -313,7 +313,9 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
             url = settings.redis_url.get_secret_value()
         else:
             password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
-            embedded = EmbeddedRedis(port=settings.redis_port, host=settings.redis_bind, password=password)
+            embedded = EmbeddedRedis(
+                port=settings.redis_port, host=settings.redis_bind, password=password, dies_with_us=True
+            )
             url = stack.enter_context(embedded).url
             if password:
                 url += f"?password={quote(password, safe='')}"

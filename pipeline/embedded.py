@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -50,6 +51,7 @@ class EmbeddedRedis:
         host: address of that port. One other than loopback needs a password.
         password: asked of everybody, on the socket too.
         binary: the server to start, instead of the one found.
+        dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
     """
 
     def __init__(
@@ -59,14 +61,16 @@ class EmbeddedRedis:
         host: str = "127.0.0.1",
         password: str | None = None,
         binary: Path | None = None,
+        dies_with_us: bool = False,
     ) -> None:
         if port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
             raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
         self._binary = binary
+        self._dies_with_us = dies_with_us
         self._appendonly = appendonly
         self._host = host
         self._password = password
-        self.port = _free_port(host) if port == 0 else port
+        self.port = free_port(host) if port == 0 else port
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -131,10 +135,11 @@ class EmbeddedRedis:
         # Through a file, not the command line, which everybody on the machine can read.
         config.touch(mode=0o600)
         config.write_text(self._config())
+        bound = [sys.executable, "-m", "pipeline.lifecycle", str(os.getpid())] if self._dies_with_us else []
         try:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(
-                    [str(binary), str(config)],
+                    [*bound, str(binary), str(config)],
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -174,7 +179,8 @@ class EmbeddedRedis:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
