@@ -107,6 +107,28 @@ def to_ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
+def parse(url: str) -> tuple[dict[str, Any], str]:
+    """A URL as arguments of redis-py's connections, and as a place that may be shown to anybody.
+
+    Raises:
+        UsageError: malformed.
+    """
+    try:
+        parsed: dict[str, Any] = dict(parse_url(url))
+    except ValueError:  # its text may hold a part of a password
+        raise UsageError(
+            "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, or "
+            "unix:///path/to/socket; special characters in a password are percent-encoded"
+        ) from None
+    where = parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+    # socket_timeout would cut blocking reads short; every call has its own time limit instead.
+    options = {**parsed, "socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2}
+    options |= {"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20}
+    if "path" not in parsed:
+        options["socket_keepalive"] = True
+    return options, where
+
+
 async def connect_calls(url: str) -> "RedisCalls":
     """Reach a Redis server or cluster; see `redis_streams.connect`.
 
@@ -114,25 +136,16 @@ async def connect_calls(url: str) -> "RedisCalls":
         UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
         BusUnavailable: there is no answer.
     """
+    options, where = parse(url)
     try:
-        parsed: dict[str, Any] = dict(parse_url(url))
-        where = parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
-        # socket_timeout would cut blocking reads short; every call has its own time limit instead.
-        options = {**parsed, "socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2}
-        if "path" not in parsed:
-            options["socket_keepalive"] = True
-        options |= {"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20}
         probe = Redis.from_pool(ConnectionPool(**options))
-    except (ValueError, TypeError):  # their text may hold a part of a password
-        raise UsageError(
-            "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, or "
-            "unix:///path/to/socket; special characters in a password are percent-encoded"
-        ) from None
+    except (ValueError, TypeError):
+        raise UsageError("Redis URL with an option (?name=value) that cannot be used") from None
     try:
         async with asyncio.timeout(2 * CONNECT_S):
             info: dict[str, Any] = await probe.info()
     except TypeError:
-        raise UsageError("Redis URL with an option (?name=value) that redis-py does not have") from None
+        raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except _ERRORS as error:
         raise translate(error, where) from None
     finally:
@@ -141,7 +154,7 @@ async def connect_calls(url: str) -> "RedisCalls":
     if tuple(map(int, version.split(".")[:2])) < (6, 2):
         raise UsageError(f"Redis at {where} is version {version}; 6.2 or newer is needed")
     cluster = bool(info.get("cluster_enabled"))
-    if cluster and "path" in parsed:
+    if cluster and "path" in options:
         raise UsageError(f"Redis at {where} is a cluster: reach it by redis:// or rediss://, not by unix://")
     return RedisCalls(options, where, cluster)
 
@@ -198,6 +211,9 @@ class RedisCalls:
             await self._idle.wait()
         for client in self._clients.values():
             await client.aclose()
+            if isinstance(client, RedisCluster):  # whose aclose does nothing after a lost connection
+                await client.nodes_manager.aclose()
+                await client.nodes_manager.aclose("startup_nodes")
 
     @asynccontextmanager
     async def call(self, lane: Lane, limit_s: float) -> AsyncIterator[Any]:

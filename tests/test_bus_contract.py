@@ -1,11 +1,14 @@
 """What `ports.Bus` promises, on every adapter. Real time, short windows."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool
 
 from pipeline.codec import encode
 from pipeline.errors import (
@@ -13,11 +16,13 @@ from pipeline.errors import (
     BusError,
     BusFull,
     BusUnavailable,
+    DilocoError,
     PayloadIncomplete,
     UsageError,
 )
 from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, ShardQueue, WindowChanged
 from pipeline.ports import START, Bus, Refusal
+from pipeline.redis_calls import parse, translate
 
 from . import samples
 from .backdoor import Backdoor, RedisBackdoor
@@ -98,7 +103,7 @@ async def test_events_and_evaluations_are_read_in_order_from_any_point(bus: Bus)
 
 async def test_the_server_says_who_it_is(bus: Bus) -> None:
     info = await bus.info()
-    assert info == await bus.info()
+    assert info.server_id == (await bus.info()).server_id
     assert info.server_id
     assert info.used_bytes >= 0
     assert not info.warnings
@@ -495,3 +500,43 @@ class TestRedisOnly:
         started = time.monotonic()
         assert await bus.read_offers(0, block_s=5.5) == []
         assert time.monotonic() - started > 5.4
+
+
+IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9: "
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (rx.ConnectionError("Connection reset by peer"), BusUnavailable),
+        (rx.TimeoutError("Timeout connecting to server"), BusUnavailable),
+        (ConnectionRefusedError(111, "refused"), BusUnavailable),
+        (rx.BusyLoadingError("Redis is loading the dataset in memory"), BusUnavailable),
+        (rx.ReadOnlyError("You can't write against a read only replica."), BusUnavailable),
+        (rx.ResponseError(IN_SCRIPT + "-READONLY You can't write against a read only replica."), BusUnavailable),
+        (rx.ResponseError("UNBLOCKED force unblock from blocking operation"), BusUnavailable),
+        (rx.ResponseError("BUSY Redis is busy running a script."), BusUnavailable),
+        (rx.ClusterDownError("CLUSTERDOWN The cluster is down"), BusUnavailable),
+        (rx.TryAgainError("TRYAGAIN Multiple keys request during rehashing of slot"), BusUnavailable),
+        (rx.RedisClusterException("Redis Cluster cannot be connected"), BusUnavailable),
+        (rx.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), BusFull),
+        (rx.ResponseError(IN_SCRIPT + "-OOM command not allowed when used memory > 'maxmemory'."), BusFull),
+        (rx.ResponseError("MISCONF Redis is configured to save RDB snapshots"), BusFull),
+        (rx.ResponseError("NOREPLICAS Not enough good replicas to write."), BusFull),
+        (rx.ResponseError(IN_SCRIPT + "WRONGTYPE Operation against a key"), BadMessage),
+        (rx.AuthenticationError("WRONGPASS invalid username-password pair"), UsageError),
+        (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), UsageError),
+        (rx.ResponseError("value is not an integer; key diloco:{BOOM x}"), BusError),
+    ],
+    ids=lambda value: None if isinstance(value, type) else str(value)[-30:],
+)
+def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type[DilocoError]) -> None:
+    assert type(translate(error, "host:1")) is kind
+
+
+def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:
+    options, where = parse("rediss://user:secret@example.org:7000")
+    connection = ConnectionPool(**options).make_connection()
+    assert connection.cert_reqs == ssl.CERT_REQUIRED
+    assert connection.check_hostname
+    assert where == "example.org:7000"

@@ -14,8 +14,8 @@ import pytest
 import redis as redis_py
 from redis.crc import key_slot
 
-from pipeline.embedded import _free_port, find_server
-from pipeline.errors import HeadMoved, UsageError
+from pipeline.embedded import find_server, free_port
+from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.keys import RunKeys
 from pipeline.messages import WindowChanged
 from pipeline.ports import START, Bus, Refusal
@@ -33,7 +33,7 @@ def free_ports(count: int) -> list[int]:
     """Ports whose bus port (+ 10000) exists too."""
     ports: set[int] = set()
     while len(ports) < count:
-        if (port := _free_port("127.0.0.1")) < 55_000:
+        if (port := free_port("127.0.0.1")) < 55_000:
             ports.add(port)
         else:
             ports.add(20_000 + port % 10_000)
@@ -57,10 +57,12 @@ def form(nodes: list[Any], ports: list[int]) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[list[str]]:
-    """URLs of the nodes."""
+def nodes(
+    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
+) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+    """URL and process of each node."""
     ports = free_ports(NODES)
-    processes, nodes = [], []
+    processes, clients = [], []
     with contextlib.ExitStack() as stack:
         for port in ports:
             folder = tmp_path_factory.mktemp(f"node-{port}")
@@ -70,22 +72,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None)
             processes.append(subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True))
             node = redis_py.Redis(port=port, protocol=2)
             stack.callback(node.close)
-            nodes.append(node)
+            clients.append(node)
         try:
             deadline = time.monotonic() + 10
-            for node in nodes:
+            for node in clients:
                 while True:
                     with contextlib.suppress(redis_py.ConnectionError):
                         node.ping()
                         break
                     assert time.monotonic() < deadline, "a node did not start"
                     time.sleep(0.02)
-            form(nodes, ports)
-            yield [f"redis://127.0.0.1:{port}" for port in ports]
+            form(clients, ports)
+            yield [(f"redis://127.0.0.1:{port}", process) for port, process in zip(ports, processes, strict=True)]
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+@pytest.fixture
+def cluster(nodes: list[tuple[str, subprocess.Popen[bytes]]]) -> list[str]:
+    """URLs of the nodes."""
+    return [url for url, _ in nodes]
 
 
 @pytest.mark.redis
@@ -141,17 +149,26 @@ async def everything(bus: Bus) -> None:
 
 
 @pytest.mark.redis
-async def test_a_cluster_is_not_reached_by_a_socket(cluster: list[str]) -> None:
-    """Its nodes name each other by address."""
-    port = cluster[0].rsplit(":", 1)[1]
-    client = redis_py.Redis(port=int(port))
-    assert client.info("cluster")["cluster_enabled"] == 1
-    client.close()
-    bus = await connect(cluster[1], "other")
-    assert (await bus.info()).cluster
+async def test_a_cluster_that_lost_a_node_is_unavailable_in_part_and_says_so(
+    nodes: list[tuple[str, subprocess.Popen[bytes]]],
+) -> None:
+    """The last of the tests that use the nodes: it kills one."""
+    bus = await connect(nodes[0][0], "lossy")
+    bus.use_groups(12)
+    for p in range(12):
+        await bus.acquire_lease(p, NONCE, 60)
+    nodes[2][1].kill()
+    nodes[2][1].wait()
+
+    async def renew(p: int) -> object:
+        try:
+            return await bus.acquire_lease(p, NONCE, 60)
+        except BusUnavailable as error:
+            return error
+
+    outcomes = [await renew(p) for p in range(12)]
+    assert any(isinstance(outcome, BusUnavailable) for outcome in outcomes)
     await bus.close()
-    with pytest.raises(UsageError):
-        await connect("redis+cluster://127.0.0.1", "run")
 
 
 def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
