@@ -50,10 +50,19 @@ class Launcher:
     """One run, from its first process to its last."""
 
     def __init__(
-        self, settings: RunProcess, folder: Folder, url: str, bus: Bus, children: Children, screen: Screen
+        self,
+        settings: RunProcess,
+        folder: Folder,
+        url: str,
+        bus: Bus,
+        children: Children,
+        screen: Screen,
+        others: dict[str, int],
     ) -> None:
+        """`others`: pids of processes that are no children of ours to watch, for run.json."""
         self._settings, self._folder, self._url = settings, folder, url
         self._bus, self._children, self._screen = bus, children, screen
+        self._others = others
         self._clock = LoopClock()
         self._steps = StepLog()
         self._progress: list[tuple[float, int]] = []
@@ -82,7 +91,7 @@ class Launcher:
         self._note_place()
 
     def _note_place(self) -> None:
-        self._folder.write_run(self._url, self._settings, self._children.pids())
+        self._folder.write_run(self._url, self._settings, self._others | self._children.pids())
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -311,12 +320,14 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
     with ExitStack() as stack:
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
+            others = {}
         else:
             password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
             embedded = EmbeddedRedis(
                 port=settings.redis_port, host=settings.redis_bind, password=password, dies_with_us=True
             )
             url = stack.enter_context(embedded).url
+            others = {"redis": embedded.pid} if embedded.pid else {}
             if password:
                 url += f"?password={quote(password, safe='')}"
         async with open_bus(url, settings.run) as bus:
@@ -325,7 +336,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
-            launcher = Launcher(settings, folder, url, bus, children, screen)
+            launcher = Launcher(settings, folder, url, bus, children, screen, others)
             launcher.start()
             screen.note(f"output folder {folder.path}")
             if settings.redis_port is not None:
