@@ -11,14 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import SpecMismatch, UsageError
+from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, load
 from workers import trainer
 from workers.data.text import open_text
 from workers.models.gpt import build
 from workers.parameters import tensor_table
-from workers.recipe import add_gradients, choose_device, held_out_loss, loss_of, make_optimizer, trainer_spec, update
+from workers.recipe import (
+    StopFlag,
+    add_gradients,
+    choose_device,
+    held_out_loss,
+    loss_of,
+    make_optimizer,
+    trainer_spec,
+    update,
+)
 
 
 class FakeLearner:
@@ -169,6 +178,34 @@ def test_a_signal_ends_it_between_two_steps(book: Path, monkeypatch: pytest.Monk
     assert trainer.train(settings(book)) == 0
     assert len(FakeLearner.made[0].tokens) == 3
     assert FakeLearner.made[0].left
+
+
+def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits to join has nothing to save: status 0. While training a signal only sets the flag."""
+    exits: list[int] = []
+    monkeypatch.setattr("workers.recipe.os._exit", exits.append)
+    StopFlag()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert exits == [0]
+    stop = StopFlag()
+    stop.training = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [0]
+    assert stop.asked
+
+
+def test_it_waits_for_a_redis_that_is_not_there_yet(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers start in any order: an unreachable bus is tried again."""
+    answers = iter([BusUnavailable("no"), BusUnavailable("no"), None])
+
+    def read_spec(redis_url: str, run: str) -> Spec | None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return None
+
+    monkeypatch.setattr(FakeLearner, "read_spec", staticmethod(read_spec))
+    assert trainer.train(settings(book)) == 0
 
 
 def test_pace_pads_each_step(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,20 @@ def held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: t
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM, read between inner steps; a second signal ends the process at once."""
+    """Set by the first SIGINT or SIGTERM, read between inner steps; a second signal ends the process at once.
+
+    Until `training` is set, the first one does, with status 0: who still waits to join has nothing to save.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self.training = False
         for number in SIGNALS:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self.training:
+            os._exit(0)
         if self.asked:
             exit_at_once()
         self.asked = True

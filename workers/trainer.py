@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from pipeline.errors import UsageError
+from pipeline.errors import BusUnavailable, UsageError
 from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 
@@ -45,6 +45,18 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
     return agree(settings, run, TrainerSettings)
 
 
+def wait_for_bus(redis_url: str, run: str) -> Spec | None:
+    """The run's spec, or None if this learner is the first; waits for a Redis that is not there yet."""
+    delay_s = 0.2
+    while True:
+        try:
+            return Learner.read_spec(redis_url, run)
+        except BusUnavailable as error:
+            log.warning("bus_unavailable", error=str(error), retry_s=delay_s)
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, 5.0)
+
+
 def train(settings: LearnerProcess) -> int:
     """Train as one learner until the run's budget is spent or a signal comes; returns the exit status.
 
@@ -58,7 +70,7 @@ def train(settings: LearnerProcess) -> int:
     if settings.redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
     redis_url = settings.redis_url.get_secret_value()
-    spec = Learner.read_spec(redis_url, settings.run)
+    spec = wait_for_bus(redis_url, settings.run)
     if spec is not None:
         settings = follow(settings, spec)
 
@@ -88,6 +100,7 @@ def train(settings: LearnerProcess) -> int:
         trainer=agreed,
         leave_s=settings.leave_s,
     ) as learner:
+        stop.training = True
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         while not (learner.finished or stop.asked):

@@ -187,6 +187,7 @@ def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> i
     step_tokens = settings.batch * settings.accumulate * settings.seq_len
 
     with process_group(learners, rank):
+        stop.training = True
         # --- train ---------------------------------------------------------------------------------
         began = reported = evaluated = time.perf_counter()
         steps = tokens = 0
