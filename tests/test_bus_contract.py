@@ -1,14 +1,10 @@
 """What `ports.Bus` promises, on every adapter. Real time, short windows."""
 
 import asyncio
-import ssl
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import redis.exceptions as rx
-from redis.asyncio import ConnectionPool
 
 from pipeline.codec import encode
 from pipeline.errors import (
@@ -16,16 +12,14 @@ from pipeline.errors import (
     BusError,
     BusFull,
     BusUnavailable,
-    DilocoError,
     PayloadIncomplete,
     UsageError,
 )
 from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, ShardQueue, WindowChanged
 from pipeline.ports import START, Bus, Refusal
-from pipeline.redis_calls import parse, translate
 
 from . import samples
-from .backdoor import Backdoor, RedisBackdoor
+from .backdoor import Backdoor
 from .samples import IDLE
 from .test_commit_cases import commit_on
 
@@ -464,79 +458,3 @@ async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bu
     with pytest.raises(ValueError, match="several cluster slots"):
         await bus.refuse(0, Refusal(nonce=A, entries=(), delta_payloads=(bus.keys.deltas(1),), records=()))
     assert backdoor.dump() == before
-
-
-@pytest.mark.redis
-class TestRedisOnly:
-    """What only a server can do to us."""
-
-    @pytest.fixture
-    def backdoor(self, redis_server: str) -> Iterator[RedisBackdoor]:
-        backdoor = RedisBackdoor("test-redis-only", redis_server)
-        backdoor.client.flushdb()
-        yield backdoor
-        backdoor.client.close()
-
-    async def test_scripts_that_the_server_forgot_are_sent_again(self, bus: Bus, backdoor: RedisBackdoor) -> None:
-        await bus.acquire_lease(0, A, 10)
-        key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
-        backdoor.client.script_flush()
-        assert not await bus.acquire_lease(0, B, 10)
-        await bus.write_chunks(key, 0, [b"a", b"b"], 10)
-        assert await bus.count_chunks(key) == 2
-
-    async def test_an_eviction_policy_that_drops_keys_is_warned_of(self, bus: Bus, backdoor: RedisBackdoor) -> None:
-        backdoor.client.config_set("maxmemory", 2**30)
-        backdoor.client.config_set("maxmemory-policy", "allkeys-lru")
-        try:
-            info = await bus.info()
-        finally:
-            backdoor.client.config_set("maxmemory-policy", "noeviction")
-            backdoor.client.config_set("maxmemory", 0)
-        assert info.maxmemory_bytes == 2**30
-        assert "allkeys-lru" in info.warnings[0]
-
-    async def test_a_read_longer_than_any_socket_timeout_of_redis_py_is_not_cut_short(self, bus: Bus) -> None:
-        started = time.monotonic()
-        assert await bus.read_offers(0, block_s=5.5) == []
-        assert time.monotonic() - started > 5.4
-
-
-IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9: "
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (rx.ConnectionError("Connection reset by peer"), BusUnavailable),
-        (rx.TimeoutError("Timeout connecting to server"), BusUnavailable),
-        (ConnectionRefusedError(111, "refused"), BusUnavailable),
-        (rx.BusyLoadingError("Redis is loading the dataset in memory"), BusUnavailable),
-        (rx.ReadOnlyError("You can't write against a read only replica."), BusUnavailable),
-        (rx.ResponseError(IN_SCRIPT + "-READONLY You can't write against a read only replica."), BusUnavailable),
-        (rx.ResponseError("UNBLOCKED force unblock from blocking operation"), BusUnavailable),
-        (rx.ResponseError("BUSY Redis is busy running a script."), BusUnavailable),
-        (rx.ClusterDownError("CLUSTERDOWN The cluster is down"), BusUnavailable),
-        (rx.TryAgainError("TRYAGAIN Multiple keys request during rehashing of slot"), BusUnavailable),
-        (rx.RedisClusterException("Redis Cluster cannot be connected"), BusUnavailable),
-        (rx.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), BusFull),
-        (rx.ResponseError(IN_SCRIPT + "-OOM command not allowed when used memory > 'maxmemory'."), BusFull),
-        (rx.ResponseError("MISCONF Redis is configured to save RDB snapshots"), BusFull),
-        (rx.ResponseError("NOREPLICAS Not enough good replicas to write."), BusFull),
-        (rx.ResponseError(IN_SCRIPT + "WRONGTYPE Operation against a key"), BadMessage),
-        (rx.AuthenticationError("WRONGPASS invalid username-password pair"), UsageError),
-        (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), UsageError),
-        (rx.ResponseError("value is not an integer; key diloco:{BOOM x}"), BusError),
-    ],
-    ids=lambda value: None if isinstance(value, type) else str(value)[-30:],
-)
-def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type[DilocoError]) -> None:
-    assert type(translate(error, "host:1")) is kind
-
-
-def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:
-    options, where = parse("rediss://user:secret@example.org:7000")
-    connection = ConnectionPool(**options).make_connection()
-    assert connection.cert_reqs == ssl.CERT_REQUIRED
-    assert connection.check_hostname
-    assert where == "example.org:7000"
