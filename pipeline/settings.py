@@ -99,7 +99,9 @@ class SyncSettings(Settings):
 class TrainerSettings(Settings):
     """The built-in trainer; equal for all learners, kept in the run's spec."""
 
-    model: str = Field("tiny", description="Model size by name: see `diloco learner --help`")
+    model: str = Field(
+        "tiny", description="Model size: tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M)"
+    )
     data: str = Field("stdlib", description="Text file or folder, or 'stdlib': Python's own source text")
     seed: int = Field(0, ge=0, description="Seed of initial parameters and data order")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")

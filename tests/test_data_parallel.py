@@ -90,7 +90,7 @@ def test_two_ranks_are_one_with_twice_the_batch(
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
     assert run_rank(load(LearnerProcess, told | {"batch": 8}), tmp_path, 1, 0) == 0
     losses = [json.loads((out / "result.json").read_text())["global_val_loss"] for out in (tmp_path, pair)]
-    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # without the mean: 17 % apart
 
 
 def test_a_signal_to_one_rank_ends_all_with_results(tmp_path: Path, told: dict[str, Any]) -> None:
