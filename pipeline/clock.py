@@ -1,7 +1,17 @@
-"""The real clock: the running event loop's time, which a virtual-time loop replaces as a whole."""
+"""The real event loop and its clock, which a virtual-time loop replaces as a whole."""
 
 import asyncio
 import time
+
+
+def fast_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's event loop where it is installed (several times faster on large socket writes), else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 class LoopClock:

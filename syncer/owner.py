@@ -8,8 +8,7 @@ rebuilt from the stream, which holds all that is pending.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -27,36 +26,28 @@ from pipeline.messages import (
     WindowChanged,
     WindowView,
 )
-from pipeline.payloads import follow, pull, push
+from pipeline.payloads import pull, push
 from pipeline.ports import START, Bus, Clock, Commit, Offered, Refusal, Staged
 
 from .fragment import Delta, FragmentState, Merged
-from .grace import Ema, GraceEstimator
+from .grace import GraceEstimator
+from .initial import IDLE_VIEW, commit_initial
+from .intake import Intake, Offload, Outcome
 from .metrics import Metrics
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, Wait, Window
 from .window import Rejected as Refused
 
-T = TypeVar("T")
-Offload = Callable[..., Awaitable[Any]]
-
 STAGED_TTL_S = 120.0
 """A payload staged for a commit that never came is gone after this."""
-FIRST_UPLOAD_S = 30.0
-"""Upload deadline before any upload was measured."""
-LEAST_UPLOAD_S = 1.0
-"""Room for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
-UPLOAD_FACTOR = 4.0
-"""The upload deadline is this many times the smoothed upload time."""
 REPLACED_TTL_S = 120.0
 REPLACED_BYTES = 256 * 2**20
 """Replaced globals of one fragment live until they are this old, or together this large."""
 BLOCK_S = 1.0
+INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
-
-IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
 
 class FragmentOwner:
@@ -88,10 +79,8 @@ class FragmentOwner:
         self._fragment: FragmentState | None = None
         self._head: Head | None = None
         self._window: Window | None = None
-        self._deltas: dict[str, Delta] = {}
-        self._downloads: dict[str, asyncio.Task[None]] = {}
-        self._outcomes: deque[tuple[Offer, Delta | tuple[RefusalReason, str]]] = deque()
-        self._grace, self._upload = GraceEstimator(), Ema()
+        self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
+        self._grace = GraceEstimator()
         self._replaced: deque[tuple[str, float, int]] = deque()
         self._view = IDLE_VIEW
 
@@ -111,7 +100,7 @@ class FragmentOwner:
                 self.lease.clear()
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
-            except (BusUnavailable, BusFull) as error:
+            except (BusUnavailable, BusFull, BadPayload) as error:  # a payload that is gone: its head has moved
                 self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
                 self._metrics.bus_errors.inc()
                 await asyncio.sleep(delay)
@@ -128,7 +117,8 @@ class FragmentOwner:
             wake.cancel()
 
     async def _serve(self) -> None:
-        await self._load()
+        if not await self._load():
+            return
         arrived: deque[Offered] = deque()
         reader = asyncio.create_task(self._read(arrived))
         try:
@@ -136,8 +126,8 @@ class FragmentOwner:
                 self.wake.clear()
                 while arrived:
                     await self._offered(arrived.popleft())
-                while self._outcomes:
-                    await self._downloaded(*self._outcomes.popleft())
+                while self._intake.outcomes:
+                    await self._downloaded(*self._intake.take())
                 decision = self._decide()
                 await self._publish_window(decision)
                 if isinstance(decision, Merge):
@@ -150,13 +140,9 @@ class FragmentOwner:
             if self._watch.finishing:
                 await self._refuse_leftovers()
         finally:
-            tasks = [reader, *self._downloads.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._downloads.clear()
-            self._deltas.clear()
-            self._outcomes.clear()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            await self._intake.close()
 
     async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
         if reader.done():
@@ -170,9 +156,16 @@ class FragmentOwner:
 
     # --- loading ----------------------------------------------------------------------------------------
 
-    async def _load(self) -> None:
-        """Make the cached state equal to the head on the bus."""
-        head = (await self._bus.read_heads([self._p]))[0] or await self._first_head()
+    async def _load(self) -> bool:
+        """Make the cached state equal to the head on the bus; False if the run ended before version 0."""
+        sync = self._spec.sync
+        while (head := (await self._bus.read_heads([self._p]))[0]) is None:
+            if self._watch.frozen:
+                return False
+            if not await commit_initial(
+                self._bus, self._clock, self._layout, sync, nonce=self._nonce, syncer=self._syncer
+            ):
+                await asyncio.sleep(INITIAL_POLL_S)
         cached = self._fragment
         if cached is not None and cached.version > head.version:
             record = Rewound(
@@ -185,60 +178,16 @@ class FragmentOwner:
             if theta.digest != head.digest:
                 raise HeadMoved(f"the payload of fragment {self._p} is not the head's: reading it again")
             momentum = (await self._pull(head.momentum)).array() if head.momentum else None
-            self._fragment = FragmentState(
-                self._layout, self._spec.sync, head.version, head.digest, theta.array(), momentum
-            )
+            self._fragment = FragmentState(self._layout, sync, head.version, head.digest, theta.array(), momentum)
         self._head = head
         self._window = self._new_window(head)
         self._view = head.window
+        return True
 
     def _new_window(self, head: Head) -> Window:
         sync = self._spec.sync
         chunks = codec.chunk_count(self._layout.elements, sync.codec, sync.chunk_bytes)
         return Window.at(head, self._layout_digest, sync.codec, chunks)
-
-    async def _first_head(self) -> Head:
-        """Commit version 0 from a learner's complete upload; waits for one."""
-        while True:
-            if (upload := await self._bus.read_initial()) is not None:
-                key = self._bus.keys.initial_payload(self._p, upload.nonce)
-                try:
-                    payload = await self._pull(key)
-                    break
-                except BadPayload as error:
-                    self._log.error("initial_upload_refused", learner=upload.learner, error=str(error))
-            await asyncio.sleep(0.1)
-        record = Committed(
-            fragment=self._p,
-            version=0,
-            digest=payload.digest,
-            base_digest=None,
-            contributions=(),
-            reason=f"initial parameters of {upload.learner}",
-            norm=0.0,
-            quorum_s=0.0,
-            grace_s=0.0,
-            upload_s=0.0,
-            merge_s=0.0,
-            syncer=self._syncer,
-            unix_s=self._clock.unix(),
-        )
-        commit = Commit(
-            nonce=self._nonce,
-            expected=None,
-            version=0,
-            digest=payload.digest,
-            payload=Staged(key, payload.expected),
-            momentum=None,
-            window=IDLE_VIEW,
-            merged=(),
-            record=record,
-        )
-        await self._bus.commit(commit)
-        head = (await self._bus.read_heads([self._p]))[0]
-        if head is None:
-            raise HeadMoved("version 0 is gone again")
-        return head
 
     async def _pull(self, key: str) -> codec.PayloadReader:
         return await pull(self._bus, key, self._layout.elements, "fp32", self._spec.sync.chunk_bytes)
@@ -303,9 +252,7 @@ class FragmentOwner:
         self._log.warning("delta_rejected", learner=offer.header.learner, reason=reason.value, detail=detail)
         key = self._key(offer)
         still_needed = any(self._key(other) == key for other in self._window.pending() if other is not offer)
-        if task := self._downloads.pop(offer.entry_id, None):
-            task.cancel()
-        self._deltas.pop(offer.entry_id, None)
+        self._intake.forget([offer.entry_id])
         payloads = () if still_needed else (key,)
         record = self._rejected(offer, reason, detail, lost)
         await self._bus.refuse(self._p, Refusal(self._nonce, (offer.entry_id,), payloads, (record,), lost))
@@ -326,33 +273,12 @@ class FragmentOwner:
     # --- downloads ----------------------------------------------------------------------------------------
 
     def _start_downloads(self) -> None:
-        assert self._window is not None  # noqa: S101  # loaded before the loop
-        for offer in self._window.pending():
-            in_window = offer not in self._window.late
-            if in_window and offer.entry_id not in self._downloads and offer.entry_id not in self._deltas:
-                self._downloads[offer.entry_id] = asyncio.create_task(self._download(offer))
+        assert self._window is not None and self._fragment is not None  # noqa: S101, PT018  # loaded before the loop
+        self._intake.start(self._window.member_offers(), self._fragment.judge)
 
-    async def _download(self, offer: Offer) -> None:
-        """Gather one delta's chunks as they come and judge it; the main loop takes the outcome from there."""
-        sync, began = self._spec.sync, self._clock.now()
-        outcome: Delta | tuple[RefusalReason, str]
-        assert self._fragment is not None  # noqa: S101  # loaded before any offer
-        try:
-            reader = await follow(self._bus, self._key(offer), self._layout.elements, sync.codec, sync.chunk_bytes)
-            outcome = await self._offload(self._fragment.judge, offer, reader.array())
-            self._upload.observe(self._clock.now() - began)
-        except BadPayload as error:
-            outcome = RefusalReason.BAD_PAYLOAD, str(error)
-        except (BusUnavailable, BusFull):
-            return  # the reader of offers meets the same and everything is rebuilt
-        self._outcomes.append((offer, outcome))
-        self.wake.set()
-
-    async def _downloaded(self, offer: Offer, outcome: Delta | tuple[RefusalReason, str]) -> None:
+    async def _downloaded(self, offer: Offer, outcome: Outcome) -> None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
-        self._downloads.pop(offer.entry_id, None)
         if isinstance(outcome, Delta):
-            self._deltas[offer.entry_id] = outcome
             self._window.uploaded(offer)
         else:
             self._window.failed(offer)
@@ -367,9 +293,7 @@ class FragmentOwner:
         grace = self._grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
         if watch.draining and watch.state is not None and watch.state.drain_deadline_unix_s is not None:
             grace = max(0.0, watch.state.drain_deadline_unix_s - self._clock.unix())
-        measured = self._upload.value
-        upload = FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
-        return watch.conditions(self._p, version, grace, upload)
+        return watch.conditions(self._p, version, grace, self._intake.upload_s)
 
     def _decide(self) -> Decision:
         assert self._window is not None  # noqa: S101  # loaded before the loop
@@ -413,7 +337,7 @@ class FragmentOwner:
         assert fragment is not None and window is not None and head is not None  # noqa: S101, PT018
         began = self._clock.now()
         await self._drop(decision.dropped, "the upload did not end in time")
-        deltas = [self._deltas[offer.entry_id] for offer in decision.contributions]
+        deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
         merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
         payload = await self._stage("global", merged.version, merged.theta)
         momentum = None
@@ -476,8 +400,7 @@ class FragmentOwner:
 
     async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:
         """The head moved: a new window, into which late offers are replayed."""
-        for entry_id in commit.entries:
-            self._deltas.pop(entry_id, None)
+        self._intake.forget(commit.entries)
         self._head = Head(
             fragment=self._p,
             version=commit.version,

@@ -13,20 +13,21 @@ from contextlib import suppress
 from typing import Any
 
 import structlog
-from pipeline.status import read_status
 
 from pipeline import codec
-from pipeline.clock import LoopClock
+from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, UsageError
 from pipeline.fragments import Layout, layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.ports import Bus, Clock
 from pipeline.settings import SyncerProcess, SyncSettings, agree
+from pipeline.status import read_status
 
 from .archive import TapeArchive
 from .checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from .intake import Offload
 from .metrics import Metrics
-from .owner import FragmentOwner, Offload
+from .owner import FragmentOwner
 from .watch import RunWatch
 
 WATCH_S = 0.25
@@ -177,12 +178,13 @@ class SyncerService:
 
     async def _agree(self) -> Spec:
         """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it."""
-        waiting = False
+        waiting, resuming = False, self.settings.resume is not None
         while True:
             try:
+                if resuming:
+                    await self._resume()
+                    resuming = False
                 data = await self.bus.read_spec()
-                if data is None and self.settings.resume is not None:
-                    data = await self._resume()
             except BusUnavailable as error:
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
@@ -197,9 +199,22 @@ class SyncerService:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self) -> bytes:
+    async def _resume(self) -> None:
+        """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
+
+        A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
+        """
         path = self.settings.resume
         assert path is not None  # noqa: S101  # asked by the caller
+        if (data := await self.bus.read_spec()) is not None:
+            present = codec.decode(Spec, data).sync
+            self.bus.use_groups(present.groups)
+            if all(await self.bus.read_heads(range(present.fragments))):
+                state = await self.bus.read_state()
+                if state is None or not state.base_tokens:
+                    raise UsageError("the run was started before: resume under a --run name that is not in use")
+                self._log.info("already_restored", base_tokens=state.base_tokens)
+                return
         checkpoint = await self._offload(load_checkpoint, path)
         spec = checkpoint.spec
         if "tokens" in self.settings.model_fields_set:
@@ -211,7 +226,6 @@ class SyncerService:
                 raise UsageError(f"fragment {p} is leased by another syncer: only one may resume a checkpoint")
         await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
         self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
-        return codec.encode(spec)
 
     async def _check_memory(self, layout: Layout) -> None:
         assert layout.fragments  # noqa: S101  # a spec has at least one tensor
@@ -303,7 +317,7 @@ class SyncerService:
 
     async def _checkpoint(self) -> None:
         assert self.spec is not None and self.settings.checkpoint_dir is not None  # noqa: S101, PT018
-        path = await save_checkpoint(self.bus, self.spec, self.settings.checkpoint_dir, self.clock)
+        path = await save_checkpoint(self.bus, self.spec, self.settings.checkpoint_dir, self.clock, self._offload)
         self._log.info("checkpoint_saved", path=str(path))
 
 
@@ -315,9 +329,8 @@ async def _cancel(tasks: list[asyncio.Task[Any]] | list[asyncio.Future[Any]]) ->
 
 async def serve(settings: SyncerProcess) -> None:
     """Run a syncer against a real Redis until the run is finished or a signal comes."""
-    from pipeline.redis_streams import connect
-
     from pipeline.lifecycle import stop_event
+    from pipeline.redis_streams import connect
 
     from .http import start_http
 
@@ -349,12 +362,8 @@ def main(settings: SyncerProcess) -> int:
 
     logs.configure(settings.log_level)
     try:
-        try:
-            import uvloop
-
-            uvloop.run(serve(settings))
-        except ImportError:
-            asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=fast_loop) as runner:
+            runner.run(serve(settings))
     except DilocoError as error:
         structlog.get_logger().error("syncer_failed", error=str(error))
         return 1

@@ -166,9 +166,13 @@ class Window:
         """Learners whose delta is in this window, in order of arrival."""
         return tuple(self._members)
 
+    def member_offers(self) -> tuple[Offer, ...]:
+        """Their headers, in the same order."""
+        return tuple(m.offer for m in self._members.values())
+
     def pending(self) -> tuple[Offer, ...]:
         """All offers held here, members first."""
-        return (*(m.offer for m in self._members.values()), *self.late)
+        return (*self.member_offers(), *self.late)
 
     # --- events ------------------------------------------------------------------------------------
 

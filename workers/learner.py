@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from pipeline import codec
-from pipeline.clock import LoopClock
+from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusUnavailable, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
@@ -256,7 +256,8 @@ class Learner:
 
     def _exchange_thread(self, spec: Spec) -> None:
         try:
-            asyncio.run(self._exchange_main(spec))
+            with asyncio.Runner(loop_factory=fast_loop) as runner:
+                runner.run(self._exchange_main(spec))
         except BaseException as error:  # shown to the training thread at its next call
             self._failure = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
             if self._exchange is not None:

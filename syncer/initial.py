@@ -1,0 +1,70 @@
+"""Version 0 of a fragment, from a learner's complete upload. asyncio."""
+
+import numpy as np
+import structlog
+
+from pipeline.errors import BadPayload
+from pipeline.fragments import FragmentLayout
+from pipeline.messages import Committed, InitialUpload, SyncSpec, WindowView
+from pipeline.payloads import pull
+from pipeline.ports import Bus, Clock, Commit, Staged
+
+IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+
+
+async def commit_initial(
+    bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, *, nonce: str, syncer: str
+) -> bool:
+    """Commit version 0 if a sound upload is there; False if there is none (yet).
+
+    Raises:
+        BusError: as the bus; a commit that was refused changed nothing.
+    """
+    upload = await bus.read_initial()
+    if upload is None:
+        return False
+    key = bus.keys.initial_payload(layout.id, upload.nonce)
+    try:
+        payload = await pull(bus, key, layout.elements, "fp32", sync.chunk_bytes)
+        if not np.isfinite(payload.array()).all():
+            raise BadPayload("the initial parameters have elements that are not finite")
+    except BadPayload as error:
+        structlog.get_logger().error(
+            "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
+        )
+        return False
+    await bus.commit(
+        _first_commit(upload, layout.id, payload.digest, Staged(key, payload.expected), nonce, syncer, clock)
+    )
+    return True
+
+
+def _first_commit(
+    upload: InitialUpload, fragment: int, digest: bytes, payload: Staged, nonce: str, syncer: str, clock: Clock
+) -> Commit:
+    record = Committed(
+        fragment=fragment,
+        version=0,
+        digest=digest,
+        base_digest=None,
+        contributions=(),
+        reason=f"initial parameters of {upload.learner}",
+        norm=0.0,
+        quorum_s=0.0,
+        grace_s=0.0,
+        upload_s=0.0,
+        merge_s=0.0,
+        syncer=syncer,
+        unix_s=clock.unix(),
+    )
+    return Commit(
+        nonce=nonce,
+        expected=None,
+        version=0,
+        digest=digest,
+        payload=payload,
+        momentum=None,
+        window=IDLE_VIEW,
+        merged=(),
+        record=record,
+    )

@@ -1,0 +1,97 @@
+"""Downloads of one fragment's deltas: gathers the chunks as they come, has each delta judged. asyncio.
+
+`owner` says which offers to download and takes the outcomes; nothing here decides about a window.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from pipeline.errors import BadPayload, BusFull, BusUnavailable
+from pipeline.fragments import FragmentLayout
+from pipeline.messages import RefusalReason, SyncSpec
+from pipeline.payloads import follow
+from pipeline.ports import Bus, Clock
+
+from .fragment import Delta
+from .grace import Ema
+from .window import Offer
+
+Offload = Callable[..., Awaitable[Any]]
+Outcome = Delta | tuple[RefusalReason, str]
+"""A sound delta, or why it is refused."""
+
+FIRST_UPLOAD_S = 30.0
+"""Upload deadline before any upload was measured."""
+LEAST_UPLOAD_S = 1.0
+"""Room for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
+UPLOAD_FACTOR = 4.0
+"""The upload deadline is this many times the smoothed upload time."""
+
+
+class Intake:
+    """The downloads in flight and the deltas that are here."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, wake: asyncio.Event, offload: Offload
+    ) -> None:
+        self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
+        self._wake, self._offload = wake, offload
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._upload = Ema()
+        self.deltas: dict[str, Delta] = {}
+        """Header entry -> sound delta."""
+        self.outcomes: deque[tuple[Offer, Outcome]] = deque()
+
+    @property
+    def upload_s(self) -> float:
+        """How long the uploads of a fixed set may take, from measured transfer times."""
+        measured = self._upload.value
+        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+
+    def start(self, offers: Iterable[Offer], judge: Callable[[Offer, Any], Outcome]) -> None:
+        """Begin the downloads that have not begun yet."""
+        for offer in offers:
+            if offer.entry_id not in self._tasks and offer.entry_id not in self.deltas:
+                self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
+
+    def take(self) -> tuple[Offer, Outcome]:
+        """The oldest outcome; a sound delta stays in `deltas`."""
+        offer, outcome = self.outcomes.popleft()
+        self._tasks.pop(offer.entry_id, None)
+        if isinstance(outcome, Delta):
+            self.deltas[offer.entry_id] = outcome
+        return offer, outcome
+
+    def forget(self, entries: Iterable[str]) -> None:
+        """These were merged or refused."""
+        for entry_id in entries:
+            if task := self._tasks.pop(entry_id, None):
+                task.cancel()
+            self.deltas.pop(entry_id, None)
+
+    async def close(self) -> None:
+        """End all downloads and forget everything."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        self.deltas.clear()
+        self.outcomes.clear()
+
+    async def _download(self, offer: Offer, judge: Callable[[Offer, Any], Outcome]) -> None:
+        h, sync, began = offer.header, self._sync, self._clock.now()
+        key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.base_version, h.attempt)
+        outcome: Outcome
+        try:
+            reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes)
+            outcome = await self._offload(judge, offer, reader.array())
+            self._upload.observe(self._clock.now() - began)
+        except BadPayload as error:
+            outcome = RefusalReason.BAD_PAYLOAD, str(error)
+        except (BusUnavailable, BusFull):
+            return  # the owner's reader meets the same, and everything is rebuilt
+        self.outcomes.append((offer, outcome))
+        self._wake.set()
