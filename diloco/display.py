@@ -12,6 +12,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -157,7 +158,8 @@ def render(status: Status) -> RenderableType:
         title += f" ({escape(status['reason'])})"
     tables: list[RenderableType] = [_learner_table(status)]
     if status["fragments"]:
-        tables = [Columns([_learner_table(status), _fragment_table(status)], padding=(0, 3))]
+        learners = Padding(_learner_table(status), (0, 0, 1, 0))
+        tables = [Columns([learners, _fragment_table(status)], padding=(0, 3))]
     warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
     parts = [*tables, Text(""), _summary(status), *warnings, _progress(status)]
     return Panel(Group(*parts), title=title, title_align="left", border_style="blue")

@@ -168,6 +168,12 @@ class Children:
         """Process id of each child."""
         return {name: child.pid for name, child in self._by_name.items()}
 
+    def terminate(self) -> None:
+        """SIGTERM to all that run."""
+        for child in self._by_name.values():
+            if child.alive:
+                child.send(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to all groups at once."""
         for child in self._by_name.values():

@@ -111,6 +111,7 @@ class Launcher:
                 await self._check(status)
                 await self._demonstrate(status)
                 if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
+                    self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
                 silent_since = None
             except BusUnavailable:
@@ -123,7 +124,8 @@ class Launcher:
             if self._drained_from_s is not None:
                 give_up_s = self._drained_from_s + self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
             if give_up_s is not None and self._clock.now() > give_up_s:
-                self._warn("the run did not finish its drain in time; its processes are told to end")
+                self._warn("the run did not finish its drain in time: SIGTERM to its processes")
+                self._children.terminate()
                 return
             await _pause(stop)
 

@@ -241,6 +241,17 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
     assert "give a larger one with --tokens" in spent.stderr
 
 
+def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:
+    with started(tmp_path / "out", "--learners", 2) as run:
+        wait_for(lambda: (run.out / "run.json").exists())
+        run.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        output = run.end()
+    assert "nothing to save" in output
+    assert time.monotonic() - began < 10
+    run.left_nothing_running()
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "out", "--learners", 2, "--tokens", 2_000_000) as run:
         run.reaches(5_000)
