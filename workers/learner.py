@@ -28,7 +28,7 @@ import structlog
 import torch
 from torch import nn
 
-from pipeline import codec
+from pipeline import codec, logs
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusUnavailable, UsageError
 from pipeline.fragments import layout_of
@@ -78,6 +78,8 @@ class Learner:
         url = redis_url or os.environ.get("DILOCO_REDIS_URL")
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
+        if not structlog.is_configured():
+            logs.configure("warning")  # in somebody else's program, only what needs attention
         self.model, self.optimizer = model, optimizer
         self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
