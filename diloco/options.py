@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
 
+from pipeline.errors import UsageError
 from pipeline.settings import (
     BusSettings,
     Duration,
@@ -73,6 +74,28 @@ CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "syncer_id", "checkpoint_dir", "ta
 
 ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
 """What a settings file may hold: it can serve all parties of a run."""
+
+
+def check(settings: RunProcess) -> None:
+    """Settings that only make sense together.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if settings.kill_learner is not None:
+        if settings.method != "diloco":
+            raise UsageError(
+                "--kill-learner needs --method diloco: the data-parallel baseline stops when a process dies"
+            )
+        if settings.kill_learner >= settings.learners:
+            raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
+        if settings.restart_at <= settings.kill_at:
+            raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
+    if settings.resume is not None and settings.method != "diloco":
+        raise UsageError("--resume needs --method diloco")
+    if settings.redis_url is not None and settings.redis_port is not None:
+        raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
+
 
 PANELS: dict[type[Settings], str] = {
     RunSettings: "This run",

@@ -1,12 +1,13 @@
 """The report of a run, from what was gathered at its end. Pure; `report.json` and `--json-report` hold it as it is."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.fragments import Layout
-from pipeline.messages import Evaluation, Event, LearnerReport, Rewound, TapeRecord
+from pipeline.messages import Evaluation, Event, LearnerReport, Rejected, Rewound, TapeRecord
 
 from .display import count, duration
 from .ledger import Account, Totals, accounts, not_merged_by_fragment, totals
@@ -34,6 +35,8 @@ class Kill:
     restarted_at: float | None
     rates: dict[str, Any]
     """`demo.measure`."""
+    killed_unix_s: float
+    restarted_unix_s: float | None
 
 
 @dataclass(slots=True)
@@ -114,7 +117,20 @@ def _events(outcome: Outcome) -> list[dict[str, Any]]:
     ]
 
 
-def _demo(kill: Kill, parts: Sequence[Account], layout: Layout) -> dict[str, Any]:
+def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layout) -> dict[str, int]:
+    """Tokens of the other learners that were rejected before the kill, while the learner was away, and after."""
+    elements = {fragment.id: fragment.elements for fragment in layout.fragments}
+    spans = {"before": 0, "while": 0, "after": 0}
+    back = kill.restarted_unix_s or math.inf
+    for record in records:
+        if isinstance(record, Rejected) and record.learner != kill.learner:
+            now = record.unix_s
+            span = "before" if now < kill.killed_unix_s else "while" if now < back else "after"
+            spans[span] += record.lost_tokens * elements[record.fragment]
+    return {span: round(lost / layout.elements) for span, lost in spans.items()}
+
+
+def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], layout: Layout) -> dict[str, Any]:
     """What the kill cost the others, and what it cost the run."""
     mine = [part for part in parts if (part.learner, part.incarnation) == (kill.learner, kill.incarnation)]
     others = totals((part for part in parts if part.learner != kill.learner), layout)
@@ -124,6 +140,7 @@ def _demo(kill: Kill, parts: Sequence[Account], layout: Layout) -> dict[str, Any
         "restarted_at": kill.restarted_at,
         **kill.rates,
         "others_lost": {"died": others.lost["died"], "unaccounted": others.lost["unaccounted"]},
+        "others_rejected": _rejected_of_others(kill, records, layout),
     }
     if mine:
         cost = totals(mine, layout)
@@ -181,7 +198,9 @@ def build(outcome: Outcome) -> Report:
             for one in outcome.evaluations
         ],
         "events": _events(outcome),
-        "demo": _demo(outcome.kill, parts, outcome.layout) if outcome.kill and outcome.layout else None,
+        "demo": _demo(outcome.kill, parts, outcome.records, outcome.layout)
+        if outcome.kill and outcome.layout
+        else None,
         "resumed_from": None
         if base is None
         else {"checkpoint": base.checkpoint, "tokens": base.tokens, "merged_tokens": base.merged_tokens},

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from pipeline import lifecycle, logs
@@ -31,7 +31,7 @@ from .finish import conclude
 from .folder import Folder, plain, prepare, resume
 from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import open_bus
-from .options import RunProcess
+from .options import RunProcess, check
 from .report import Kill, Origin, Outcome
 from .tape import read_archive
 
@@ -44,6 +44,22 @@ MARGIN_S = 15.0
 """On top of a party's own time limits, before it gets SIGTERM, and again before SIGKILL."""
 
 Status = dict[str, Any]
+
+
+class Moment(NamedTuple):
+    """A point of a run: share of the budget, monotonic and Unix time."""
+
+    progress: float
+    now_s: float
+    unix_s: float
+
+
+class Killed(NamedTuple):
+    """The learner that the demonstration killed."""
+
+    learner: str
+    incarnation: str
+    moment: Moment
 
 
 class Launcher:
@@ -66,8 +82,8 @@ class Launcher:
         self._clock = LoopClock()
         self._steps = StepLog()
         self._progress: list[tuple[float, int]] = []
-        self._killed: tuple[str, str, float, float] | None = None
-        self._restarted: tuple[float, float] | None = None
+        self._killed: Killed | None = None
+        self._restarted: Moment | None = None
         self._drained_from_s: float | None = None
         self._warnings: list[str] = []
         self.stopped = False
@@ -200,23 +216,33 @@ class Launcher:
             incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
             child.expected_end = True
             child.send(signal.SIGKILL)
-            self._killed = (child.name, incarnation, progress, self._clock.now())
+            self._killed = Killed(child.name, incarnation, self._moment(progress))
             self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
             await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
         elif self._killed and not self._restarted and progress >= settings.restart_at and not child.alive:
             child.restart()
-            self._restarted = (progress, self._clock.now())
+            self._restarted = self._moment(progress)
             self._note_place()
             self._screen.note(f"{child.name} started again at {progress:.0%}")
             await self._event("learner_started", child.name, f"pid {child.pid}")
 
+    def _moment(self, progress: float) -> Moment:
+        return Moment(progress, self._clock.now(), self._clock.unix())
+
     def _kill(self) -> Kill | None:
         if self._killed is None:
             return None
-        name, incarnation, progress, killed_s = self._killed
-        at, restarted_s = self._restarted or (None, None)
-        rates = measure(self._steps, name, killed_s, restarted_s, self._drained_from_s or self._clock.now())
-        return Kill(name, incarnation, progress, at, rates)
+        killed, back = self._killed, self._restarted
+        end_s = self._drained_from_s or self._clock.now()
+        return Kill(
+            learner=killed.learner,
+            incarnation=killed.incarnation,
+            killed_at=killed.moment.progress,
+            restarted_at=back.progress if back else None,
+            rates=measure(self._steps, killed.learner, killed.moment.now_s, back.now_s if back else None, end_s),
+            killed_unix_s=killed.moment.unix_s,
+            restarted_unix_s=back.unix_s if back else None,
+        )
 
     # --- end ----------------------------------------------------------------------------------------
 
@@ -294,25 +320,6 @@ async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
     return [child for child in children if child.alive]
 
 
-def check(settings: RunProcess) -> None:
-    """Settings that only make sense together.
-
-    Raises:
-        UsageError: naming them.
-    """
-    if settings.kill_learner is not None:
-        if settings.method != "diloco":
-            raise UsageError(
-                "--kill-learner needs --method diloco: the data-parallel baseline stops when a process dies"
-            )
-        if settings.kill_learner >= settings.learners:
-            raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
-        if settings.restart_at <= settings.kill_at:
-            raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
-    if settings.redis_url is not None and settings.redis_port is not None:
-        raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
-
-
 async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> Outcome | None:
     from pipeline.embedded import EmbeddedRedis
 
@@ -359,8 +366,6 @@ def main(settings: RunProcess) -> int:
     """
     logs.configure("warning")
     check(settings)
-    if settings.resume is not None and settings.method != "diloco":
-        raise UsageError("--resume needs --method diloco")
     settings, origin = resume(settings)
     folder = prepare(settings)
     folder.write_settings(settings)

@@ -19,8 +19,7 @@ from diloco.export import export, printable
 from diloco.folder import Folder, plain, prepare, to_toml
 from diloco.launch import Children, environment, threads_for
 from diloco.locate import locate, without_secrets
-from diloco.options import RunProcess
-from diloco.run import check
+from diloco.options import RunProcess, check
 from pipeline.errors import UsageError
 from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 

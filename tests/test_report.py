@@ -251,7 +251,12 @@ def test_a_learner_started_twice_is_one_row():
 
 
 def test_the_demonstration_says_what_the_others_and_the_run_lost():
-    kill = Kill(*B, killed_at=0.4, restarted_at=0.6, rates={"ratio_while": 0.99, "ratio_after": None})
+    rates = {"ratio_while": 0.99, "ratio_after": None}
+    kill = Kill(*B, 0.4, 0.6, rates, killed_unix_s=5.0, restarted_unix_s=7.0)
+    refused = [rejected(1, *A, 10, 10, unix_s=4.0), rejected(0, *A, 20, 20, unix_s=6.0), rejected(0, *B, 9, 9, 6.0)]
+    built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
+    assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
+    assert build(outcome(kill=kill, records=refused[2:]))["demo"]["others_rejected"]["while"] == 0
     built = build(outcome(kill=kill))
     assert built["demo"]["others_lost"] == {"died": 0, "unaccounted": 0}
     assert built["demo"]["run_lost"]["died"] == 20
