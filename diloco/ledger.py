@@ -47,6 +47,9 @@ def accounts(records: Iterable[TapeRecord], reports: Sequence[LearnerReport], la
     """The account of every incarnation that reported or stands on the tape."""
     elements = {fragment.id: fragment.elements for fragment in layout.fragments}
     found: dict[tuple[str, str], Account] = {}
+    merged: dict[tuple[str, str, int, int], int] = {}
+    refused: dict[tuple[str, str, int, int], int] = {}
+    """(learner, incarnation, fragment, base version) -> tokens."""
 
     def account(learner: str, incarnation: str) -> Account:
         return found.setdefault((learner, incarnation), Account(learner, incarnation))
@@ -58,10 +61,18 @@ def accounts(records: Iterable[TapeRecord], reports: Sequence[LearnerReport], la
                 one.merged += part.tokens * elements[record.fragment]
                 for column in (one.merged_by_fragment, one.seen_by_fragment):
                     column[record.fragment] = column.get(record.fragment, 0) + part.tokens
+                key = (part.learner, part.incarnation, record.fragment, part.base_version)
+                merged[key] = part.tokens
         elif isinstance(record, Rejected) and record.lost_tokens:
-            one = account(record.learner, record.incarnation)
-            one.rejected += record.lost_tokens * elements[record.fragment]
-            one.seen_by_fragment[record.fragment] = one.seen_by_fragment.get(record.fragment, 0) + record.lost_tokens
+            key = (record.learner, record.incarnation, record.fragment, record.base_version)
+            refused[key] = max(refused.get(key, 0), record.tokens)
+    for key, tokens in refused.items():
+        # A delta that was dropped may have come again with the next attempt: the same training, counted once.
+        lost = max(0, tokens - merged.get(key, 0))
+        learner, incarnation, fragment, _ = key
+        one = account(learner, incarnation)
+        one.rejected += lost * elements[fragment]
+        one.seen_by_fragment[fragment] = one.seen_by_fragment.get(fragment, 0) + lost
     for report in reports:
         one = account(report.learner, report.incarnation)
         one.left, one.tokens, one.overwritten = report.left, report.tokens, report.overwritten

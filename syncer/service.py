@@ -224,8 +224,19 @@ class SyncerService:
         for p in range(spec.sync.fragments):
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
                 raise UsageError(f"fragment {p} is leased by another syncer: only one may resume a checkpoint")
-        await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
+        holding = asyncio.create_task(self._hold(spec.sync.fragments))
+        try:
+            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
+        finally:
+            await _cancel([holding])
         self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
+
+    async def _hold(self, fragments: int) -> None:
+        """Keep leases while a large checkpoint is being restored."""
+        while True:
+            await asyncio.sleep(self.settings.lease_s / 3)
+            for p in range(fragments):
+                await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s)
 
     async def _check_memory(self, layout: Layout) -> None:
         assert layout.fragments  # noqa: S101  # a spec has at least one tensor

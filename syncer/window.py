@@ -20,7 +20,7 @@ While a run drains, any member opens the window: there will be no due ones any m
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
-arguments gives the same answer.
+arguments gives the same answer, but for `Reopened`, which is said once.
 """
 
 from collections.abc import Iterable

@@ -64,13 +64,15 @@ def committed(fragment: int, version: int, *parts: tuple[str, str, int], unix_s:
     )
 
 
-def rejected(fragment: int, who: str, incarnation: str, tokens: int, lost: int, unix_s: float = 1.0) -> Rejected:
+def rejected(
+    fragment: int, who: str, incarnation: str, tokens: int, lost: int, unix_s: float = 1.0, base: int = 9
+) -> Rejected:
     return Rejected(
         fragment=fragment,
         version=1,
         learner=who,
         incarnation=incarnation,
-        base_version=0,
+        base_version=base,
         attempt=0,
         steps=1,
         tokens=tokens,
@@ -154,6 +156,14 @@ def test_a_refusal_that_lost_nothing_costs_nothing():
     """The same training came with another delta."""
     [one] = accounts([rejected(0, *A, tokens=50, lost=0)], [report(*A, tokens=0)], LAYOUT)
     assert (one.rejected, one.residual) == (0, 0)
+
+
+def test_a_dropped_delta_that_came_again_is_counted_once() -> None:
+    """The first attempt was refused with 40 tokens, the second merged with 50: nothing is lost by it."""
+    records = [rejected(0, *A, tokens=40, lost=40, base=0), committed(0, 1, (*A, 50)), committed(1, 1, (*A, 50))]
+    [one] = accounts(records, [report(*A, tokens=50)], LAYOUT)
+    assert one.rejected == 0
+    assert one.residual == 0
 
 
 def test_incarnations_have_accounts_of_their_own():
