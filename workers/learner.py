@@ -122,7 +122,7 @@ class Learner:
         for publication in rounds.publications(exchange.shared.windows):
             self._publish(publication)
         if loss is not None:
-            self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            self._loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
         now = time.perf_counter()
         rate = tokens / (now - self._returned)
         self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate

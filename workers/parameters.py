@@ -11,12 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
 from pipeline.messages import SyncSpec, TensorSpec
 from pipeline.settings import SyncSettings
 
 Rule = Literal["rda", "mean"]
+
+ITEM = 4
+"""Bytes of a float32."""
 
 _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]] = {
     torch.float32: "float32",
@@ -72,7 +76,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
 class Snapshot:
     """A fragment's values at one moment, perhaps still on their way to host memory."""
 
-    def __init__(self, host: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+    def __init__(self, host: npt.NDArray[np.float32], copied: torch.cuda.Event | None = None) -> None:
         self._host = host
         self._copied = copied
 
@@ -84,19 +88,33 @@ class Snapshot:
         """The flat vector (elements,); waits for the device, so never call it in the training thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        values: npt.NDArray[np.float32] = self._host.numpy()
-        return values
+        return self._host
 
 
 class FragmentParameters:
-    """Copies fragments out of a model and into it. All parameters live on one device."""
+    """Copies fragments out of a model and into it. All parameters live on one device.
+
+    float32 parameters in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
+    the training thread would then wait in line behind the exchange thread to get it back.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         parameters = dict(model.named_parameters())
         self._layout = layout
         self._tensors = [[parameters[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
-        self.device = self._tensors[0][0].device
+        tensors = [tensor for fragment in self._tensors for tensor in fragment]
+        self.device = tensors[0].device
+        self._plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _bytes(self, tensor: torch.Tensor) -> memoryview:
+        """The tensor's memory; looked up anew if the optimizer gave it another storage."""
+        address, view = self._views.get(id(tensor), (0, memoryview(b"")))
+        if address != tensor.data_ptr():
+            address, view = tensor.data_ptr(), as_bytes(tensor.detach().numpy())
+            self._views[id(tensor)] = address, view
+        return view
 
     @torch.no_grad()
     def snapshot(self, p: int) -> Snapshot:
@@ -106,11 +124,17 @@ class FragmentParameters:
         optimizer step may overwrite them; the slow copy to pinned memory runs on a side stream.
         """
         layout = self._layout.fragments[p]
+        if self._plain:
+            values = np.empty(layout.elements, np.float32)
+            raw = as_bytes(values)
+            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
+                raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)
+            return Snapshot(values)
         flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
         if self._side is None:
-            return Snapshot(flat.cpu(), None)
+            return Snapshot(flat.cpu().numpy())
         host = torch.empty(layout.elements, dtype=torch.float32, pin_memory=True)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -118,12 +142,17 @@ class FragmentParameters:
             host.copy_(flat, non_blocking=True)
             copied.record(self._side)
         flat.record_stream(self._side)  # the allocator must not hand it out before the copy is over
-        return Snapshot(host, copied)
+        return Snapshot(host.numpy(), copied)
 
     @torch.no_grad()
     def overwrite(self, p: int, flat: npt.NDArray[np.float32]) -> None:
         """Put a flat vector (elements,) into fragment p, in place; optimizer moments stay as they are."""
         layout = self._layout.fragments[p]
+        if self._plain:
+            raw = as_bytes(flat)
+            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
+                self._bytes(tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
+            return
         values = torch.from_numpy(flat)
         if self._side is not None:
             values = values.pin_memory().to(self.device, non_blocking=True)
