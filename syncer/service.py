@@ -143,7 +143,8 @@ class SyncerService:
         await _cancel(list(hanging))
         heads = await self.bus.read_heads(range(len(self.owners)))
         complete = [head for head in heads if head is not None]
-        if watch.finishing and (state := await self.bus.read_state()) is not None:
+        state = await self.bus.read_state()
+        if watch.finishing and state is not None and state.phase is not Phase.FINISHED:
             manifest = tuple((head.version, head.digest) for head in complete)
             finished = state.model_copy(
                 update={"phase": Phase.FINISHED, "tokens": watch.tokens(), "manifest": manifest}
@@ -274,6 +275,10 @@ class SyncerService:
             state = await self.bus.read_state()
             if self.owners[0].lease.is_set():
                 state = await self._lead(watch, state)
+            if state is not None and state.phase is Phase.FINISHED:  # by whom ever: a restart ends here too
+                self._finished.set()
+            if state is not None and state.phase is Phase.FINISHED:  # by another syncer, or before this one started
+                self._finished.set()
             if watch.refresh(reports, state, latency):
                 for owner in self.owners:
                     owner.wake.set()

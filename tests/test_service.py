@@ -3,11 +3,13 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
+from syncer.checkpoint import load_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.virtual_time import run_virtual
 
@@ -260,6 +262,21 @@ def test_a_slow_end_is_still_an_end() -> None:
     run_virtual(main())
 
 
+def test_a_syncer_started_on_a_finished_run_ends_at_once() -> None:
+    """It changes nothing: the manifest stays what it was."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        world.start_syncer()
+        await world.finish(VirtualLearner("l0", world, 0.1, "a" * 16).start())
+        before = await world.bus.read_state()
+        world.start_syncer()
+        await world.finish()
+        assert await world.bus.read_state() == before
+
+    run_virtual(main())
+
+
 def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
 
@@ -277,5 +294,23 @@ def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
         assert state is not None
         assert state.phase is Phase.FINISHED
         assert all(learner.left for learner in learners)
+
+    run_virtual(main())
+
+
+def test_a_syncer_started_on_a_finished_run_saves_it_and_ends(tmp_path: Path) -> None:
+    """As when it was killed between the manifest and the last checkpoint; the manifest stays as it is."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=1000))
+        world.start_syncer()
+        await world.finish(VirtualLearner("l0", world).start())
+        finished = await world.bus.read_state()
+        assert finished is not None
+        assert finished.phase is Phase.FINISHED
+        world.start_syncer(checkpoint_dir=tmp_path)
+        await world.finish()
+        assert await world.bus.read_state() == finished
+        assert load_checkpoint(tmp_path).state.run.phase is Phase.FINISHED
 
     run_virtual(main())
