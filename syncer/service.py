@@ -275,8 +275,6 @@ class SyncerService:
             state = await self.bus.read_state()
             if self.owners[0].lease.is_set():
                 state = await self._lead(watch, state)
-            if state is not None and state.phase is Phase.FINISHED:  # by whom ever: a restart ends here too
-                self._finished.set()
             if state is not None and state.phase is Phase.FINISHED:  # by another syncer, or before this one started
                 self._finished.set()
             if watch.refresh(reports, state, latency):

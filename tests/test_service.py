@@ -311,6 +311,6 @@ def test_a_syncer_started_on_a_finished_run_saves_it_and_ends(tmp_path: Path) ->
         world.start_syncer(checkpoint_dir=tmp_path)
         await world.finish()
         assert await world.bus.read_state() == finished
-        assert load_checkpoint(tmp_path).state.run.phase is Phase.FINISHED
+        assert load_checkpoint(tmp_path).state.phase is Phase.FINISHED
 
     run_virtual(main())
