@@ -262,21 +262,6 @@ def test_a_slow_end_is_still_an_end() -> None:
     run_virtual(main())
 
 
-def test_a_syncer_started_on_a_finished_run_ends_at_once() -> None:
-    """It changes nothing: the manifest stays what it was."""
-
-    async def main() -> None:
-        world = VirtualRun()
-        world.start_syncer()
-        await world.finish(VirtualLearner("l0", world, 0.1, "a" * 16).start())
-        before = await world.bus.read_state()
-        world.start_syncer()
-        await world.finish()
-        assert await world.bus.read_state() == before
-
-    run_virtual(main())
-
-
 def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
 
@@ -298,7 +283,7 @@ def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     run_virtual(main())
 
 
-def test_a_syncer_started_on_a_finished_run_saves_it_and_ends(tmp_path: Path) -> None:
+def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_path: Path) -> None:
     """As when it was killed between the manifest and the last checkpoint; the manifest stays as it is."""
 
     async def main() -> None:
