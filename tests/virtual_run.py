@@ -113,11 +113,11 @@ class VirtualLearner:
             base = self.exchange.shared.adoptions.pop(p)
             self.values[p][:] = base.values
             self.rounds.adopt(base)
-            self.exchange.adopted()
+            self.exchange.stepped([], True)
 
     def publish(self, publication: Publication) -> None:
         snapshot = self.values[publication.base.fragment].copy()
-        self.exchange.publish(publication, lambda: snapshot)
+        self.exchange.stepped([(publication, lambda: snapshot)], False)
 
     def start(self) -> "VirtualLearner":
         self.task = asyncio.create_task(self.live())

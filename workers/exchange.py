@@ -2,7 +2,7 @@
 
 Coroutines over the bus, no torch: `learner` gives them a thread of their own, tests and simulations run them in
 virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields each
-have one writer, and in `publish`, which only queues.
+have one writer, and in `stepped`, which only queues.
 
 Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is
 bounded by the model's size (one delta a fragment and base, one adoption a fragment); an outage of the bus is
@@ -195,15 +195,18 @@ class Exchange:
             for work in (self._follow, self._pull_wanted, self._offer, self._upload, self._report, self._claim):
                 group.create_task(self._forever(work))
 
-    def publish(self, publication: Publication, values: Callable[[], Float32]) -> None:
-        """Queue a delta. `values` gives the fragment's flat float32 vector (elements,); it may wait for a device."""
-        self._unsent += 1
-        self._idle.clear()
-        self._headers.put_nowait((publication, values))
+    def stepped(self, publications: Iterable[tuple[Publication, Callable[[], Float32]]], adopted: bool) -> None:
+        """An inner step is done: queue its deltas; if fragments were adopted, others learn of it soon.
 
-    def adopted(self) -> None:
-        """The training side overwrote a fragment: others learn of it soon."""
-        self._report_wake.set()
+        With each delta comes a function that gives the fragment's flat float32 vector (elements,) as it was then; it
+        may wait for a device.
+        """
+        for item in publications:
+            self._unsent += 1
+            self._idle.clear()
+            self._headers.put_nowait(item)
+        if adopted:
+            self._report_wake.set()
 
     def want_shards(self) -> None:
         """`Shared.shards_wanted` was set, or a shard was taken."""

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -118,9 +118,8 @@ class Learner:
         first = rounds.steps == 0
         self._step_s = took if first else SMOOTHING * self._step_s + (1 - SMOOTHING) * took
         rounds.trained(tokens)
-        self._adopt()
-        for publication in rounds.publications(exchange.shared.windows):
-            self._publish(publication)
+        adopted = self._adopt()
+        self._hand_over(rounds.publications(exchange.shared.windows), adopted)
         if loss is not None:
             self._loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
         now = time.perf_counter()
@@ -205,7 +204,7 @@ class Learner:
         self._joined.wait()
         self._check()
         self._spec = spec
-        self._adopt()
+        self._hand_over((), self._adopt())
         self._began = self._returned = time.perf_counter()
         return self
 
@@ -221,8 +220,7 @@ class Learner:
             return
         self._thread = None
         if self._failure is None and thread.is_alive():
-            for publication in list(self._rounds.last(exchange.shared.windows, due=self.finished)):
-                self._publish(publication)
+            self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
             if not leaving.result():
                 structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
@@ -238,21 +236,23 @@ class Learner:
         if not self._joined.is_set() or self._thread is None:
             raise UsageError("the learner is not in a run: use it in a `with` block")
 
-    def _adopt(self) -> None:
+    def _adopt(self) -> bool:
         exchange, rounds, parameters = self._exchange, self._rounds, self._parameters
         assert exchange is not None and rounds is not None and parameters is not None  # noqa: S101, PT018
-        adoptions = exchange.shared.adoptions
-        for p in sorted(adoptions):
-            base = adoptions.pop(p)
+        arrived = sorted(exchange.shared.adoptions)
+        for p in arrived:
+            base = exchange.shared.adoptions.pop(p)
             parameters.overwrite(p, base.values)
             rounds.adopt(base)
-            assert self._loop is not None  # noqa: S101  # joined
-            self._loop.call_soon_threadsafe(exchange.adopted)
+        return bool(arrived)
 
-    def _publish(self, publication: Publication) -> None:
-        assert self._parameters is not None and self._loop is not None and self._exchange is not None  # noqa: S101, PT018
-        snapshot = self._parameters.snapshot(publication.base.fragment)
-        self._loop.call_soon_threadsafe(self._exchange.publish, publication, snapshot.numpy)
+    def _hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
+        """Snapshot what is to be published and tell the exchange; waking its thread costs, so once a step."""
+        parameters, loop, exchange = self._parameters, self._loop, self._exchange
+        assert parameters is not None and loop is not None and exchange is not None  # noqa: S101, PT018
+        items = [(publication, parameters.snapshot(publication.base.fragment).numpy) for publication in publications]
+        if items or adopted:
+            loop.call_soon_threadsafe(exchange.stepped, items, adopted)
 
     # --- inside: the exchange thread ----------------------------------------------------------------------
 
@@ -268,6 +268,9 @@ class Learner:
             self._joined.set()
 
     async def _exchange_main(self, spec: Spec) -> None:
+        if hasattr(os, "SCHED_BATCH"):
+            # A wake-up of this thread must not take the core from the training thread that caused it.
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
         parameters = self._parameters
         assert parameters is not None  # noqa: S101  # set before the thread starts
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
