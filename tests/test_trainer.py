@@ -154,6 +154,22 @@ def test_one_that_disagrees_is_refused(book: Path) -> None:
     assert not FakeLearner.made
 
 
+def test_one_that_was_slower_to_propose_follows_the_quicker(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told nothing, it proposes defaults, finds another spec in force, and takes that one's values."""
+    theirs = run_spec(settings(book, batch=2))
+
+    def join(learner: FakeLearner) -> FakeLearner:
+        if FakeLearner.spec is None:
+            FakeLearner.spec = theirs
+            raise SpecMismatch("this learner and the run disagree")
+        return learner
+
+    monkeypatch.setattr(FakeLearner, "__enter__", join)
+    small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "threads": 1}
+    assert trainer.train(load(LearnerProcess, small)) == 0
+    assert FakeLearner.made[-1].told["trainer"] == theirs.trainer
+
+
 def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: Path) -> None:
     FakeLearner.spec = run_spec(settings(book))
     copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"

@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from pipeline.errors import BusUnavailable, UsageError
+from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 
@@ -65,12 +65,22 @@ def train(settings: LearnerProcess) -> int:
         SpecMismatch: this learner's settings or text differ from the run's.
     """
     stop = StopFlag()
-
-    # --- agree with the run ----------------------------------------------------------------------
     if settings.redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
     redis_url = settings.redis_url.get_secret_value()
     spec = wait_for_bus(redis_url, settings.run)
+    try:
+        return train_once(settings, spec, redis_url, stop)
+    except SpecMismatch:
+        if spec is not None:
+            raise
+        # Another learner was quicker to propose the spec: follow it, or be refused for what was asked for.
+        return train_once(settings, wait_for_bus(redis_url, settings.run), redis_url, stop)
+
+
+def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop: StopFlag) -> int:
+    """Join and train; `spec` is the run's, or None to propose one."""
+    # --- agree with the run ----------------------------------------------------------------------
     if spec is not None:
         settings = follow(settings, spec)
 
