@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete
+from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import (
     Committed,
@@ -100,8 +100,8 @@ class FragmentOwner:
                 self.lease.clear()
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
-            except (BusUnavailable, BusFull, BadPayload) as error:  # a payload that is gone: its head has moved
-                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+            except (BusUnavailable, BusFull, PeerError) as error:  # among them a payload that is gone: its head moved
+                self._log.warning("fragment_reloading", error=str(error), retry_s=delay)
                 self._metrics.bus_errors.inc()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])

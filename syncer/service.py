@@ -16,7 +16,7 @@ import structlog
 
 from pipeline import codec
 from pipeline.clock import LoopClock, fast_loop
-from pipeline.errors import BusError, BusUnavailable, DilocoError, UsageError
+from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from pipeline.fragments import Layout, layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.ports import Bus, Clock
@@ -165,12 +165,12 @@ class SyncerService:
         return None
 
     async def _retrying(self, work: Any) -> None:
-        """Run a background coroutine function to its end, again after every bus outage."""
+        """Run a background coroutine function to its end, again after every outage or unreadable entry."""
         while True:
             try:
                 await work()
                 return
-            except BusError as error:
+            except (BusError, PeerError) as error:
                 self.metrics.bus_errors.inc()
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusError, SpecMismatch
+from pipeline.errors import BadPayload, BusError, PeerError, SpecMismatch
 from pipeline.fragments import Layout
 from pipeline.messages import (
     ClaimedShard,
@@ -241,7 +241,7 @@ class Exchange:
             began = self._clock.now()
             try:
                 await work()
-            except BusError as error:
+            except (BusError, PeerError) as error:
                 if self._clock.now() - began > BACKOFF_S[1]:
                     delay = BACKOFF_S[0]
                 self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
