@@ -45,6 +45,7 @@ class FakeLearner:
         self.rates: list[float] = []
         self.read: list[tuple[int, int]] = []
         self.left = False
+        self.left_in_order = True
         FakeLearner.made.append(self)
 
     @staticmethod

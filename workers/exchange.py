@@ -52,7 +52,8 @@ DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
-PREFETCHED_SHARDS = 2
+PREFETCHED_SHARDS = 4
+"""Shards held by a learner, the one it reads included."""
 SLOW_PULL_S = 60.0
 
 
@@ -65,7 +66,7 @@ class Shared:
     """Newest global of each fragment not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     state: RunState | None = None
-    shards: "queue.SimpleQueue[ClaimedShard | Exception]" = field(default_factory=queue.SimpleQueue)
+    shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
     # written by the training side
     shard_position: tuple[str, int] | None = None
     """Entry id of the shard in hand and blocks of it already read."""
@@ -132,6 +133,7 @@ class Exchange:
         self._headers: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
         self._uploads: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
         self._unsent = 0
+        self._left = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._finished_shards: list[str] = []
@@ -227,9 +229,10 @@ class Exchange:
                 await self._settle_shards()
         except TimeoutError:
             flushed = False
+        self._left = flushed  # what is reported from now on must not take it back
         with suppress(TimeoutError, BusError):
             async with asyncio.timeout(max(2.0, deadline_s / 4)):
-                await self._bus.write_report(self._report_now(flushed))
+                await self._bus.write_report(self._report_now(self._left))
                 left = Event(name="learner_left", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
                 await self._bus.add_event(left)
         self._log.info("learner_left", unsent=self._unsent)
@@ -368,7 +371,7 @@ class Exchange:
         while True:
             self._report_wake.clear()
             position = self.shared.shard_position
-            self.shared.state = await self._bus.write_report(self._report_now(False))
+            self.shared.state = await self._bus.write_report(self._report_now(self._left))
             if position is not None:
                 await self._bus.save_position(*position)
             await asyncio.sleep(LEAST_REPORT_S)

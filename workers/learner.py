@@ -14,6 +14,8 @@ inner optimizer's moments are kept across adoptions (paper, learner).
 
 import asyncio
 import os
+import queue
+import random
 import secrets
 import socket
 import threading
@@ -39,6 +41,7 @@ from pipeline.settings import SyncSettings
 from .exchange import Exchange
 from .parameters import FragmentParameters, tensor_table
 from .rounds import Publication, Rounds
+from .shards import read_blocks
 
 STEPS_KEPT = 4096
 """Step times the median is taken over."""
@@ -84,6 +87,8 @@ class Learner:
         self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
         self.device = next(model.parameters()).device
+        self.left_in_order = False
+        """After leaving: everything unpublished got away in time."""
         self._url, self._run, self._leave_s = url, run, leave_s
         self._sync, self._trainer = sync, dict(trainer or {})
         self._spec: Spec | None = None
@@ -159,17 +164,19 @@ class Learner:
         assert exchange is not None and loop is not None  # noqa: S101, PT018
         exchange.shared.shards_wanted = (total, per_shard)
         loop.call_soon_threadsafe(exchange.want_shards)
-        while True:
-            began = time.perf_counter()
-            claimed = exchange.shared.shards.get()
-            self._blocked_s += time.perf_counter() - began
-            if isinstance(claimed, Exception):
-                raise claimed
-            for at in range(claimed.shard.start + claimed.position, claimed.shard.stop):
-                yield claimed.shard.epoch, at
-                exchange.shared.shard_position = (claimed.entry_id, at + 1 - claimed.shard.start)
-            exchange.shared.shard_position = None
-            loop.call_soon_threadsafe(exchange.finish_shard, claimed.entry_id)
+        while True:  # before the first step: still part of joining
+            try:
+                first = exchange.shared.shards.get(timeout=0.5)
+                break
+            except queue.Empty:
+                self._check()
+        if self._rounds is not None and not self._rounds.steps:
+            self._began = self._returned = time.perf_counter()
+
+        def finished(entry_id: str) -> None:
+            loop.call_soon_threadsafe(exchange.finish_shard, entry_id)
+
+        yield from read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
@@ -214,7 +221,7 @@ class Learner:
         self.close()
 
     def close(self) -> None:
-        """Publish what is unpublished, flush it within `leave_s`, leave the run."""
+        """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`."""
         loop, exchange, thread = self._loop, self._exchange, self._thread
         if thread is None or loop is None or exchange is None or self._rounds is None:
             return
@@ -222,7 +229,8 @@ class Learner:
         if self._failure is None and thread.is_alive():
             self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
-            if not leaving.result():
+            self.left_in_order = leaving.result()
+            if not self.left_in_order:
                 structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
             assert self._ended is not None  # noqa: S101  # set with the loop
             loop.call_soon_threadsafe(self._ended.set)
@@ -262,8 +270,6 @@ class Learner:
                 runner.run(self._exchange_main(spec))
         except BaseException as error:  # shown to the training thread at its next call
             self._failure = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-            if self._exchange is not None:
-                self._exchange.shared.shards.put(RuntimeError(f"the exchange thread ended: {error}"))
         finally:
             self._joined.set()
 

@@ -130,4 +130,4 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
             if settings.pace:
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if stop.asked else "run finished")
-    return 0
+    return 0 if learner.left_in_order else 1
