@@ -52,6 +52,8 @@ class SyncerService:
         self.nonce = secrets.token_hex(8)
         self.owners: list[FragmentOwner] = []
         self.spec: Spec | None = None
+        self.in_order = True
+        """False once a shutdown took longer than its budget."""
         self._offload = offload
         self._watch: RunWatch | None = None
         self._finished = asyncio.Event()
@@ -63,7 +65,7 @@ class SyncerService:
         """The run's status (`pipeline.status`)."""
         if self.spec is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
-        return await read_status(self.bus, self.clock)
+        return await read_status(self.bus, self.clock, self.settings.liveness_s)
 
     def ready(self) -> tuple[bool, str]:
         """Whether merges can happen here, and why not."""
@@ -114,10 +116,15 @@ class SyncerService:
         serving = [asyncio.create_task(owner.run()) for owner in self.owners]
         try:
             await self._until_ended(stop, [*tasks, *serving])
-            await self._end(serving, watch)
-            await _cancel(tasks)
-            if archive:
-                await archive.finish()
+            async with asyncio.timeout(self.settings.shutdown_s if stop.is_set() else None):
+                await self._let_go(serving, watch)
+                await _cancel(tasks)
+                await self._retrying(self._conclude)
+                if archive:
+                    await self._retrying(archive.finish)
+        except TimeoutError:
+            self._log.error("shutdown_overrun", after_s=self.settings.shutdown_s, safe="all committed versions")
+            self.in_order = False
         finally:
             await _cancel([*tasks, *serving])
             with suppress(BusError):
@@ -131,16 +138,18 @@ class SyncerService:
         for task in done:
             task.result()  # a background task ends only by an error
 
-    async def _end(self, serving: list[asyncio.Task[None]], watch: RunWatch) -> None:
-        """Let merges in hand be committed; if the run is over, refuse the rest and write the manifest."""
+    async def _let_go(self, serving: list[asyncio.Task[None]], watch: RunWatch) -> None:
+        """Let merges in hand be committed, and no more begin; if the run is over, the rest is refused."""
         watch.frozen = True
         watch.finishing = self._finished.is_set()
         for owner in self.owners:
             owner.wake.set()
-        _, hanging = await asyncio.wait(serving, timeout=self.settings.shutdown_s)
-        if hanging:
-            self._log.error("shutdown_overrun", fragments=len(hanging), safe="all committed versions")
-        await _cancel(list(hanging))
+        await asyncio.wait(serving)
+
+    async def _conclude(self) -> None:
+        """Write the manifest if the run is over, and the last checkpoint."""
+        watch = self._watch
+        assert watch is not None  # noqa: S101  # set by run
         heads = await self.bus.read_heads(range(len(self.owners)))
         complete = [head for head in heads if head is not None]
         state = await self.bus.read_state()
@@ -341,7 +350,7 @@ async def _cancel(tasks: list[asyncio.Task[Any]] | list[asyncio.Future[Any]]) ->
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def serve(settings: SyncerProcess) -> None:
+async def serve(settings: SyncerProcess) -> int:
     """Run a syncer against a real Redis until the run is finished or a signal comes."""
     from pipeline.lifecycle import stop_event
     from pipeline.redis_streams import connect
@@ -358,13 +367,14 @@ async def serve(settings: SyncerProcess) -> None:
         except BusUnavailable as error:
             log.warning("bus_unavailable", error=str(error), retry_s=1.0)
             if stop.is_set():
-                return
+                return 0
             await asyncio.sleep(1.0)
     metrics = Metrics()
     service = SyncerService(bus, clock, settings, metrics)
     http = await start_http(service.status, service.ready, metrics.registry, settings.http_host, settings.http_port)
     try:
         await service.run(stop)
+        return 0 if service.in_order else 1
     finally:
         await http.cleanup()
         await bus.close()
@@ -377,8 +387,7 @@ def main(settings: SyncerProcess) -> int:
     logs.configure(settings.log_level)
     try:
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            runner.run(serve(settings))
+            return runner.run(serve(settings))
     except DilocoError as error:
         structlog.get_logger().error("syncer_failed", error=str(error))
         return 1
-    return 0

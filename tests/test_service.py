@@ -262,6 +262,31 @@ def test_a_slow_end_is_still_an_end() -> None:
     run_virtual(main())
 
 
+def test_a_shutdown_that_overruns_its_budget_says_so_and_ends() -> None:
+    """What is committed is safe; the process does not hang, and its exit status shows it."""
+
+    async def main() -> None:
+        world = VirtualRun(shutdown_s=3.0)
+        service = world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        read_heads = service.bus.read_heads
+
+        async def never(fragments: Sequence[int]) -> list[Head | None]:
+            await asyncio.sleep(3600.0)
+            return await read_heads(fragments)
+
+        service.bus.read_heads = never  # type: ignore[method-assign]
+        world.stop.set()
+        assert world.syncer is not None
+        async with asyncio.timeout(5.0):
+            await world.syncer
+        assert not service.in_order
+        await learner.kill()
+
+    run_virtual(main())
+
+
 def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
 
