@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ from pipeline.settings import ENV_PREFIX
 LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 
 TAIL_LINES = 20
+
+PROGRAM = Path(__file__).resolve().parents[1]
+"""Folder that holds this program's packages: a source tree, or where packages are installed."""
 
 
 class ChildDied(DilocoError):
@@ -55,6 +59,8 @@ def environment(threads: int, redis_url: str | None) -> dict[str, str]:
     kept |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", LAUNCHER_PID: str(os.getpid())}
     if redis_url is not None:
         kept[f"{ENV_PREFIX}REDIS_URL"] = redis_url
+    if str(PROGRAM) != sysconfig.get_path("purelib"):  # what is installed, a child finds by itself
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROGRAM), kept.get("PYTHONPATH"))))
     return kept
 
 
@@ -78,7 +84,8 @@ class Child:
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "diloco", *self.arguments],
+                # -P: a file of the user's in the current folder must not stand in for a module of ours.
+                [sys.executable, "-P", "-m", "diloco", *self.arguments],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

