@@ -4,6 +4,7 @@ Pure: bytes in, messages out, and the checks that need no server.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from .codec import decode, encode
 from .errors import BadMessage, BusError
@@ -108,14 +109,13 @@ def decode_count(what: str, blob: bytes | None) -> int:
 
 
 def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> list[SeenReport]:
-    """Stored reports with their ages, by name."""
-    return [
-        SeenReport(
-            report=decode(LearnerReport, blob),
-            age_s=max(0, now_ms - decode_count("report time", seen.get(name))) / 1000,
-        )
-        for name, blob in sorted(reports.items())
-    ]
+    """Stored reports with their ages, by name; one that cannot be read is as good as none."""
+    found = []
+    for name, blob in sorted(reports.items()):
+        with suppress(BadMessage):
+            age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
+            found.append(SeenReport(report=decode(LearnerReport, blob), age_s=age_s))
+    return found
 
 
 def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:

@@ -25,6 +25,8 @@ Array = npt.NDArray[Any]
 
 ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""
+LEAST_RMS = 0.01
+"""Values smaller than this on the average are taken for this large when no median is known."""
 NORMS_KEPT = 64
 NORMS_NEEDED = 8
 """Fewer accepted norms than this give no median to judge by."""
@@ -86,9 +88,12 @@ class FragmentState:
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
         if len(self._norms) >= NORMS_NEEDED:
-            usual = median(self._norms)
-            if delta.norm > ABSURD_NORM_FACTOR * usual > 0:
-                return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}, the running median is {usual:.3g}"
+            usual, of = median(self._norms), "the running median"
+        else:  # too little is known: nothing may move the values by many times their own size
+            floor = LEAST_RMS * np.sqrt(self.layout.elements)
+            usual, of = max(float(np.linalg.norm(self.theta)), floor), "the fragment's own norm"
+        if delta.norm > ABSURD_NORM_FACTOR * usual > 0:
+            return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}, {of} is {usual:.3g}"
         return delta
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase]) -> Merged:

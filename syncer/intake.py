@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from pipeline.errors import BadPayload, BusFull, BusUnavailable
+from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import RefusalReason, SyncSpec
 from pipeline.payloads import follow
@@ -26,6 +26,7 @@ FIRST_UPLOAD_S = 30.0
 """Upload deadline before any upload was measured."""
 LEAST_UPLOAD_S = 1.0
 """Room for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
+RETRY_S = 0.2
 UPLOAD_FACTOR = 4.0
 """The upload deadline is this many times the smoothed upload time."""
 
@@ -39,6 +40,7 @@ class Intake:
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
         self._wake, self._offload = wake, offload
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._began: dict[str, float] = {}
         self._upload = Ema()
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
@@ -54,6 +56,7 @@ class Intake:
         """Begin the downloads that have not begun yet."""
         for offer in offers:
             if offer.entry_id not in self._tasks and offer.entry_id not in self.deltas:
+                self._began[offer.entry_id] = self._clock.now()
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
     def take(self) -> tuple[Offer, Outcome]:
@@ -64,11 +67,18 @@ class Intake:
             self.deltas[offer.entry_id] = outcome
         return offer, outcome
 
+    def timed_out(self, entries: Iterable[str]) -> None:
+        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
+        for entry_id in entries:
+            if entry_id in self._tasks:
+                self._upload.observe(self._clock.now() - self._began[entry_id])
+
     def forget(self, entries: Iterable[str]) -> None:
         """These were merged or refused."""
         for entry_id in entries:
             if task := self._tasks.pop(entry_id, None):
                 task.cancel()
+            self._began.pop(entry_id, None)
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
@@ -78,6 +88,7 @@ class Intake:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._began.clear()
         self.deltas.clear()
         self.outcomes.clear()
 
@@ -85,13 +96,16 @@ class Intake:
         h, sync, began = offer.header, self._sync, self._clock.now()
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.base_version, h.attempt)
         outcome: Outcome
-        try:
-            reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes)
-            outcome = await self._offload(judge, offer, reader.array())
-            self._upload.observe(self._clock.now() - began)
-        except BadPayload as error:
-            outcome = RefusalReason.BAD_PAYLOAD, str(error)
-        except (BusUnavailable, BusFull):
-            return  # the owner's reader meets the same, and everything is rebuilt
+        while True:
+            try:
+                reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes)
+                outcome = await self._offload(judge, offer, reader.array())
+                self._upload.observe(self._clock.now() - began)
+                break
+            except BadPayload as error:
+                outcome = RefusalReason.BAD_PAYLOAD, str(error)
+                break
+            except BusError:
+                await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()

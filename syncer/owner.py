@@ -187,7 +187,7 @@ class FragmentOwner:
     def _new_window(self, head: Head) -> Window:
         sync = self._spec.sync
         chunks = codec.chunk_count(self._layout.elements, sync.codec, sync.chunk_bytes)
-        return Window.at(head, self._layout_digest, sync.codec, chunks)
+        return Window.at(head, self._layout_digest, sync.codec, chunks, self._clock.now())
 
     async def _pull(self, key: str) -> codec.PayloadReader:
         return await pull(self._bus, key, self._layout.elements, "fp32", self._spec.sync.chunk_bytes)
@@ -258,6 +258,7 @@ class FragmentOwner:
         await self._bus.refuse(self._p, Refusal(self._nonce, (offer.entry_id,), payloads, (record,), lost))
 
     async def _drop(self, dropped: tuple[Offer, ...], detail: str) -> None:
+        self._intake.timed_out(offer.entry_id for offer in dropped)
         for offer in dropped:
             await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
 

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -32,6 +33,8 @@ from .watch import RunWatch
 
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""
+TAPE_KEPT_S = 600.0
+"""How much of the tape stays on the bus where nobody archives it."""
 RESERVE_BYTES = 32 * 2**20
 """Memory on the bus for everything that is not a payload."""
 
@@ -87,7 +90,7 @@ class SyncerService:
             return
         layout = layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
-        await self._check_memory(layout)
+        await self._retrying(partial(self._check_memory, layout))
         self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s)
         self.owners = [
             FragmentOwner(
@@ -108,8 +111,7 @@ class SyncerService:
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir) if self.settings.tape_dir else None
         background = [self._retrying(self._keep_leases), self._retrying(self._keep_watch)]
-        if archive:
-            background.append(self._retrying(archive.follow))
+        background.append(self._retrying(archive.follow if archive else self._keep_tape_short))
         if self.settings.checkpoint_dir and self.settings.checkpoint_every:
             background.append(self._retrying(self._keep_checkpoints))
         tasks = [asyncio.create_task(work) for work in background]
@@ -161,7 +163,11 @@ class SyncerService:
             await self.bus.write_state(finished)
             self._log.info("run_finished", tokens=finished.tokens, outer_steps=sum(h.version for h in complete))
         if self.settings.checkpoint_dir and len(complete) == len(self.owners):
-            await self._checkpoint()
+            try:
+                await self._checkpoint()
+            except OSError as error:
+                self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+                self.in_order = False
 
     async def _until(self, stop: asyncio.Event, work: Any) -> Any:
         """Result of `work`, or None if `stop` came first."""
@@ -179,7 +185,7 @@ class SyncerService:
             try:
                 await work()
                 return
-            except (BusError, PeerError) as error:
+            except (BusError, PeerError, OSError) as error:
                 self.metrics.bus_errors.inc()
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
@@ -336,7 +342,18 @@ class SyncerService:
     async def _keep_checkpoints(self) -> None:
         while True:
             await asyncio.sleep(self.settings.checkpoint_every)
-            await self._checkpoint()
+            try:
+                await self._checkpoint()
+            except (UsageError, OSError) as error:  # not all fragments are there yet, or the disk is full
+                self._log.error("checkpoint_failed", error=str(error))
+
+    async def _keep_tape_short(self) -> None:
+        """Without an archive the tape is for waking only: what is old goes."""
+        while True:
+            await asyncio.sleep(TAPE_KEPT_S / 10)
+            for group, end in (await self.bus.tape_end()).items():
+                newest_ms = int(end.partition("-")[0])
+                await self.bus.trim_tape(group, f"{max(0, newest_ms - int(TAPE_KEPT_S * 1000))}-0")
 
     async def _checkpoint(self) -> None:
         assert self.spec is not None and self.settings.checkpoint_dir is not None  # noqa: S101, PT018

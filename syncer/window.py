@@ -13,6 +13,7 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 | COLLECTING or GRACE | decide | all expected in, or the grace is over | UPLOADING, M_t fixed | Wait(upload deadline) |
 | UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
+| COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
 | UPLOADING or MERGING | offer | valid | unchanged | late: for the next window |
 | any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
 
@@ -148,9 +149,9 @@ class Window:
     _merge: Merge | None = None
 
     @classmethod
-    def at(cls, head: Head, layout: bytes, codec: str, chunks: int) -> "Window":
-        """An idle window on a head."""
-        return cls(
+    def at(cls, head: Head, layout: bytes, codec: str, chunks: int, now: float) -> "Window":
+        """A window on a head: idle, or open if the head's was (its former owner is gone, its learners wait)."""
+        window = cls(
             version=head.version,
             digest=head.digest,
             previous_digest=head.previous_digest,
@@ -160,6 +161,9 @@ class Window:
             merged={(m.learner, m.incarnation): m for m in head.merged},
             attempt=head.window.attempt,
         )
+        if head.window.state != "idle":
+            window._open(now)
+        return window
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -230,6 +234,8 @@ class Window:
             self._open(now)
         count, missing = len(self._members), given.expected - self.refused - self._members.keys()
         if self.state is State.COLLECTING:
+            if count < given.quorum and self.refused:
+                return self._reopen((), f"{count} of quorum {given.quorum} left after a refusal")
             if count < given.quorum:
                 return Wait(None, f"{count} of quorum {given.quorum} in, {given.live} live")
             self.quorum_at = now

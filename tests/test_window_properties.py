@@ -50,7 +50,7 @@ class WindowMachine(RuleBasedStateMachine):
             merged=tuple(self.record.values()),
             window=samples.IDLE.model_copy(update={"attempt": attempt}),
         )
-        return Window.at(head, LAYOUT, "fp32", 3)
+        return Window.at(head, LAYOUT, "fp32", 3, self.now)
 
     # --- what the owner does with the answers ----------------------------------------------------------
 

@@ -91,6 +91,9 @@ class VirtualLearner:
                 await asyncio.sleep(self.step_s)
                 self.train()
                 self.adopt()
+                if self.exchange.shared.republish:
+                    self.exchange.shared.republish = False
+                    self.rounds.republish()
                 for publication in self.rounds.publications(self.exchange.shared.windows):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusError, PeerError, SpecMismatch
+from pipeline.errors import BadPayload, BusError, PayloadIncomplete, PeerError, SpecMismatch, UsageError
 from pipeline.fragments import Layout
 from pipeline.messages import (
     ClaimedShard,
@@ -66,6 +66,8 @@ class Shared:
     """Newest global of each fragment not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     state: RunState | None = None
+    republish: bool = False
+    """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
     # written by the training side
     shard_position: tuple[str, int] | None = None
@@ -132,6 +134,8 @@ class Exchange:
         self._pull_wake, self._report_wake, self._shard_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._headers: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
         self._uploads: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
+        self._newest: dict[int, tuple[int, int]] = {}
+        """(base version, attempt) of the last delta of each fragment."""
         self._unsent = 0
         self._left = False
         self._idle = asyncio.Event()
@@ -180,6 +184,9 @@ class Exchange:
         assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
         self._log.info("initial_upload_started", fragments=len(heads))
         chunks = []
+        for p in range(len(heads)):
+            if not np.isfinite(initial(p)).all():
+                raise UsageError("the model's initial parameters are not finite: check its initialisation")
         with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
             for p in range(len(heads)):
                 key = self._bus.keys.initial_payload(p, self._incarnation)
@@ -204,6 +211,8 @@ class Exchange:
         may wait for a device.
         """
         for item in publications:
+            base = item[0].base
+            self._newest[base.fragment] = (base.version, item[0].attempt)
             self._unsent += 1
             self._idle.clear()
             self._headers.put_nowait(item)
@@ -227,7 +236,7 @@ class Exchange:
             async with asyncio.timeout(deadline_s):
                 await self._idle.wait()
                 await self._settle_shards()
-        except TimeoutError:
+        except (TimeoutError, BusError):
             flushed = False
         self._left = flushed  # what is reported from now on must not take it back
         with suppress(TimeoutError, BusError):
@@ -245,6 +254,7 @@ class Exchange:
             try:
                 await work()
             except (BusError, PeerError) as error:
+                self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
                 if self._clock.now() - began > BACKOFF_S[1]:
                     delay = BACKOFF_S[0]
                 self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
@@ -292,7 +302,11 @@ class Exchange:
             self._pull_wake.clear()
             while self._wanted:
                 p = min(self._wanted)
-                if not await self._pull(self._wanted.pop(p)):
+                head = self._wanted[p]
+                pulled = await self._pull(head)
+                if self._wanted.get(p) is head:
+                    del self._wanted[p]
+                if not pulled:
                     await self._look([p])
             await self._pull_wake.wait()
 
@@ -355,15 +369,37 @@ class Exchange:
         while True:
             publication, values = await self._uploads.get()
             base = publication.base
-            delta = await self._offload(_encode, base.values, values, sync.codec)
-            key = self._bus.keys.delta_payload(
-                base.fragment, self._id, self._incarnation, base.version, publication.attempt
-            )
-            await self._retry(push, self._bus, key, delta, sync.chunk_bytes, DELTA_TTL_S)
-            self._log.debug("delta_published", fragment=base.fragment, base=base.version, tokens=publication.tokens)
+            if self._wants(publication):
+                delta = await self._offload(_encode, base.values, values, sync.codec)
+                key = self._bus.keys.delta_payload(
+                    base.fragment, self._id, self._incarnation, base.version, publication.attempt
+                )
+                await self._push_while_wanted(publication, key, delta)
             self._unsent -= 1
             if not self._unsent:
                 self._idle.set()
+
+    def _wants(self, publication: Publication) -> bool:
+        """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
+        p, base = publication.base.fragment, publication.base.version
+        newest_base, newest_attempt = self._newest[p]
+        outdone = newest_base == base and newest_attempt > publication.attempt
+        return self._latest[p][0] - 1 <= base <= self._latest[p][0] and not outdone
+
+    async def _push_while_wanted(self, publication: Publication, key: str, delta: npt.NDArray[Any]) -> None:
+        assert self._spec is not None  # noqa: S101  # set by join
+        delay, base = BACKOFF_S[0], publication.base
+        while self._wants(publication):
+            try:
+                await push(self._bus, key, delta, self._spec.sync.chunk_bytes, DELTA_TTL_S)
+                self._log.debug("delta_published", fragment=base.fragment, base=base.version, tokens=publication.tokens)
+                return
+            except PayloadIncomplete:
+                return  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
+            except BusError as error:
+                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, BACKOFF_S[1])
 
     # --- reports ------------------------------------------------------------------------------------------
 
@@ -398,8 +434,12 @@ class Exchange:
 
     async def _settle_shards(self) -> None:
         while self._finished_shards:
-            await self._bus.finish_shard(self._finished_shards[0])
-            self._finished_shards.pop(0)
+            entry_id = self._finished_shards.pop(0)
+            try:
+                await self._bus.finish_shard(entry_id)
+            except BaseException:
+                self._finished_shards.insert(0, entry_id)
+                raise
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
         epoch = await self._bus.count_epochs()

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -124,6 +125,9 @@ class Learner:
         self._step_s = took if first else SMOOTHING * self._step_s + (1 - SMOOTHING) * took
         rounds.trained(tokens)
         adopted = self._adopt()
+        if exchange.shared.republish:
+            exchange.shared.republish = False
+            rounds.republish()
         self._hand_over(rounds.publications(exchange.shared.windows), adopted)
         if loss is not None:
             self._loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
@@ -276,7 +280,8 @@ class Learner:
     async def _exchange_main(self, spec: Spec) -> None:
         if hasattr(os, "SCHED_BATCH"):
             # A wake-up of this thread must not take the core from the training thread that caused it.
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+            with suppress(OSError):  # where that is not allowed, it only costs a little
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
         parameters = self._parameters
         assert parameters is not None  # noqa: S101  # set before the thread starts
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()

@@ -57,6 +57,10 @@ class _Counters:
     tokens: int = 0
     published_tokens: int = 0
     published_attempt: int | None = None
+    window_attempt: int = 0
+    """The window's attempt when this learner last published into it."""
+    again: bool = False
+    """The delta on this base may be lost: publish it with the next attempt."""
     rounds: int = 0
 
 
@@ -87,6 +91,16 @@ class Rounds:
         counters.base = base
         counters.steps = counters.tokens = counters.published_tokens = 0
         counters.published_attempt = None
+        counters.window_attempt = 0
+        counters.again = False
+
+    def republish(self) -> None:
+        """The bus was away and may have lost what it had acknowledged: offer every delta once more.
+
+        One that did arrive is refused as a duplicate, which costs its upload and nothing else.
+        """
+        for counters in self._fragments:
+            counters.again = counters.published_attempt is not None
 
     def trained(self, tokens: int) -> None:
         """One inner step of the whole model is done."""
@@ -105,11 +119,12 @@ class Rounds:
             if window is not None and window.version != counters.base.version:
                 window = None
             due = counters.steps >= self._due_after(counters)
+            reopened = window is not None and window.attempt > counters.window_attempt and not window.member
             if counters.published_attempt is None:
                 if due or (window is not None and not window.member):
-                    yield self._publish(counters, window.attempt if window else 0, due)
-            elif window is not None and window.attempt > counters.published_attempt and not window.member:
-                yield self._publish(counters, window.attempt, due)
+                    yield self._publish(counters, window, due)
+            elif counters.again or reopened:
+                yield self._publish(counters, window, due)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
@@ -121,7 +136,7 @@ class Rounds:
             if counters.base is not None and counters.steps > 0 and counters.published_attempt is None:
                 window = windows.get(p)
                 same = window is not None and window.version == counters.base.version
-                yield self._publish(counters, window.attempt if window and same else 0, due)
+                yield self._publish(counters, window if same else None, due)
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
 
@@ -133,8 +148,11 @@ class Rounds:
         return counters.first_due if counters.base.version == 0 else self._interval + counters.first_due
 
     @staticmethod
-    def _publish(counters: _Counters, attempt: int, due: bool) -> Publication:
+    def _publish(counters: _Counters, window: OpenWindow | None, due: bool) -> Publication:
         assert counters.base is not None  # noqa: S101  # checked by the callers
-        counters.published_attempt = attempt
+        counters.window_attempt = window.attempt if window else 0
+        next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
+        attempt = max(counters.window_attempt, next_attempt)
+        counters.published_attempt, counters.again = attempt, False
         counters.published_tokens = counters.tokens
         return Publication(counters.base, attempt, counters.steps, counters.tokens, due)

@@ -1,0 +1,257 @@
+"""Faults on the way between learners, bus and syncer, in virtual time: each really happens, and the run goes on."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import BusUnavailable
+from pipeline.messages import Committed, Phase, RefusalReason, Rejected
+from pipeline.payloads import pull
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_time import run_virtual
+
+
+async def rises(world: VirtualRun, within_s: float, by: int = 2) -> bool:
+    """Whether every fragment goes on."""
+    before = await world.versions()
+    await asyncio.sleep(within_s)
+    return all(after >= was + by for after, was in zip(await world.versions(), before, strict=True))
+
+
+def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() -> None:
+    """Uploads that take longer than any before lengthen the deadline instead of being refused for ever."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(3)
+        slowed = 0
+        for learner in learners:
+            write = learner.exchange._bus.write_chunks
+
+            async def slowly(key: str, *more: Any, write: Any = write) -> None:
+                nonlocal slowed
+                slowed += 1
+                await asyncio.sleep(1.5)
+                await write(key, *more)
+
+            learner.exchange._bus.write_chunks = slowly  # type: ignore[method-assign]
+        await asyncio.sleep(30.0)
+        assert slowed > 4
+        assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
+        assert await rises(world, 30.0)
+        assert max(learner.exchange._uploads.qsize() for learner in learners) <= 4
+        for party in learners:
+            await party.kill()
+
+    run_virtual(main())
+
+
+def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it() -> None:
+    """K = 2 of 2: one delta with a NaN does not freeze its fragment."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        learners[0].values[0][0] = np.nan
+        await asyncio.sleep(1.0)
+        assert any(isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE for r in await world.tape())
+        learners[0].values[0][0] = 0.5
+        assert await rises(world, 4.0)
+        for party in learners:
+            await party.kill()
+
+    run_virtual(main())
+
+
+def disconnect(learner: VirtualLearner) -> None:
+    """Its next read of the tape fails, as when the server is restarted."""
+    bus, failed = learner.exchange._bus, []
+    read = bus.read_tape
+
+    async def once(*args: Any, **more: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise BusUnavailable("the server went away")
+        return await read(*args, **more)
+
+    bus.read_tape = once  # type: ignore[method-assign]
+
+
+def test_headers_lost_with_the_bus_are_offered_again() -> None:
+    """The bus comes back without headers it had acknowledged; nobody is due again, and yet it goes on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        for learner in learners:
+            write = learner.exchange._bus.write_chunks
+
+            async def slowly(*args: Any, write: Any = write) -> None:
+                await asyncio.sleep(0.4)
+                await write(*args)
+
+            learner.exchange._bus.write_chunks = slowly  # type: ignore[method-assign]
+        headers = world.store.stream(world.bus.keys.deltas(0))
+        saved = world.store.snapshot()
+        async with asyncio.timeout(30):
+            while len(headers.ids) < 2:
+                if not headers.ids:
+                    saved = world.store.snapshot()
+                await asyncio.sleep(0.001)
+        assert world.syncer is not None
+        world.syncer.cancel()  # its memory would save the day: what the learners do is what is tested
+        await asyncio.gather(world.syncer, return_exceptions=True)
+        world.store.restart(saved)
+        for learner in learners:
+            disconnect(learner)
+        world.start_syncer()
+        assert await rises(world, 16.0)
+        for party in learners:
+            await party.kill()
+
+    run_virtual(main())
+
+
+def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
+    """Heads go back, learners adopt the lower ones, and versions rise from there."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(3)
+        saved, before = world.store.snapshot(), await world.versions()
+        await asyncio.sleep(1.0)
+        assert await world.versions() > before
+        world.store.restart(saved)
+        await asyncio.sleep(0.5)
+        assert await rises(world, 4.0)
+        heads = await world.heads()
+        for learner in learners:
+            assert all(abs(v - h.version) <= 1 for v, h in zip(learner.rounds.versions, heads, strict=True))
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> None:
+    """Garbage in the table of reports is as good as no report."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(1)
+        world.store.hset(world.bus.keys.learners, {"strange/0": b"\xc1"})
+        await world.finish(learner)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+
+    run_virtual(main())
+
+
+def test_a_huge_delta_is_refused_even_before_any_was_merged() -> None:
+    """One of the size of float32's largest numbers does not reach the global."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(codec="fp32", tokens=10**9))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(0)
+        learner.train = lambda: (learner.values[0].fill(3e38), learner.rounds.trained(10))  # type: ignore[assignment, func-returns-value]
+        await asyncio.sleep(3.0)
+        reasons = [r.reason for r in await world.tape() if isinstance(r, Rejected)]
+        assert RefusalReason.ABSURD_NORM in reasons or RefusalReason.NON_FINITE in reasons
+        for head, fragment in zip(await world.heads(), learner.exchange._fragments, strict=True):
+            values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
+            assert np.all(np.abs(values) < 10)
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_pull_that_failed_is_made_again() -> None:
+    """One lost read does not leave the only learner on an old version."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        read, failed = learner.exchange._bus.read_chunks, []
+
+        async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
+            if not failed:
+                failed.append(True)
+                raise BusUnavailable("one read was lost")
+            return await read(*args, **more)
+
+        learner.exchange._bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(1.0)
+        assert failed
+        assert await rises(world, 4.0)
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
+    """No exception reaches the user's program; the leave is not called orderly."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+
+        async def away(*_: Any) -> Any:
+            raise BusUnavailable("gone")
+
+        for name in ("write_report", "finish_shard", "offer", "add_event"):
+            setattr(learner.exchange._bus, name, away)
+        learner.exchange.finish_shard("1-0")
+        async with asyncio.timeout(30):
+            assert not await learner.exchange.leave(3.0)
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_no_base_is_merged_twice_whatever_happens() -> None:
+    """Restarts of the bus and a syncer that is replaced, over and over: the surviving tape has each base once."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(1)
+        for round_ in range(6):
+            await asyncio.sleep(1.3)
+            world.store.restart(world.store.snapshot())
+            if round_ % 2:
+                assert world.syncer is not None
+                world.syncer.cancel()
+                await asyncio.gather(world.syncer, return_exceptions=True)
+                world.start_syncer()
+        assert await rises(world, 10.0)
+        merged = [
+            (r.fragment, c.learner, c.incarnation, c.base_version)
+            for r in await world.tape()
+            if isinstance(r, Committed)
+            for c in r.contributions
+        ]
+        assert len(merged) == len(set(merged))
+        for learner in learners:
+            assert learner.longest_step_s < 0.25
+            await learner.kill()
+
+    run_virtual(main())
