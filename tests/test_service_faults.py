@@ -56,13 +56,22 @@ def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it() -> None:
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
         world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        # The second comes half a second after the first: the refusal falls into the time before the quorum.
+        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.5 * i, f"{i:016x}").start() for i in range(2)]
         await world.until_version(2)
-        learners[0].values[0][0] = np.nan
-        await asyncio.sleep(1.0)
-        assert any(isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE for r in await world.tape())
+        train = learners[0].train
+
+        def poisoned() -> None:
+            train()
+            learners[0].values[0][0] = np.nan
+
+        learners[0].train = poisoned  # type: ignore[method-assign]
+        async with asyncio.timeout(30):
+            while not any(isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE for r in await world.tape()):
+                await asyncio.sleep(0.01)
+        learners[0].train = train  # type: ignore[method-assign]
         learners[0].values[0][0] = 0.5
-        assert await rises(world, 4.0)
+        assert await rises(world, 8.0)
         for party in learners:
             await party.kill()
 
