@@ -18,7 +18,7 @@ from pipeline.messages import Evaluation, LearnerReport
 from .display import Screen
 from .finish import conclude
 from .folder import Folder, plain
-from .launch import ChildDied, Children, environment, threads_for
+from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import RUN_FILE
 from .options import RunProcess
 from .report import Outcome
@@ -75,7 +75,9 @@ def _free_port() -> int:
         return port
 
 
-def _start(settings: RunProcess, folder: Folder, children: Children) -> None:
+def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
+    """Start all ranks; the Unix time before the first one."""
+    began_unix_s = time.time()
     threads = threads_for(settings.learners, settings.threads)
     environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
@@ -83,10 +85,17 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> None:
         arguments = ["rank", *shared, "--rank", str(number), "--out", str(folder.path)]
         children.start(f"learner-{number}", arguments, environ)
     folder.write_run(None, settings, children.pids())
+    return began_unix_s
 
 
-async def _supervise(settings: RunProcess, folder: Folder) -> bool:
-    """Until all ranks have ended; True if the user stopped them.
+def _failed(ranks: list[Child], stopped: bool) -> Child | None:
+    """A rank that ended with an error; ended by the signal that a stop sends it, it did not."""
+    harmless = (None, 0, -signal.SIGTERM) if stopped else (None, 0)
+    return next((rank for rank in ranks if rank.status not in harmless), None)
+
+
+async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]:
+    """Until all ranks have ended; the Unix time before they were started, and whether the user stopped them.
 
     Raises:
         ChildDied: one rank did, so that the others cannot go on.
@@ -96,11 +105,13 @@ async def _supervise(settings: RunProcess, folder: Folder) -> bool:
     lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
     stopped_s: float | None = None
     with Screen() as screen, Children(folder.logs) as children:
-        _start(settings, folder, children)
+        began_unix_s = _start(settings, folder, children)
         screen.note(f"output folder {folder.path}")
         ranks = children.named("learner-")
         while any(rank.alive for rank in ranks):
-            if failed := next((rank for rank in ranks if rank.status), None):
+            if stopped_s is not None and not all(rank.alive for rank in ranks) and not _progress(folder.path):
+                return began_unix_s, True  # one left before the first step: the others would wait for it in vain
+            if failed := _failed(ranks, stopped_s is not None):
                 raise ChildDied(failed.obituary())
             screen.show(baseline_status(folder.path, settings.tokens))
             if stop.is_set() and stopped_s is None:
@@ -111,16 +122,18 @@ async def _supervise(settings: RunProcess, folder: Folder) -> bool:
             if stopped_s is not None and time.monotonic() > stopped_s + STOP_S:
                 raise DilocoError(f"the ranks did not stop in {STOP_S:.0f} s")
             await asyncio.sleep(TICK_S)
-        if failed := next((rank for rank in ranks if rank.status), None):
+        if failed := _failed(ranks, stopped_s is not None):
             raise ChildDied(failed.obituary())
-    return stopped_s is not None
+    return began_unix_s, stopped_s is not None
 
 
-def _outcome(settings: RunProcess, folder: Folder, stopped: bool) -> Outcome:
-    """What the ranks left in the folder."""
-    result = json.loads((folder.path / "result.json").read_text())
-    lines, ended = _progress(folder.path), time.time()
-    started = ended - result["wall_s"]
+def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped: bool) -> Outcome | None:
+    """What the ranks left in the folder; None if they were stopped before the first step."""
+    path = folder.path / "result.json"
+    if stopped and not path.is_file():
+        return None
+    result = json.loads(path.read_text())
+    lines, started = _progress(folder.path), result["started_unix_s"]
     measured = [line for line in lines if line["val_loss"] is not None]
     reports = [
         LearnerReport(
@@ -138,7 +151,7 @@ def _outcome(settings: RunProcess, folder: Folder, stopped: bool) -> Outcome:
             wall_s=result["wall_s"],
             left=True,
             host="",
-            device=settings.device,
+            device=result["device"],
         )
         for row in result["learners"]
     ]
@@ -159,7 +172,7 @@ def _outcome(settings: RunProcess, folder: Folder, stopped: bool) -> Outcome:
         settings=plain(settings),
         run=settings.run,
         stopped=stopped,
-        wall_s=result["wall_s"],
+        wall_s=started + result["wall_s"] - began_unix_s,
         outer_steps=0,
         started_unix_s=started,
         reports=reports,
@@ -175,8 +188,12 @@ def run_baseline(settings: RunProcess, folder: Folder) -> int:
         DilocoError: a rank died.
     """
     try:
-        stopped = asyncio.run(_supervise(settings, folder))
+        began_unix_s, stopped = asyncio.run(_supervise(settings, folder))
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
-    conclude(_outcome(settings, folder, stopped), settings, folder)
+    outcome = _outcome(settings, folder, began_unix_s, stopped)
+    if outcome is None:
+        print("stopped before the first step: there is nothing to save")
+        return 0
+    conclude(outcome, settings, folder)
     return 0

@@ -14,7 +14,7 @@ import typer
 
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
-from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess
+from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
 from .options import CHOSEN_BY_LAUNCHER, RunProcess, takes
 
@@ -122,9 +122,9 @@ def evaluator(settings: EvaluatorProcess) -> None:
 
 
 @app.command("rank", hidden=True)
-@takes(LearnerProcess)
+@takes(RankProcess)
 def rank(
-    settings: LearnerProcess,
+    settings: RankProcess,
     number: Annotated[int, typer.Option("--rank")],
     learners: Annotated[int, typer.Option("--learners")],
     out: Annotated[Path, typer.Option("--out")],

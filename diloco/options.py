@@ -52,7 +52,7 @@ class RunSettings(Settings):
     prompt: str = Field("def ", description="Start of the text that the trained model writes at the end")
     kill_learner: int | None = Field(None, ge=0, description="Demonstration: SIGKILL this learner (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
-    restart_at: float = Field(0.6, ge=0, le=1, description="Share of the budget at which it is started again")
+    restart_at: float = Field(0.6, ge=0, lt=1, description="Share of the budget at which it is started again")
 
 
 class RunProcess(
@@ -76,6 +76,10 @@ ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.mod
 """What a settings file may hold: it can serve all parties of a run."""
 
 
+NOT_OF_BASELINE = ("redis_url", "redis_port", "checkpoint_every", "groups")
+"""Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
+
+
 def check(settings: RunProcess) -> None:
     """Settings that only make sense together.
 
@@ -87,12 +91,24 @@ def check(settings: RunProcess) -> None:
             raise UsageError(
                 "--kill-learner needs --method diloco: the data-parallel baseline stops when a process dies"
             )
+        if settings.learners < 2:
+            raise UsageError("--kill-learner needs --learners 2 or more: it shows that the others go on")
         if settings.kill_learner >= settings.learners:
             raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
         if settings.restart_at <= settings.kill_at:
             raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
     if settings.resume is not None and settings.method != "diloco":
         raise UsageError("--resume needs --method diloco")
+    if settings.method != "diloco":
+        for name in NOT_OF_BASELINE:
+            if getattr(settings, name) != RunProcess.model_fields[name].default:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} needs --method diloco: the data-parallel baseline has no use for it")
+    elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
+        raise UsageError(
+            f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
+            "cannot join; give more --learners, a smaller --quorum, or --redis-port so that others can join"
+        )
     if settings.redis_url is not None and settings.redis_port is not None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
 

@@ -125,7 +125,9 @@ class LearnerSettings(Settings):
         None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this learner (default: host and pid)"
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:N or mps")
-    threads: int | None = Field(None, ge=1, description="Torch threads (default: cores // learners)")
+    threads: int | None = Field(
+        None, ge=1, description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)"
+    )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")
 
@@ -167,6 +169,13 @@ class EvaluatorProcess(BusSettings, EvaluatorSettings):
     """`diloco evaluator`."""
 
     threads: int = Field(1, ge=1, description="Torch threads")
+    data: str | None = Field(
+        None, description="Text file or folder, or 'stdlib': the run's text (default: where the run's spec says)"
+    )
+
+
+class RankProcess(LearnerProcess, EvaluatorSettings):
+    """One process of the data-parallel baseline."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -251,6 +260,6 @@ def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings]) -> S:
     if differing:
         raise SpecMismatch(
             "this party and the run disagree:\n" + "\n".join(differing) + "\n"
-            "Leave these settings out to follow the run, or choose another --run name for a new one."
+            "Leave these settings out to follow the run."
         )
     return settings.model_copy(update={name: spec[name] for name in names})

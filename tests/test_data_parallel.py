@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.settings import LearnerProcess, load
+from pipeline.settings import RankProcess, load
 from workers.baselines import data_parallel
 from workers.baselines.data_parallel import block_order, run_rank
 from workers.sample import load_model, sample
@@ -22,10 +22,10 @@ from workers.sample import load_model, sample
 RANK = """
 import sys
 from pathlib import Path
-from pipeline.settings import LearnerProcess, load
+from pipeline.settings import RankProcess, load
 from workers.baselines.data_parallel import run_rank
 told = dict(pair.split("=", 1) for pair in sys.argv[4:])
-sys.exit(run_rank(load(LearnerProcess, told), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+sys.exit(run_rank(load(RankProcess, told), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
 """
 
 
@@ -88,9 +88,30 @@ def test_two_ranks_are_one_with_twice_the_batch(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", free_port())
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
-    assert run_rank(load(LearnerProcess, told | {"batch": 8}), tmp_path, 1, 0) == 0
+    assert run_rank(load(RankProcess, told | {"batch": 8}), tmp_path, 1, 0) == 0
     losses = [json.loads((out / "result.json").read_text())["global_val_loss"] for out in (tmp_path, pair)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # without the mean: 17 % apart
+
+
+def test_evaluations_are_as_many_and_as_long_as_asked_for(
+    tmp_path: Path, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at every step with no time in between, and one at the end, each over two blocks."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
+    measure, sizes = data_parallel.shared_held_out_loss, []
+
+    def recorded(model: Any, validation: Any, device: Any) -> float:
+        sizes.append(len(validation))
+        return measure(model, validation, device)
+
+    monkeypatch.setattr(data_parallel, "shared_held_out_loss", recorded)
+    asked = told | {"tokens": 3 * 4 * 32, "eval_every": "0s", "eval_tokens": 2 * 32, "device": "auto"}
+    assert run_rank(load(RankProcess, asked), tmp_path, 1, 0) == 0
+    assert sizes == [2] * 4
+    device = json.loads((tmp_path / "result.json").read_text())["device"]
+    assert device.partition(":")[0] in ("cpu", "cuda", "mps"), "a real device, not the setting"
 
 
 def test_a_signal_to_one_rank_ends_all_with_results(tmp_path: Path, told: dict[str, Any]) -> None:
@@ -113,4 +134,4 @@ def test_one_rank_needs_an_address_too(tmp_path: Path, told: dict[str, Any], mon
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: None)
     with pytest.raises(UsageError, match="MASTER_ADDR"):
-        run_rank(load(LearnerProcess, told), tmp_path, 1, 0)
+        run_rank(load(RankProcess, told), tmp_path, 1, 0)

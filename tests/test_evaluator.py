@@ -192,6 +192,15 @@ def test_another_text_is_refused(book: Path) -> None:
         Evaluator(run.bus, run.spec, 0.0, 64)
 
 
+def test_the_text_may_lie_elsewhere_here(book: Path, tmp_path: Path) -> None:
+    """The spec's path need not exist on the evaluator's machine if it is told another one."""
+    run = Run(book)
+    moved = book.rename(tmp_path / "moved.txt")
+    with pytest.raises(UsageError, match=r"book\.txt"):
+        Evaluator(run.bus, run.spec, 0.0, 64)
+    Evaluator(run.bus, run.spec, 0.0, 64, data=str(moved))
+
+
 def test_a_foreign_models_run_is_refused(book: Path) -> None:
     run = Run(book)
     with pytest.raises(UsageError, match="not one of the built-in"):

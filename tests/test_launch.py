@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 def _own_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(cli.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
     for name in list(os.environ):
         if name.startswith("DILOCO_"):
             monkeypatch.delenv(name)
@@ -111,12 +112,29 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"kill_learner": 4}, "learners 0 to 3"),
         ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
         ({"kill_learner": 1, "method": "data-parallel"}, "method"),
+        ({"kill_learner": 0, "learners": 1}, "--learners 2 or more"),
         ({"redis_url": "redis://h", "redis_port": 1}, "--redis-port"),
+        ({"quorum": 5}, "quorum=5.*learners=4"),
+        ({"redis_url": "redis://h", "method": "data-parallel"}, "--redis-url"),
+        ({"redis_port": 1, "method": "data-parallel"}, "--redis-port"),
+        ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
+        ({"groups": 2, "method": "data-parallel"}, "--groups"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):
     with pytest.raises(UsageError, match=named):
         check(RunProcess(**settings))
+
+
+@pytest.mark.parametrize("settings", [{"quorum": 5, "redis_port": 1}, {"quorum": 5, "redis_url": "redis://h"}])
+def test_a_quorum_that_others_can_make_up_is_allowed(settings):
+    check(RunProcess(**settings))
+
+
+def test_a_restart_at_the_very_end_is_refused():
+    """The run would be over before it."""
+    with pytest.raises(UsageError, match=r"restart_at.*less than 1"):
+        load(RunProcess, {"kill_learner": "0", "restart_at": "1"})
 
 
 # --- finding a run -------------------------------------------------------------------------------------

@@ -37,14 +37,14 @@ log = structlog.get_logger()
 class Evaluator:
     """The global parameters as last pulled, and what was last measured of them."""
 
-    def __init__(self, bus: Bus, spec: Spec, eval_every_s: float, eval_tokens: int) -> None:
-        """Builds the run's model and opens its text.
+    def __init__(self, bus: Bus, spec: Spec, eval_every_s: float, eval_tokens: int, data: str | None = None) -> None:
+        """Builds the run's model and opens its text: at `data`, or where the spec says.
 
         Raises:
             UsageError: the run's model is not built in, or its text is not here.
             SpecMismatch: the text differs from the run's.
         """
-        data, seq_len = spec.trainer.get("data"), spec.trainer.get("seq_len")
+        data, seq_len = data or spec.trainer.get("data"), spec.trainer.get("seq_len")
         self._model: GPT = model_of(spec.trainer)
         if not isinstance(data, str) or not isinstance(seq_len, int):
             raise UsageError("this run was not started by the built-in trainer: its spec names no data and seq_len")
@@ -135,7 +135,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
                     bus = await connect(settings.redis_url.get_secret_value(), settings.run)
                 if evaluator is None and (spec := await _read_spec(bus)) is not None:
                     bus.use_groups(spec.sync.groups)
-                    evaluator = Evaluator(bus, spec, settings.eval_every, settings.eval_tokens)
+                    evaluator = Evaluator(bus, spec, settings.eval_every, settings.eval_tokens, settings.data)
                 if evaluator is not None and await evaluator.look():
                     return
                 backoff_s = BACKOFF_S[0]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.errors import UsageError
-from pipeline.settings import EvaluatorSettings, LearnerProcess
+from pipeline.settings import RankProcess
 
 from ..data.blocks import Blocks
 from ..data.text import open_text
@@ -44,7 +44,6 @@ from ..recipe import (
 from ..schedule import learning_rate
 
 REPORT_EVERY_S = 1.0
-EVALUATE_EVERY_S = 5.0
 CONNECT_TIMEOUT = timedelta(seconds=60)
 """Also the longest an all-reduce may take: a rank that died ends the others, which is the method's weakness."""
 
@@ -151,13 +150,13 @@ def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[s
     return {"id": f"learner-{rank}", **dict(zip(names, counted, strict=True))}
 
 
-def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> int:
+def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     """Train as one rank of the baseline; returns the exit status.
 
     Rank 0 appends to `out`/progress.jsonl and, at the end, writes `out`/checkpoint and `out`/result.json.
 
     Args:
-        settings: as for a learner; `tokens` is the budget of all ranks together.
+        settings: as for a learner and the evaluator; `tokens` is the budget of all ranks together.
         out: an existing folder.
         learners: number of ranks.
         rank: 0..learners-1.
@@ -180,8 +179,7 @@ def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> i
         "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
         "trainer": trainer_spec(settings, text),
     }
-    eval_tokens: int = EvaluatorSettings.model_fields["eval_tokens"].default
-    validation = Blocks(text.validation, settings.seq_len).spread(eval_tokens)
+    validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
     order = block_order(blocks.count, rank, learners)
     mean = GradientMean(model, learners, extra=4)
     step_tokens = settings.batch * settings.accumulate * settings.seq_len
@@ -190,6 +188,7 @@ def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> i
         stop.training = True
         # --- train ---------------------------------------------------------------------------------
         began = reported = evaluated = time.perf_counter()
+        started_unix_s = time.time()
         steps = tokens = 0
         loss = step_s = 0.0
         times: list[float] = []
@@ -198,7 +197,7 @@ def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> i
             batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
             own_loss = add_gradients(model, batches, settings.accumulate).item()
             report = rank == 0 and started - reported >= REPORT_EVERY_S
-            measure = rank == 0 and started - evaluated >= EVALUATE_EVERY_S
+            measure = rank == 0 and started - evaluated >= settings.eval_every
             loss_sum, stops, reports, measures = mean.reduce([own_loss, stop.asked, report, measure])
             lr = learning_rate(
                 tokens / settings.tokens,
@@ -239,7 +238,9 @@ def run_rank(settings: LearnerProcess, out: Path, learners: int, rank: int) -> i
         result = {
             "global_val_loss": final_loss,
             "tokens": tokens,
+            "started_unix_s": started_unix_s,
             "wall_s": wall_s,
+            "device": str(device),  # of every rank: all are on this machine, with the same setting
             "learners": [learner_row(number, names, row) for number, row in enumerate(rows)],
         }
         (out / "result.json").write_text(json.dumps(result, indent=1))
