@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
+from safetensors import SafetensorError
 
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
@@ -195,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DilocoError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UsageError) else 1
+    except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's words say what
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        return 1
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0

@@ -1,5 +1,6 @@
 """Checkpoints for people: the global parameters as a plain safetensors file."""
 
+import json
 import secrets
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,18 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
+def _is_baselines(folder: Path) -> bool:
+    """Whether a checkpoint folder is the baseline's: its state says nothing of a run's fragments."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+    except ValueError as error:
+        raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
+    return isinstance(state, dict) and "fragments" not in state
+
+
 def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
     """Global parameters by name, checked where their digests are on record, and where they come from."""
-    if folder.name == BASELINE:
+    if _is_baselines(folder):
         return load_file(folder / "globals.safetensors"), "data-parallel"
     saved = checkpoints.load_checkpoint(folder)
     layout = layout_of(saved.spec.tensors)

@@ -32,7 +32,7 @@ from pipeline.settings import (
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 
 from .ledger import share_of_tokens
-from .locate import REPORT_FILE, RUN_FILE, RUNS, without_secrets
+from .locate import REPORT_FILE, RUN_FILE, RUNS, is_running, without_secrets
 from .options import CHOSEN_BY_LAUNCHER, RunProcess
 from .report import Origin
 
@@ -82,6 +82,20 @@ class Folder:
         """The report."""
         return self.path / REPORT_FILE
 
+    def make(self, settings: RunProcess) -> None:
+        """Make it, empty but for the settings file; an earlier run in it, which `choose` let pass, is deleted.
+
+        Raises:
+            UsageError: it cannot be made.
+        """
+        try:
+            if settings.overwrite and self.path.exists():
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_settings(settings)
+        except OSError as error:
+            raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+
     def write_settings(self, settings: RunProcess) -> None:
         """Write the file that the children read."""
         self.settings.write_text(to_toml(settings))
@@ -100,11 +114,12 @@ class Folder:
         temporary.replace(self.path / RUN_FILE)
 
 
-def prepare(settings: RunProcess) -> Folder:
-    """Make the output folder.
+def choose(settings: RunProcess) -> Folder:
+    """The output folder, checked; nothing is made or deleted yet.
 
     Raises:
-        UsageError: it is in use and `overwrite` was not given, or is not one of a run.
+        UsageError: it is in use and `overwrite` was not given, is not one of a run, or its run is alive; or the
+            report could not be written.
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
@@ -118,12 +133,29 @@ def prepare(settings: RunProcess) -> Folder:
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
-        shutil.rmtree(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the output folder {path}: {error}") from error
+        if alive := _alive(path):
+            raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
+    _check_writable(path / SETTINGS_FILE, "--out")
+    if settings.json_report is not None:
+        if settings.json_report.is_dir():
+            raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
+        _check_writable(settings.json_report, "--json-report")
     return Folder(path)
+
+
+def _alive(path: Path) -> str | None:
+    """Name and pid of a process of the run in `path` that has not ended."""
+    if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
+        return None
+    pids = json.loads((path / RUN_FILE).read_text())["pids"]
+    return next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None)
+
+
+def _check_writable(path: Path, flag: str) -> None:
+    """Refuse a path that cannot be made or written, without making it."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+        raise UsageError(f"{flag} {path} cannot be written: {there} is no folder, or not yours to write to")
 
 
 def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:

@@ -67,7 +67,7 @@ def accounts(records: Iterable[TapeRecord], reports: Sequence[LearnerReport], la
             key = (record.learner, record.incarnation, record.fragment, record.base_version)
             refused[key] = max(refused.get(key, 0), record.tokens)
     for key, tokens in refused.items():
-        # A delta that was dropped may have come again with the next attempt: the same training, counted once.
+        # A delta that was refused may have come again with the next attempt: the same training, counted once.
         lost = max(0, tokens - merged.get(key, 0))
         learner, incarnation, fragment, _ = key
         one = account(learner, incarnation)

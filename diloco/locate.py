@@ -36,7 +36,8 @@ def without_secrets(url: str) -> str:
     return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -64,7 +65,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
     live = json.loads((folder / RUN_FILE).read_text())
-    if not _is_running(live["pids"]["launcher"]):
+    if not is_running(live["pids"]["launcher"]):
         raise UsageError(f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}")
     url = live["redis_url"]
     if url is not None and "***" in url:

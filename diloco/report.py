@@ -215,10 +215,12 @@ def _ratio(value: float | None) -> str:
 
 
 def _demo_lines(demo: dict[str, Any]) -> list[str]:
+    rejected, died = demo["others_rejected"], demo["others_lost"]["died"]
     lines = [
         f"{demo['learner']} was killed at {demo['killed_at']:.0%} of the budget. The others' step rate: "
-        f"{_ratio(demo['ratio_while'])} while it was away, {_ratio(demo['ratio_after'])} after its restart; "
-        f"their training lost to it: {demo['others_lost']['died']} tokens."
+        f"{_ratio(demo['ratio_while'])} while it was away, {_ratio(demo['ratio_after'])} after its restart.",
+        f"Tokens of the others rejected: {rejected['before']} before, {rejected['while']} while it was away, "
+        f"{rejected['after']} after; {f'{died} tokens of others died' if died else 'none of them died'}.",
     ]
     if lost := demo.get("run_lost"):
         lines.append(f"The run lost with it {lost['died']} of its {lost['trained_tokens']} tokens, not merged before.")

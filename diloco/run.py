@@ -28,7 +28,7 @@ from pipeline.status import read_status
 from .demo import StepLog, measure
 from .display import Screen, present
 from .finish import conclude
-from .folder import Folder, plain, prepare, resume
+from .folder import Folder, choose, plain, resume
 from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import open_bus
 from .options import RunProcess, check
@@ -122,7 +122,7 @@ class Launcher:
         give_up_s = None
         while True:
             try:
-                status = await read_status(self._bus, self._clock)
+                status = await read_status(self._bus, self._clock, self._settings.liveness_s)
                 self._take(status)
                 await self._check(status)
                 await self._demonstrate(status)
@@ -179,11 +179,14 @@ class Launcher:
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
             await self._event(name, child.name, child.ending())
-        learners = self._children.named("learner-")
         waiting_for_restart = self._killed is not None and self._restarted is None
-        anybody = any(child.alive for child in learners) or any(one["live"] for one in status["learners"])
-        if training and not waiting_for_restart and not anybody:
-            raise ChildDied("no learner is left. " + learners[-1].obituary())
+        if training and not waiting_for_restart and not self._anybody(status):
+            raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
+
+    def _anybody(self, status: Status) -> bool:
+        """A learner is left: one of ours, or one that joined from elsewhere."""
+        ours = self._children.named("learner-")
+        return any(child.alive for child in ours) or any(one["live"] for one in status["learners"])
 
     def _warn(self, text: str) -> None:
         self._warnings.append(text)
@@ -219,8 +222,10 @@ class Launcher:
             self._killed = Killed(child.name, incarnation, self._moment(progress))
             self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
             await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
-        elif self._killed and not self._restarted and progress >= settings.restart_at and not child.alive:
-            child.restart()
+        elif self._killed and not self._restarted and not child.alive:
+            if progress < settings.restart_at and self._anybody(status):
+                return
+            child.restart()  # in time, or else at once: with nobody left there is no progress to wait for
             self._restarted = self._moment(progress)
             self._note_place()
             self._screen.note(f"{child.name} started again at {progress:.0%}")
@@ -265,12 +270,14 @@ class Launcher:
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
-        """Everything that the report needs, read while Redis still runs; None before there was a run."""
+        """Everything that the report needs, read while Redis still runs; None before any fragment had a version."""
         data = await self._bus.read_spec()
         state = await self._bus.read_state()
         if data is None or state is None:
             return None
-        status = await read_status(self._bus, self._clock)
+        status = await read_status(self._bus, self._clock, self._settings.liveness_s)
+        if not status["fragments"]:
+            return None
         return Outcome(
             method=self._settings.method,
             seed=self._settings.seed,
@@ -342,6 +349,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
         async with open_bus(url, settings.run) as bus:
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+            folder.make(settings)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
@@ -367,11 +375,11 @@ def main(settings: RunProcess) -> int:
     logs.configure("warning")
     check(settings)
     settings, origin = resume(settings)
-    folder = prepare(settings)
-    folder.write_settings(settings)
+    folder = choose(settings)
     if settings.method == "data-parallel":
         from .baseline import run_baseline
 
+        folder.make(settings)
         return run_baseline(settings, folder)
     try:
         outcome = asyncio.run(_run(settings, folder, origin))

@@ -54,7 +54,7 @@ class TensorSpec(Message):
 
 
 class SyncSpec(Message):
-    """The protocol's constants, equal for all parties (PAPER.md 2; glossary names)."""
+    """The protocol's constants, equal for all parties (paper, settings of the experiments; arXiv:2604.21428)."""
 
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     sync_interval: Annotated[int, Field(ge=1, le=10**6)]

@@ -1,4 +1,4 @@
-"""The grace window's length (PAPER.md 1, adaptive grace window). Pure: times come in as numbers, no clock.
+"""The grace window's length (paper, adaptive grace window; arXiv:2604.21428). Pure: times come in as numbers, no clock.
 
 slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync; a share gamma
 of it may be spent waiting for stragglers. Nothing here makes a learner wait: too long a grace only makes

@@ -1,4 +1,4 @@
-"""The merge: contributions to one pseudogradient (PAPER.md 1). Pure numpy, one pass over memory in blocks.
+"""The merge: contributions to one pseudogradient (paper, RDA). Pure numpy, one pass over memory in blocks.
 
 Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
 the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits.
@@ -33,7 +33,7 @@ Float64 = npt.NDArray[np.float64]
 def merge_weights(counters: Sequence[tuple[int, int]]) -> Float64:
     """Merge weights (contributions,) from (steps, tokens) since the base, both positive.
 
-    w = tokens * (tokens / steps), quantity times quality, normalised to sum 1 (PAPER.md 1).
+    w = tokens * (tokens / steps), quantity times quality, normalised to sum 1 (paper, token weights).
     """
     raw = np.array([tokens * (tokens / steps) for steps, tokens in counters], np.float64)
     weights: Float64 = raw / raw.sum()
@@ -82,7 +82,7 @@ def _sum(deltas: Sequence[Array], factors: Sequence[float], out: Float32, scratc
 def merge(
     layout: FragmentLayout, deltas: Sequence[Array], norms: Sequence[Float64], weights: Float64, out: Float32
 ) -> float:
-    """Merge deltas of one fragment into its pseudogradient, each tensor by its rule (PAPER.md 1).
+    """Merge deltas of one fragment into its pseudogradient, each tensor by its rule (paper, RDA).
 
     "mean" is the weighted mean. "rda" is the weighted mean length times the direction of the weighted mean of
     directions: it keeps the length that one learner's delta has, however many nearly orthogonal ones there are.

@@ -1,4 +1,4 @@
-"""The outer optimizer: SGD with Nesterov momentum on one global fragment (PAPER.md 1). Pure numpy, in blocks."""
+"""The outer optimizer: SGD with Nesterov momentum on one global fragment (paper, outer step). Pure numpy, in blocks."""
 
 import numpy as np
 import numpy.typing as npt

@@ -122,14 +122,22 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     assert "pip install 'decoupled-diloco[learner]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [SpecMismatch("fragments: here 8, the run has 4"), BusUnavailable("no route")])
-def test_a_failure_is_one_message_without_a_traceback(error, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (SpecMismatch("fragments: here 8, the run has 4"), "fragments: here 8, the run has 4"),
+        (BusUnavailable("no route"), "no route"),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
+        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
+    ],
+)
+def test_a_failure_is_one_message_without_a_traceback(error, shown, monkeypatch, capsys):
     def fail(settings):
         raise error
 
     monkeypatch.setattr(cli, "load_extra", lambda module, command: SimpleNamespace(train=fail))
     assert cli.main(["learner", "--redis-url", URL]) == 1
-    assert capsys.readouterr().err == f"error: {error}\n"
+    assert capsys.readouterr().err == f"error: {shown}\n"
 
 
 def test_a_redis_password_is_never_printed(monkeypatch, capsys):

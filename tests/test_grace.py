@@ -29,7 +29,7 @@ def estimator(quorum: float, sync: float) -> GraceEstimator:
     ],
 )
 def test_grace_is_a_share_of_the_slack_within_its_cap(quorum, sync, step_times, tau, gamma, latency, expected):
-    """PAPER.md 1, by hand."""
+    """The paper's formula of the adaptive grace window, by hand."""
     assert estimator(quorum, sync).grace_s(step_times, tau, gamma, latency) == pytest.approx(expected)
 
 

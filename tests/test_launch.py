@@ -16,7 +16,7 @@ import safetensors.numpy
 from diloco import cli, launch
 from diloco.display import render
 from diloco.export import export, printable
-from diloco.folder import Folder, plain, prepare, to_toml
+from diloco.folder import Folder, choose, plain, to_toml
 from diloco.launch import Children, environment, threads_for
 from diloco.locate import locate, without_secrets
 from diloco.options import RunProcess, check
@@ -36,6 +36,12 @@ def _own_environment(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
 
 
+def prepare(settings: RunProcess) -> Folder:
+    folder = choose(settings)
+    folder.make(settings)
+    return folder
+
+
 # --- the output folder ---------------------------------------------------------------------------------
 
 
@@ -52,10 +58,51 @@ def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
 
 def test_a_runs_folder_is_emptied_when_asked(tmp_path):
     folder = prepare(RunProcess(out=tmp_path / "out"))
-    folder.write_settings(RunProcess())
     (folder.path / "report.json").write_text("{}")
     again = prepare(RunProcess(out=folder.path, overwrite=True))
-    assert list(again.path.iterdir()) == []
+    assert list(again.path.iterdir()) == [again.settings]
+
+
+def test_a_run_that_is_alive_is_never_overwritten(tmp_path):
+    """Even when asked; once its report is there, or its processes are gone, it may be."""
+    folder = prepare(RunProcess(out=tmp_path / "out"))
+    folder.write_run(None, RunProcess(), {})
+    again = RunProcess(out=folder.path, overwrite=True)
+    with pytest.raises(UsageError, match=f"alive .launcher is process {os.getpid()}"):
+        choose(again)
+    folder.report.write_text("{}")
+    choose(again)
+    folder.report.unlink()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (folder.path / "run.json").write_text(json.dumps({"pids": {"launcher": gone.pid}}))
+    choose(again)
+
+
+def test_a_refused_start_changes_nothing_on_disk(tmp_path, capsys):
+    """Neither by a report that could not be written, nor by a Redis that is not there, nor by an earlier run."""
+    folder = prepare(RunProcess(out=tmp_path / "used"))
+    (folder.path / "report.json").write_text("{}")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    nowhere = ["--redis-url", "unix:///nowhere.sock"]
+    for arguments, named in (
+        (["--out", "new", "--json-report", str(tmp_path)], "is a folder"),
+        (["--out", "new", "--json-report", "file/report.json"], "--json-report"),
+        (["--out", "used", "--overwrite", "--json-report", str(tmp_path)], "is a folder"),
+        (["--out", "file"], "--out"),
+        (["--out", "file/new"], "--out"),
+        (["--out", "new", *nowhere], "nowhere.sock"),
+        (["--out", "used", "--overwrite", *nowhere], "nowhere.sock"),
+    ):
+        assert cli.main(["run", *arguments]) != 0
+        assert named in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before, arguments
+
+
+def test_the_report_may_go_to_a_folder_that_is_still_to_be_made(tmp_path):
+    choose(RunProcess(out=tmp_path / "out", json_report=tmp_path / "new" / "folder" / "report.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_out_the_folder_is_named_by_the_time():
@@ -301,6 +348,21 @@ def test_export_of_a_baseline_checkpoint_never_overwrites_unasked(tmp_path, caps
         export(tmp_path / "out", target)
     export(tmp_path / "out", target, overwrite=True)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys):
+    """The baseline's goes by any name; one that says it is a run's is checked as such, even in `checkpoint`."""
+    tensors = {"w": np.arange(4.0, dtype=np.float32)}
+    for name, state in (("renamed", {"format": 1, "spec": {}}), ("checkpoint", {"fragments": []})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(json.dumps(state))
+        safetensors.numpy.save_file(tensors, tmp_path / name / "globals.safetensors")
+    export(tmp_path / "renamed", tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"state\.json: spec"):
+        export(tmp_path / "checkpoint", tmp_path / "other.safetensors")
+    (tmp_path / "renamed" / "globals.safetensors").write_bytes(b"damaged")
+    assert cli.main(["export", "renamed", "other.safetensors"]) == 1
+    assert capsys.readouterr().err.startswith("error: SafetensorError: ")
 
 
 def test_generated_text_cannot_command_the_terminal():

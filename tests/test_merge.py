@@ -27,7 +27,7 @@ def phi(v: np.ndarray) -> np.ndarray:
 
 
 def plain(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
-    """The formulas of PAPER.md 1, word for word, in float64."""
+    """The paper's formulas of token weights and RDA, word for word, in float64."""
     out = np.zeros(fragment.elements)
     for slot in fragment.slots:
         vs = [d[slot.start : slot.stop].astype(np.float64) for d in deltas]

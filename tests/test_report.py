@@ -158,7 +158,7 @@ def test_a_refusal_that_lost_nothing_costs_nothing():
     assert (one.rejected, one.residual) == (0, 0)
 
 
-def test_a_dropped_delta_that_came_again_is_counted_once() -> None:
+def test_a_refused_delta_that_came_again_is_counted_once() -> None:
     """The first attempt was refused with 40 tokens, the second merged with 50: nothing is lost by it."""
     records = [rejected(0, *A, tokens=40, lost=40, base=0), committed(0, 1, (*A, 50)), committed(1, 1, (*A, 50))]
     [one] = accounts(records, [report(*A, tokens=50)], LAYOUT)
@@ -266,6 +266,9 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     refused = [rejected(1, *A, 10, 10, unix_s=4.0), rejected(0, *A, 20, 20, unix_s=6.0), rejected(0, *B, 9, 9, 6.0)]
     built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
     assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
+    assert "rejected: 7 before, 6 while it was away, 0 after" in summary(built)
+    died = build(outcome(kill=kill, reports=[report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)]))
+    assert "10 tokens of others died" in summary(died)
     assert build(outcome(kill=kill, records=refused[2:]))["demo"]["others_rejected"]["while"] == 0
     built = build(outcome(kill=kill))
     assert built["demo"]["others_lost"] == {"died": 0, "unaccounted": 0}
@@ -274,6 +277,7 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     text = summary(built)
     assert "b was killed at 40%" in text
     assert "0.99 of before" in text
+    assert "none of them died" in text
     assert "20 of its 80 tokens" in text
 
 

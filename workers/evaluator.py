@@ -44,12 +44,12 @@ class Evaluator:
             UsageError: the run's model is not built in, or its text is not here.
             SpecMismatch: the text differs from the run's.
         """
-        data, seq_len = data or spec.trainer.get("data"), spec.trainer.get("seq_len")
+        place, seq_len = data or spec.trainer.get("data"), spec.trainer.get("seq_len")
         self._model: GPT = model_of(spec.trainer)
-        if not isinstance(data, str) or not isinstance(seq_len, int):
+        if not isinstance(place, str) or not isinstance(seq_len, int):
             raise UsageError("this run was not started by the built-in trainer: its spec names no data and seq_len")
-        text = open_text(data)
-        check_text(text, data, spec.trainer)
+        text = open_text(place)
+        check_text(text, place, spec.trainer)
         self._validation = Blocks(text.validation, seq_len).spread(eval_tokens)
         self._device = choose_device("cpu")
         self._bus, self._spec, self._every_s = bus, spec, eval_every_s
