@@ -133,7 +133,7 @@ class FragmentOwner:
                 if isinstance(decision, Merge):
                     await self._merge(decision)
                 elif isinstance(decision, Reopened):
-                    await self._drop(decision.dropped, f"reopened: {decision.reason}")
+                    await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
                 else:
                     await self._sleep(reader, decision.until)
@@ -257,9 +257,9 @@ class FragmentOwner:
         record = self._rejected(offer, reason, detail, lost)
         await self._bus.refuse(self._p, Refusal(self._nonce, (offer.entry_id,), payloads, (record,), lost))
 
-    async def _drop(self, dropped: tuple[Offer, ...], detail: str) -> None:
-        self._intake.timed_out(offer.entry_id for offer in dropped)
-        for offer in dropped:
+    async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
+        self._intake.timed_out(offer.entry_id for offer in overdue)
+        for offer in overdue:
             await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
 
     async def _refuse_leftovers(self) -> None:
@@ -337,7 +337,7 @@ class FragmentOwner:
         fragment, window, head = self._fragment, self._window, self._head
         assert fragment is not None and window is not None and head is not None  # noqa: S101, PT018
         began = self._clock.now()
-        await self._drop(decision.dropped, "the upload did not end in time")
+        await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
         merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
         payload = await self._stage("global", merged.version, merged.theta)

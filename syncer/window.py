@@ -97,10 +97,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge these contributions now; `dropped` did not upload in time."""
+    """Merge these contributions now; `overdue` did not upload in time."""
 
     contributions: tuple[Offer, ...]
-    dropped: tuple[Offer, ...]
+    overdue: tuple[Offer, ...]
     reason: str
 
 
@@ -108,7 +108,7 @@ class Merge:
 class Reopened:
     """Too few were left: the window is open again with the next attempt. Ask again at once."""
 
-    dropped: tuple[Offer, ...]
+    overdue: tuple[Offer, ...]
     reason: str
 
 
@@ -277,8 +277,8 @@ class Window:
         self.state = State.COLLECTING
         self.opened_at = now
 
-    def _reopen(self, dropped: tuple[Offer, ...], reason: str) -> Reopened:
-        for offer in dropped:
+    def _reopen(self, overdue: tuple[Offer, ...], reason: str) -> Reopened:
+        for offer in overdue:
             del self._members[offer.header.learner]
         self.attempt += 1
         self.state = State.COLLECTING
@@ -290,7 +290,7 @@ class Window:
                 self.late.append(offer)
             else:
                 self._members[offer.header.learner] = _Member(offer)
-        return Reopened(dropped, reason)
+        return Reopened(overdue, reason)
 
     @staticmethod
     def _same(a: DeltaHeader, b: DeltaHeader) -> bool:

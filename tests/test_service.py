@@ -134,7 +134,7 @@ def test_a_killed_learner_stops_nobody() -> None:
 
 
 def test_a_half_delta_of_the_dead_is_never_merged() -> None:
-    """A header without its chunks is dropped at the upload deadline, recorded, and the window goes on."""
+    """A header without its chunks is refused at the upload deadline, recorded, and the window goes on."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=6_000))

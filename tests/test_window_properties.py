@@ -113,9 +113,9 @@ class WindowMachine(RuleBasedStateMachine):
             assert window.state is State.COLLECTING
             assert window.attempt == attempt + 1
             assert whole <= set(window.members), "a reopened window lost a complete contribution"
-            assert not {o.entry_id for o in decision.dropped} & self.uploaded, "a complete contribution was dropped"
+            assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
             assert {o.header.learner for o in window.late} <= set(window.members), "a late offer was not let in"
-            for offer in decision.dropped:
+            for offer in decision.overdue:
                 del self.held[offer.entry_id]
             self.refused.clear()
             return decision
@@ -155,7 +155,7 @@ class WindowMachine(RuleBasedStateMachine):
         for h in headers:
             assert self.version - 1 <= h.base_version <= self.version, "a merge on a wrong base"
             assert (h.learner, h.incarnation, h.base_version) not in self.merged, "merged twice"
-        everybody = {o.header.learner for o in (*decision.contributions, *decision.dropped)}
+        everybody = {o.header.learner for o in (*decision.contributions, *decision.overdue)}
         assert everybody == set(self.window.members), "a member was forgotten"
         assert self.merging is None or self.merging == decision, "the answer changed after Merge"
         self.merging = decision
@@ -281,7 +281,7 @@ class WindowMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         """The head moves; its owner replays what came late."""
         assert self.merging is not None
-        for offer in self.merging.dropped:
+        for offer in self.merging.overdue:
             del self.held[offer.entry_id]
         for offer in self.merging.contributions:
             h = offer.header
