@@ -356,6 +356,27 @@ class Committed(Message):
     syncer: PartyId
     unix_s: float
 
+    @classmethod
+    def installed(
+        cls, fragment: int, version: int, digest: bytes, *, reason: str, syncer: str, unix_s: float
+    ) -> "Committed":
+        """A version that no merge made: initial parameters, or a checkpoint's."""
+        return cls(
+            fragment=fragment,
+            version=version,
+            digest=digest,
+            base_digest=None,
+            contributions=(),
+            reason=reason,
+            norm=0.0,
+            quorum_s=0.0,
+            grace_s=0.0,
+            upload_s=0.0,
+            merge_s=0.0,
+            syncer=syncer,
+            unix_s=unix_s,
+        )
+
 
 class Rejected(Message):
     """A delta that was refused, once and for all."""

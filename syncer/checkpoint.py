@@ -384,20 +384,6 @@ async def _restore_fragment(
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),
             merged_tokens=saved.merged_tokens,
-            record=Committed(
-                fragment=p,
-                version=saved.version,
-                digest=digest,
-                base_digest=None,
-                contributions=(),
-                reason=reason,
-                norm=0.0,
-                quorum_s=0.0,
-                grace_s=0.0,
-                upload_s=0.0,
-                merge_s=0.0,
-                syncer=syncer,
-                unix_s=clock.unix(),
-            ),
+            record=Committed.installed(p, saved.version, digest, reason=reason, syncer=syncer, unix_s=clock.unix()),
         )
     )

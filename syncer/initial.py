@@ -42,18 +42,11 @@ async def commit_initial(
 def _first_commit(
     upload: InitialUpload, fragment: int, digest: bytes, payload: Staged, nonce: str, syncer: str, clock: Clock
 ) -> Commit:
-    record = Committed(
-        fragment=fragment,
-        version=0,
-        digest=digest,
-        base_digest=None,
-        contributions=(),
+    record = Committed.installed(
+        fragment,
+        0,
+        digest,
         reason=f"initial parameters of {upload.learner}",
-        norm=0.0,
-        quorum_s=0.0,
-        grace_s=0.0,
-        upload_s=0.0,
-        merge_s=0.0,
         syncer=syncer,
         unix_s=clock.unix(),
     )
