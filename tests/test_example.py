@@ -25,7 +25,7 @@ def test_the_example_is_short() -> None:
 
 def test_a_model_that_is_not_ours_learns_with_two_learners() -> None:
     """Two processes of the example and a syncer end by themselves at the budget, and both have learned."""
-    with EmbeddedRedis() as redis:
+    with EmbeddedRedis(dies_with_us=True) as redis:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         environment |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": "400000"}
