@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pipeline.fragments import Layout, layout_of
 from pipeline.messages import Committed, LearnerReport, Rejected, TapeRecord, TensorSpec
 
-CAUSES = ("overwritten", "rejected", "died", "unaccounted")
-
 
 @dataclass(slots=True)
 class Account:

@@ -15,7 +15,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import BadMessage, BadPayload
-from .messages import Chunk, Message, TapeRecord
+from .messages import FORMAT, Chunk, Message, TapeRecord
 
 M = TypeVar("M", bound=Message)
 
@@ -44,8 +44,8 @@ def _unpack(data: bytes, what: str, limit: int) -> Any:
 
 
 def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:
-    if isinstance(raw, dict) and raw.get("format", 1) != 1:
-        return BadMessage(f"{what} has wire format {raw['format']!r}, this build speaks 1: upgrade one side")
+    if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+        return BadMessage(f"{what} has wire format {raw['format']!r}, this build speaks {FORMAT}: upgrade one side")
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "message"
     return BadMessage(f"{what}: {where}: {first['msg']} (got {str(first['input'])[:80]!r})")

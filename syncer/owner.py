@@ -35,7 +35,7 @@ from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
 from .metrics import Metrics
 from .watch import RunWatch
-from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, Wait, Window
+from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused
 
 STAGED_TTL_S = 120.0
@@ -83,6 +83,11 @@ class FragmentOwner:
         self._grace = GraceEstimator()
         self._replaced: deque[tuple[str, float, int]] = deque()
         self._view = IDLE_VIEW
+
+    @property
+    def window_open(self) -> bool:
+        """Whether deltas are being gathered right now."""
+        return self._window is not None and self._window.state is not State.IDLE
 
     # --- life -----------------------------------------------------------------------------------------
 

@@ -107,6 +107,7 @@ class SyncerService:
             )
             for fragment in layout.fragments
         ]
+        self.metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in self.owners))
         self.spec = spec
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir) if self.settings.tape_dir else None

@@ -239,6 +239,24 @@ def test_stopping_the_syncer_commits_what_is_in_hand_and_lets_the_leases_go() ->
     run_virtual(main())
 
 
+def test_the_metrics_count_open_windows() -> None:
+    """With one of two needed learners, its windows stay open; the gauge says how many."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(quorum=2))
+        service = world.start_syncer()
+        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 0
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(5.0)
+        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
+        await learner.kill()
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+
+    run_virtual(main())
+
+
 def test_a_slow_end_is_still_an_end() -> None:
     """A bus that takes seconds for the last reads delays the end of a finished run, and no more."""
 

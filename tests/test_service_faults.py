@@ -188,6 +188,34 @@ def test_a_huge_delta_is_refused_even_before_any_was_merged() -> None:
     run_virtual(main())
 
 
+def test_a_read_lost_while_joining_is_made_again() -> None:
+    """A learner that joins through a hiccup of the bus joins all the same."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        first = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(1)
+        late = VirtualLearner("l1", world, 0.1, "b" * 16).start()
+        await asyncio.sleep(0)
+        read, failed = late.exchange._bus.read_chunks, []
+
+        async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
+            if not failed:
+                failed.append(True)
+                raise BusUnavailable("one read was lost")
+            return await read(*args, **more)
+
+        late.exchange._bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(3.0)
+        assert failed
+        assert late.rounds.steps > 10
+        for party in (first, late):
+            await party.kill()
+
+    run_virtual(main())
+
+
 def test_a_pull_that_failed_is_made_again() -> None:
     """One lost read does not leave the only learner on an old version."""
 

@@ -175,7 +175,7 @@ class Exchange:
         while missing := [p for p in fragments if p not in self._latest]:
             for head in await self._retry(self._bus.read_heads, missing):
                 if head is not None:
-                    await self._pull(head)
+                    await self._retry(self._pull, head)
         joined = Event(name="learner_joined", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
         await self._retry(self._bus.add_event, joined)
         self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
@@ -184,13 +184,13 @@ class Exchange:
         assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
         self._log.info("initial_upload_started", fragments=len(heads))
         chunks = []
-        for p in range(len(heads)):
-            if not np.isfinite(initial(p)).all():
-                raise UsageError("the model's initial parameters are not finite: check its initialisation")
         with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
             for p in range(len(heads)):
+                values = initial(p)
+                if not np.isfinite(values).all():
+                    raise UsageError("the model's initial parameters are not finite: check its initialisation")
                 key = self._bus.keys.initial_payload(p, self._incarnation)
-                staged = await push(self._bus, key, initial(p), self._spec.sync.chunk_bytes, INITIAL_TTL_S)
+                staged = await push(self._bus, key, values, self._spec.sync.chunk_bytes, INITIAL_TTL_S)
                 chunks.append(staged.chunks)
                 await self._bus.claim_initial(self._incarnation, CLAIM_TTL_S)
             upload = InitialUpload(learner=self._id, nonce=self._incarnation, chunks=tuple(chunks))

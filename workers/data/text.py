@@ -15,7 +15,6 @@ import xxhash
 from pipeline.codec import as_bytes, digest_of
 from pipeline.errors import UsageError
 
-VOCAB_SIZE = 256
 BOUNDARY = 0
 """Token between documents."""
 
