@@ -63,7 +63,7 @@ class MemoryStore:
         self.starts = 1
         self.values: dict[str, Value] = {}
         self.expiries: dict[str, float] = {}
-        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._waiters: dict[str, dict[asyncio.Event, None]] = {}  # in order of arrival: woken in that order
 
     def get(self, key: str, kind: type[Any], now: float) -> Any:
         """The live value of a key, or None.
@@ -114,12 +114,12 @@ class MemoryStore:
     def enlist(self, keys: Iterable[str], waiter: asyncio.Event) -> None:
         """Have a waiter set whenever one of the streams grows."""
         for key in keys:
-            self._waiters.setdefault(key, set()).add(waiter)
+            self._waiters.setdefault(key, {})[waiter] = None
 
     def discharge(self, keys: Iterable[str], waiter: asyncio.Event) -> None:
         """Undo `enlist`."""
         for key in keys:
-            self._waiters[key].discard(waiter)
+            self._waiters[key].pop(waiter, None)
             if not self._waiters[key]:
                 del self._waiters[key]
 

@@ -67,7 +67,7 @@ class SyncSpec(Message):
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
-    chunk_bytes: Annotated[int, Field(ge=1024, le=16 * 2**20)]
+    chunk_bytes: Annotated[int, Field(ge=16, le=16 * 2**20)]
 
 
 class Spec(Message):

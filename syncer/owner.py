@@ -8,6 +8,7 @@ rebuilt from the stream, which holds all that is pending.
 import asyncio
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -49,6 +50,9 @@ BACKOFF_S = (0.1, 2.0)
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
+RandomHex = Callable[[int], str]
+"""`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""
+
 
 class FragmentOwner:
     """Serves one fragment for as long as its lease is held."""
@@ -66,10 +70,12 @@ class FragmentOwner:
         nonce: str,
         syncer: str,
         offload: Offload = asyncio.to_thread,
+        random_hex: RandomHex = secrets.token_hex,
     ) -> None:
         self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
+        self._random_hex = random_hex
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
         self.lease = asyncio.Event()
@@ -430,7 +436,7 @@ class FragmentOwner:
         """Upload a payload under a fresh key; it expires unless a commit makes it stay."""
         keys = self._bus.keys
         name = keys.global_payload if kind == "global" else keys.momentum_payload
-        key = name(self._p, version, secrets.token_hex(8))
+        key = name(self._p, version, self._random_hex(8))
         return await push(self._bus, key, values, self._spec.sync.chunk_bytes, STAGED_TTL_S)
 
     def _retire(self, replaced: str, nbytes: int) -> tuple[str, ...]:

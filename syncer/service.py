@@ -28,7 +28,7 @@ from .archive import TapeArchive
 from .checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from .intake import Offload
 from .metrics import Metrics
-from .owner import FragmentOwner
+from .owner import FragmentOwner, RandomHex
 from .watch import RunWatch
 
 WATCH_S = 0.25
@@ -49,15 +49,16 @@ class SyncerService:
         settings: SyncerProcess,
         metrics: Metrics,
         offload: Offload = asyncio.to_thread,
+        random_hex: RandomHex = secrets.token_hex,
     ) -> None:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
         self.id = settings.syncer_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
-        self.nonce = secrets.token_hex(8)
+        self.nonce = random_hex(8)
         self.owners: list[FragmentOwner] = []
         self.spec: Spec | None = None
         self.in_order = True
         """False once a shutdown took longer than its budget."""
-        self._offload = offload
+        self._offload, self._random_hex = offload, random_hex
         self._watch: RunWatch | None = None
         self._finished = asyncio.Event()
         self._log = structlog.get_logger()
@@ -104,6 +105,7 @@ class SyncerService:
                 nonce=self.nonce,
                 syncer=self.id,
                 offload=self._offload,
+                random_hex=self._random_hex,
             )
             for fragment in layout.fragments
         ]

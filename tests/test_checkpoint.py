@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
@@ -17,7 +18,6 @@ from pipeline.payloads import pull
 from syncer.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
 
 from . import samples
-from .virtual_time import VirtualClock, run_virtual
 
 NONCE = "ab" * 8
 RNG = np.random.default_rng(0)

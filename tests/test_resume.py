@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from chaos.virtual_time import run_virtual
 from pipeline.codec import encode
 from pipeline.errors import BusUnavailable, UsageError
 from pipeline.ports import Commit
 from syncer.checkpoint import load_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from tests.virtual_time import run_virtual
 
 BUDGET = 12_000
 

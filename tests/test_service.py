@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from chaos.virtual_time import run_virtual
 from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
 from syncer.checkpoint import load_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from tests.virtual_time import run_virtual
 
 
 def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:

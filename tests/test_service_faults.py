@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from chaos.virtual_time import run_virtual
 from pipeline.errors import BusUnavailable
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from tests.virtual_time import run_virtual
 
 
 async def rises(world: VirtualRun, within_s: float, by: int = 2) -> bool:

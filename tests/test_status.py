@@ -5,13 +5,13 @@ import json
 
 import pytest
 
+from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.codec import encode
 from pipeline.memory import MemoryBus
 from pipeline.messages import Evaluation, Phase, WindowView
 from pipeline.status import build_status, read_status
 
 from . import samples
-from .virtual_time import VirtualClock, run_virtual
 
 
 def build(**given):

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from chaos.virtual_time import VirtualClock
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Head, LearnerReport, Phase, Spec, SyncSpec, TensorSpec
 from pipeline.settings import SyncerProcess, SyncSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from tests.virtual_time import VirtualClock
 from workers.exchange import Exchange
 from workers.rounds import Publication, Rounds
 

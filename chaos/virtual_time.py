@@ -34,17 +34,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
 
     def time(self) -> float:
+        """Virtual seconds since the start."""
         return self.virtual_now
 
 
 class VirtualClock:
-    """`pipeline.ports.Clock` of a virtual loop."""
+    """`pipeline.ports.Clock` of a virtual loop; `skew_s`: how far this machine's wall clock is ahead."""
+
+    def __init__(self, skew_s: float = 0.0) -> None:
+        self._skew_s = skew_s
 
     def now(self) -> float:
+        """The loop's time."""
         return asyncio.get_running_loop().time()
 
     def unix(self) -> float:
-        return UNIX_START_S + asyncio.get_running_loop().time()
+        """Its wall-clock time."""
+        return UNIX_START_S + self._skew_s + asyncio.get_running_loop().time()
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -1,0 +1,1 @@
+"""The production code under simulated faults: a seeded world in virtual time."""
