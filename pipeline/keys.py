@@ -87,9 +87,9 @@ class RunKeys:
         """Fragment stream: one `DeltaHeader` per entry."""
         return self._group(self.group(p), f"deltas:{p}")
 
-    def delta_payload(self, p: int, learner: str, incarnation: str, base_version: int, attempt: int) -> str:
+    def delta_payload(self, p: int, learner: str, incarnation: str, serial: int) -> str:
         """Stream of a delta's chunks; expires."""
-        return self._group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{base_version}.{attempt}")
+        return self._group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{serial}")
 
     def head(self, p: int) -> str:
         """Hash: the truth about fragment p."""

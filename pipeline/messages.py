@@ -107,6 +107,9 @@ class DeltaHeader(Message):
     base_version: Version
     base_digest: Digest
     attempt: Annotated[int, Field(ge=0, le=10**6)]
+    serial: Annotated[int, Field(ge=0, le=2**53)]
+    """Counts this incarnation's deltas and names the payload. (base, attempt) does not: after the bus came back at
+    an earlier state, a learner may train on the same base once more."""
     steps: SignedCount
     """Inner steps since the base was adopted; the window refuses what is not positive."""
     tokens: SignedCount

@@ -94,7 +94,7 @@ class Intake:
 
     async def _download(self, offer: Offer, judge: Callable[[Offer, Any], Outcome]) -> None:
         h, sync, began = offer.header, self._sync, self._clock.now()
-        key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.base_version, h.attempt)
+        key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
         while True:
             try:

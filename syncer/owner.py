@@ -123,9 +123,11 @@ class FragmentOwner:
         while not (self.lease.is_set() or self._watch.frozen):
             self.wake.clear()
             lease, wake = asyncio.ensure_future(self.lease.wait()), asyncio.ensure_future(self.wake.wait())
-            await asyncio.wait({lease, wake}, return_when=asyncio.FIRST_COMPLETED)
-            lease.cancel()
-            wake.cancel()
+            try:
+                await asyncio.wait({lease, wake}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                lease.cancel()
+                wake.cancel()
 
     async def _serve(self) -> None:
         if not await self._load():
@@ -238,7 +240,7 @@ class FragmentOwner:
 
     def _key(self, offer: Offer) -> str:
         h = offer.header
-        return self._bus.keys.delta_payload(self._p, h.learner, h.incarnation, h.base_version, h.attempt)
+        return self._bus.keys.delta_payload(self._p, h.learner, h.incarnation, h.serial)
 
     def _rejected(self, offer: Offer | None, reason: RefusalReason, detail: str, lost: int) -> Rejected:
         h = offer.header if offer else None

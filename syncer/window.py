@@ -294,12 +294,7 @@ class Window:
 
     @staticmethod
     def _same(a: DeltaHeader, b: DeltaHeader) -> bool:
-        return (a.learner, a.incarnation, a.base_version, a.attempt) == (
-            b.learner,
-            b.incarnation,
-            b.base_version,
-            b.attempt,
-        )
+        return (a.learner, a.incarnation, a.serial) == (b.learner, b.incarnation, b.serial)
 
     def _refusal(self, header: DeltaHeader) -> Rejected | None:
         def no(reason: RefusalReason, detail: str, lost: int | None = None) -> Rejected:

@@ -126,7 +126,9 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
         "layout": bytes(16),
         "step_s": 0.1,
     }
-    return DeltaHeader(**{**values, **given})
+    values |= given
+    values.setdefault("serial", 1000 * values["base_version"] + values["attempt"])  # one delta a base and attempt
+    return DeltaHeader(**values)
 
 
 async def commit(

@@ -130,7 +130,7 @@ async def test_an_upload_of_version_0_counts_only_while_its_claim_is_held(bus: B
 
 
 async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harmless(bus: Bus) -> None:
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [b"a", b"b"], 10)
     await bus.write_chunks(key, 0, [b"other", b"b"], 10)
     await bus.write_chunks(key, 1, [b"b", b"c"], 10)
@@ -141,7 +141,7 @@ async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harml
 
 
 async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -> None:
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     other = await backdoor.connect()
     read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, block_s=5))
     await asyncio.sleep(0.05)
@@ -154,21 +154,21 @@ async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -
 
 async def test_a_payload_never_has_a_hole(bus: Bus) -> None:
     """A sender whose payload expired under it is told to start over."""
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(key, 2, [b"c"], 10)
     assert await bus.count_chunks(key) == 0
 
 
 async def test_an_abandoned_payload_expires(bus: Bus) -> None:
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [b"a"], 0.1)
     assert await bus.count_chunks(key) == 1
     await vanished(bus, key)
 
 
 async def test_a_reader_keeps_a_payload_alive_but_never_makes_it_expire_sooner(bus: Bus, backdoor: Backdoor) -> None:
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [b"a"], 1)
     await bus.read_chunks(key, 0, 1, extend_s=50)
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
@@ -418,7 +418,7 @@ async def test_a_malformed_cursor_changes_nothing(bus: Bus) -> None:
 async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, backdoor: Backdoor) -> None:
     """Deltas stop coming in; leases, commits, windows, refusals, reports and the run's state go on."""
     digest = await head_of(bus)
-    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(delta, 0, [b"a"], 50)
     entry = await bus.offer(samples.header())
     commit = await commit_on(bus, (0, digest), entries=(entry,), delta_payloads=(delta,))

@@ -122,7 +122,7 @@ async def everything(bus: Bus) -> None:
     assert await bus.claim_initial(NONCE, 10)
     for p in range(6):
         expected = await first_head(bus, p)
-        delta = bus.keys.delta_payload(p, "l0", "0" * 8, 0, 0)
+        delta = bus.keys.delta_payload(p, "l0", "0" * 8, 0)
         await stage(bus, delta)
         entry = await bus.offer(samples.header("l0", fragment=p))
         bad = await bus.offer(samples.header("l1", fragment=p))
@@ -176,7 +176,7 @@ def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
     for p in range(20):
         of_fragment = {
             keys.deltas(p),
-            keys.delta_payload(p, "l0", "0" * 8, 3, 1),
+            keys.delta_payload(p, "l0", "0" * 8, 1),
             keys.head(p),
             keys.lease(p),
             keys.global_payload(p, 3, "0" * 8),

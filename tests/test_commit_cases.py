@@ -106,7 +106,7 @@ def rejected(learner: str, lost: int = 0) -> Rejected:
 
 async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, backdoor: Backdoor) -> None:
     expected = await first_head(bus)
-    deltas = [bus.keys.delta_payload(0, name, "0" * 8, 0, 0) for name in ("l0", "l1", "l2")]
+    deltas = [bus.keys.delta_payload(0, name, "0" * 8, 0) for name in ("l0", "l1", "l2")]
     for key in deltas:
         await stage(bus, key)
     entries = [await bus.offer(samples.header(name)) for name in ("l0", "l1", "l2")]
@@ -172,7 +172,7 @@ async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
     """More than a Lua stack holds."""
     expected = await first_head(bus)
     entries = tuple(f"{i + 1}-0" for i in range(20_000))
-    gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, 0, i) for i in range(20_000))
+    gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, i) for i in range(20_000))
     await bus.commit(await commit_on(bus, expected, entries=entries, delta_payloads=gone))
     (head,) = await bus.read_heads([0])
     assert head is not None
@@ -181,7 +181,7 @@ async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
 
 async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
     await first_head(bus)
-    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await stage(bus, delta)
     bad, good = await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1"))
     refusal = Refusal(NONCE, (bad,), (delta,), (rejected("l0", 400),), lost_tokens=400)
@@ -299,7 +299,7 @@ CASES = [
 )
 async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step: Step, case: Case) -> None:
     expected = await first_head(bus)
-    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await stage(bus, delta)
     entry = await bus.offer(samples.header("l0"))
     commit = await commit_on(bus, expected, entries=(entry,), delta_payloads=(delta,))

@@ -28,7 +28,7 @@ def backdoor(redis_server: str) -> Iterator[RedisBackdoor]:
 @pytest.mark.redis
 async def test_scripts_that_the_server_forgot_are_sent_again(bus: Bus, backdoor: RedisBackdoor) -> None:
     await bus.acquire_lease(0, A, 10)
-    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0, 0)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     backdoor.client.script_flush()
     assert not await bus.acquire_lease(0, B, 10)
     await bus.write_chunks(key, 0, [b"a", b"b"], 10)

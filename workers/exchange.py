@@ -21,7 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusError, PayloadIncomplete, PeerError, SpecMismatch, UsageError
+from pipeline.errors import BadPayload, BusError, BusUnavailable, PayloadIncomplete, PeerError, SpecMismatch, UsageError
 from pipeline.fragments import Layout
 from pipeline.messages import (
     ClaimedShard,
@@ -132,12 +132,16 @@ class Exchange:
         """(version, digest) last handed to the training side."""
         self._wanted: dict[int, Head] = {}
         self._pull_wake, self._report_wake, self._shard_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._headers: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
+        self._headers: dict[tuple[int, int, bytes], tuple[Publication, Callable[[], Float32]]] = {}
+        """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
+        self._header_wake = asyncio.Event()
         self._uploads: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
         self._newest: dict[int, tuple[int, int]] = {}
         """(base version, attempt) of the last delta of each fragment."""
         self._unsent = 0
         self._left = False
+        self._outage = False
+        """A call failed; all heads must be read anew."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._finished_shards: list[str] = []
@@ -213,9 +217,11 @@ class Exchange:
         for item in publications:
             base = item[0].base
             self._newest[base.fragment] = (base.version, item[0].attempt)
-            self._unsent += 1
+            key = base.fragment, base.version, base.digest
+            self._unsent += key not in self._headers
+            self._headers[key] = item
             self._idle.clear()
-            self._headers.put_nowait(item)
+            self._header_wake.set()
         if adopted:
             self._report_wake.set()
 
@@ -254,7 +260,7 @@ class Exchange:
             try:
                 await work()
             except (BusError, PeerError) as error:
-                self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
+                self._outage |= isinstance(error, BusUnavailable)
                 if self._clock.now() - began > BACKOFF_S[1]:
                     delay = BACKOFF_S[0]
                 self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
@@ -275,9 +281,12 @@ class Exchange:
 
     async def _follow(self) -> None:
         """The tape wakes, the head decides; after any gap, all heads are read again."""
+        outage, self._outage = self._outage, False
         cursors = await self._bus.tape_end()
         await self._look(range(len(self._fragments)))
-        while True:
+        if outage:
+            self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
+        while not self._outage:
             entries = await self._bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
             if entries:
@@ -338,9 +347,12 @@ class Exchange:
 
     async def _offer(self) -> None:
         while True:
-            item = await self._headers.get()
-            await self._retry(self._send_header, item[0])
-            self._uploads.put_nowait(item)
+            self._header_wake.clear()
+            while self._headers:
+                item = self._headers.pop(next(iter(self._headers)))
+                await self._retry(self._send_header, item[0])
+                self._uploads.put_nowait(item)
+            await self._header_wake.wait()
 
     async def _send_header(self, publication: Publication) -> None:
         assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
@@ -353,6 +365,7 @@ class Exchange:
             base_version=base.version,
             base_digest=base.digest,
             attempt=publication.attempt,
+            serial=publication.serial,
             steps=publication.steps,
             tokens=publication.tokens,
             due=publication.due,
@@ -371,9 +384,7 @@ class Exchange:
             base = publication.base
             if self._wants(publication):
                 delta = await self._offload(_encode, base.values, values, sync.codec)
-                key = self._bus.keys.delta_payload(
-                    base.fragment, self._id, self._incarnation, base.version, publication.attempt
-                )
+                key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
                 await self._push_while_wanted(publication, key, delta)
             self._unsent -= 1
             if not self._unsent:

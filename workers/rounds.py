@@ -43,6 +43,8 @@ class Publication:
 
     base: Base
     attempt: int
+    serial: int
+    """Counts this incarnation's deltas."""
     steps: int
     tokens: int
     due: bool
@@ -73,6 +75,7 @@ class Rounds:
         self._fragments = [
             _Counters(f.elements, first_due=1 + f.id * sync.sync_interval // count) for f in layout.fragments
         ]
+        self._serial = 0
         self.steps = 0
         self.tokens = 0
         self.overwritten = 0
@@ -147,12 +150,12 @@ class Rounds:
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
         return counters.first_due if counters.base.version == 0 else self._interval + counters.first_due
 
-    @staticmethod
-    def _publish(counters: _Counters, window: OpenWindow | None, due: bool) -> Publication:
+    def _publish(self, counters: _Counters, window: OpenWindow | None, due: bool) -> Publication:
         assert counters.base is not None  # noqa: S101  # checked by the callers
         counters.window_attempt = window.attempt if window else 0
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
         attempt = max(counters.window_attempt, next_attempt)
         counters.published_attempt, counters.again = attempt, False
         counters.published_tokens = counters.tokens
-        return Publication(counters.base, attempt, counters.steps, counters.tokens, due)
+        self._serial += 1
+        return Publication(counters.base, attempt, self._serial, counters.steps, counters.tokens, due)

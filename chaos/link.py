@@ -1,0 +1,185 @@
+"""The way between one party and the bus: calls take time, get lost, come twice, and the party may die in one.
+
+A link is a `Bus` to the production code on its side. The call reaches the memory bus after a while, takes
+effect there in one step, is shown to the world (`observe`), and is answered. A party that is dead never
+reaches the bus again, whatever its clean-up code tries.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipeline.errors import BusUnavailable
+from pipeline.memory import MemoryBus
+
+BLOCKING = ("read_tape", "read_offers", "read_chunks")
+SLOW_S = 0.05
+HANGS_S = 0.3
+"""How long a call waits for an answer that does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What happens to one call."""
+
+    delay_s: float
+    lost: bool = False
+    reply_lost: bool = False
+    twice: bool = False
+
+
+class Surroundings(Protocol):
+    """What a link must know of its world."""
+
+    epoch: int
+    """Counts restarts of the bus."""
+
+    @property
+    def bus_up(self) -> bool:
+        """Whether the bus answers."""
+        ...
+
+    def fate(self, party: str, number: int, method: str) -> Fate:
+        """What happens to this call."""
+        ...
+
+    def crash_point(self, link: "Link", method: str, after: bool) -> None:
+        """The party may be killed here."""
+        ...
+
+    def observe(self, link: "Link", method: str, args: tuple[Any, ...], more: dict[str, Any], outcome: Any) -> None:
+        """A call took effect; an outcome that is an exception was raised by the bus."""
+        ...
+
+    def overtaken(self, party: str) -> None:
+        """A call was answered before one that had been made earlier."""
+        ...
+
+
+class Link:
+    """One party's connection, from its start to its death."""
+
+    def __init__(self, bus: MemoryBus, world: Surroundings, party: str, first_call: int) -> None:
+        self._bus, self._world = bus, world
+        self.party = party
+        self.calls = first_call
+        self.dead = False
+        self.paused_until = 0.0
+        self.cut_until = 0.0
+        self._slow: deque[tuple[float, float]] = deque(maxlen=100)
+        self._blocked: dict[asyncio.Task[Any], None] = {}
+        self._broken: set[asyncio.Task[Any]] = set()
+        self._in_flight: dict[int, None] = {}
+
+    @property
+    def keys(self) -> Any:
+        """Names of the run's keys."""
+        return self._bus.keys
+
+    def use_groups(self, groups: int) -> None:
+        """As the bus."""
+        self._bus.use_groups(groups)
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+    def break_calls(self) -> None:
+        """The connection is lost: reads that wait end with an error."""
+        for task in list(self._blocked):
+            self._broken.add(task)
+            task.cancel()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._bus, name)
+
+        async def call(*args: Any, **more: Any) -> Any:
+            return await self._call(name, method, args, more)
+
+        setattr(self, name, call)
+        return call
+
+    def slow_s(self, since_s: float) -> float:
+        """Seconds taken by slow calls that ended after a time."""
+        return sum(took for end, took in self._slow if end >= since_s)
+
+    # --- one call ------------------------------------------------------------------------------------
+
+    async def _call(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        number = self.calls
+        self.calls += 1
+        world, loop = self._world, asyncio.get_running_loop()
+        began = loop.time()
+        fate = world.fate(self.party, number, name)
+        if name not in BLOCKING:
+            self._in_flight[number] = None
+        try:
+            await self._travel(fate.delay_s)
+            world.crash_point(self, name, after=False)
+            if fate.lost or not self._reaches():
+                await self._travel(HANGS_S)
+                raise BusUnavailable("no answer: the call was lost")
+            epoch = world.epoch
+            outcome = await self._effect(name, method, args, more)
+            if fate.twice and not self.dead and self._reaches():
+                outcome = await self._effect(name, method, args, more)
+            world.crash_point(self, name, after=True)
+            if fate.reply_lost:
+                await self._travel(HANGS_S)
+                raise BusUnavailable("no answer: the reply was lost")
+            if self.dead or epoch != world.epoch or not self._reaches():
+                raise BusUnavailable("the connection was lost")
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        finally:
+            self._in_flight.pop(number, None)
+            if name not in BLOCKING and any(other < number for other in self._in_flight):
+                world.overtaken(self.party)
+            took = loop.time() - began
+            if name not in BLOCKING and took > SLOW_S:
+                self._slow.append((began + took, took))
+
+    async def _travel(self, delay_s: float) -> None:
+        """Time passes on the way; a paused party's messages wait with it."""
+        if self.dead:
+            raise BusUnavailable("dead")
+        await asyncio.sleep(delay_s)
+        loop = asyncio.get_running_loop()
+        while (left_s := self.paused_until - loop.time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
+            await asyncio.sleep(left_s)
+        if self.dead:
+            raise BusUnavailable("dead")
+
+    def _reaches(self) -> bool:
+        return self._world.bus_up and asyncio.get_running_loop().time() >= self.cut_until
+
+    async def _effect(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        """The call on the memory bus; its result, or the bus's own error as a value."""
+        outcome: Any
+        try:
+            if name in BLOCKING:
+                outcome = await self._wait(method(*args, **more))
+            else:
+                outcome = await method(*args, **more)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # shown to the world, then raised to the party
+            outcome = error
+        self._world.observe(self, name, args, more, outcome)
+        return outcome
+
+    async def _wait(self, call: Any) -> Any:
+        """A call that may block on the bus, until the connection breaks."""
+        task = asyncio.ensure_future(call)
+        self._blocked[task] = None
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._broken:
+                return BusUnavailable("the connection was lost")
+            raise
+        finally:
+            self._blocked.pop(task, None)
+            self._broken.discard(task)

@@ -1,0 +1,299 @@
+"""The invariants, checked at every effect on the bus, by an onlooker who sees all of it.
+
+The oracle keeps its own account of the surviving history (heads with their values, headers that are pending, bases
+that were merged), which goes back together with the bus when that loses its last second. It shares no state
+with the production code, and recomputes every merge (`reference`).
+
+Invariants: no contribution merged twice; a version rises by exactly 1; no merge below the quorum, of a learner
+twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
+the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
+window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
+refused is still on its stream; a learner's reported tokens cover its header's; only committed values are adopted.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline import stored
+from pipeline.codec import DTYPES, PayloadReader, decode
+from pipeline.fragments import Layout
+from pipeline.keys import RunKeys
+from pipeline.memory_store import MemoryStore, Stream
+from pipeline.messages import DeltaHeader, LearnerReport, Spec, WindowView
+from pipeline.ports import Commit, Refusal
+
+from . import reference
+from .link import Link
+
+Float64 = npt.NDArray[np.float64]
+
+SETTLE_S = 2.0
+"""A grace window before any estimate; no later one is longer, steps being shorter than that."""
+CLOSE = 1e-4
+"""Relative difference from the float64 reference that float32 and its order of summing may make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, and how."""
+
+    promise: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.detail}"
+
+
+@dataclass(slots=True)
+class Surviving:
+    """One fragment's history as it stands on the bus."""
+
+    version: int = -1
+    digests: dict[int, bytes] = field(default_factory=dict)
+    theta: Float64 | None = None
+    momentum: Float64 | None = None
+    pending: dict[str, DeltaHeader] = field(default_factory=dict)
+    merged: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    """(learner, incarnation, base version) -> tokens."""
+    due: set[int] = field(default_factory=set)
+    """Versions on which a due delta was offered."""
+
+    def copy(self) -> "Surviving":
+        """As it is now; arrays are never changed in place."""
+        twin = copy(self)
+        twin.digests, twin.pending = dict(self.digests), dict(self.pending)
+        twin.merged, twin.due = dict(self.merged), set(self.due)
+        return twin
+
+
+DeltaId = tuple[int, str, str, int]
+"""(fragment, learner, incarnation, serial)"""
+
+
+class Oracle:
+    """Watches one run."""
+
+    def __init__(self, spec: Spec, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
+        self._now = now
+        self._spec, self._layout, self._store, self._keys = spec, layout, store, keys
+        self.fragments = [Surviving() for _ in layout.fragments]
+        self.violation: Violation | None = None
+        self.merges = 0
+        """Commits that took effect, lost history included."""
+        self.on_violation: Callable[[], None] = lambda: None
+        self._published: dict[DeltaId, Float64] = {}
+        self._offers: dict[tuple[int, str], DeltaHeader] = {}
+        self._committed: set[tuple[int, int, bytes]] = set()
+        self._ever_drained = False
+        self._checks: dict[str, Callable[..., None]] = {
+            "offer": self._offered,
+            "commit": self._commit,
+            "refuse": self._refuse,
+            "write_window": self._window,
+        }
+
+    # --- what the world tells ------------------------------------------------------------------------
+
+    def published(self, delta: DeltaId, values: Float64) -> None:
+        """A learner made a delta: (elements,) as it will travel."""
+        self._published[delta] = values
+
+    def adopted(self, learner: str, fragment: int, version: int, digest: bytes) -> None:
+        """A learner put a global into its model."""
+        if (fragment, version, digest) not in self._committed:
+            self.broken("only committed values are adopted", f"{learner}: fragment {fragment} version {version}")
+
+    def draining(self) -> None:
+        """From now on windows may close below the quorum."""
+        self._ever_drained = True
+
+    def snapshot(self) -> list[Surviving]:
+        """The history now, for `rewind`."""
+        return [fragment.copy() for fragment in self.fragments]
+
+    def rewind(self, saved: list[Surviving]) -> None:
+        """The bus lost what came after."""
+        self.fragments = [fragment.copy() for fragment in saved]
+        for p in range(len(self.fragments)):
+            self._check_pending(p)
+
+    def broken(self, promise: str, detail: str) -> None:
+        """Note the first violation."""
+        if self.violation is None:
+            self.violation = Violation(promise, detail)
+            self.on_violation()
+
+    def observe(self, link: Link, method: str, args: tuple[Any, ...], outcome: Any) -> None:
+        """A call took effect, or was refused by the bus."""
+        check = self._checks.get(method)
+        if check is not None:
+            check(link, outcome, *args)
+
+    # --- the stream ------------------------------------------------------------------------------------
+
+    def _stream(self, key: str) -> Stream | None:
+        found = self._store.values.get(key)
+        return found if isinstance(found, Stream) else None
+
+    def _check_pending(self, p: int) -> None:
+        stream = self._stream(self._keys.deltas(p))
+        there = {"{}-{}".format(*at) for at in stream.ids} if stream else set()
+        expected = self.fragments[p].pending.keys()
+        if there != expected:
+            lost, strange = sorted(expected - there), sorted(there - expected)
+            self.broken("what is pending stays on its stream", f"fragment {p}: lost {lost}, unaccounted {strange}")
+
+    def _offered(self, link: Link, outcome: Any, header: DeltaHeader) -> None:
+        p = header.fragment
+        if not isinstance(outcome, Exception):
+            state = self.fragments[p]
+            state.pending[outcome] = self._offers[p, outcome] = header
+            if header.due:
+                state.due.add(header.base_version)
+            self._check_report(header)
+        self._check_pending(p)
+
+    def _check_report(self, header: DeltaHeader) -> None:
+        table = self._store.values.get(self._keys.learners)
+        blob = table.get(f"{header.learner}/{header.incarnation}".encode()) if isinstance(table, dict) else None
+        reported = decode(LearnerReport, blob).tokens if blob else 0
+        if reported < header.tokens:
+            self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")
+
+    # --- the owner's writes ------------------------------------------------------------------------------
+
+    def _owner_write(self, link: Link, p: int, nonce: str, what: str) -> None:
+        if self._store.values.get(self._keys.lease(p)) != nonce.encode():
+            self.broken("a syncer writes under its lease only", f"{link.party}: {what} of fragment {p}")
+
+    def _window(self, link: Link, outcome: Any, p: int, nonce: str, window: WindowView, record: Any) -> None:
+        if isinstance(outcome, Exception):
+            return
+        self._owner_write(link, p, nonce, "window")
+        state = self.fragments[p]
+        if window.state != "idle" and state.version not in state.due and not self._ever_drained:
+            self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
+
+    def _refuse(self, link: Link, outcome: Any, p: int, refusal: Refusal) -> None:
+        if not isinstance(outcome, Exception):
+            self._owner_write(link, p, refusal.nonce, "refusal")
+            for entry in refusal.entries:
+                self.fragments[p].pending.pop(entry, None)
+        self._check_pending(p)
+
+    def _commit(self, link: Link, outcome: Any, commit: Commit) -> None:
+        p = commit.record.fragment
+        if isinstance(outcome, Exception):
+            self._check_pending(p)
+            return
+        self.merges += 1
+        self._owner_write(link, p, commit.nonce, "commit")
+        state = self.fragments[p]
+        if commit.version != state.version + 1:
+            self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
+        theta = self._values(commit.payload.key, p, commit.digest)
+        momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
+        if theta is None:
+            return
+        if commit.expected is None:
+            state.momentum = np.zeros_like(theta)
+        else:
+            self._check_merge(link, p, commit, theta, momentum)
+        state.theta = theta
+        state.version = commit.version
+        state.digests[commit.version] = commit.digest
+        self._committed.add((p, commit.version, commit.digest))
+        if commit.momentum:
+            state.momentum = momentum
+        self._check_pending(p)
+        staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
+        if any(one.key in self._store.expiries for one in staged):
+            self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _values(self, key: str, p: int, digest: bytes | None) -> Float64 | None:
+        """A payload as it lies on the bus."""
+        stream, sync = self._stream(key), self._spec.sync
+        reader = PayloadReader(self._layout.fragments[p].elements, "fp32", sync.chunk_bytes)
+        for chunk in stream.data if stream else ():
+            reader.feed(chunk)
+        if not reader.complete or (digest is not None and reader.digest != digest):
+            self.broken("a committed payload is whole", f"{key}: {reader.received} of {reader.expected} chunks")
+            return None
+        values: Float64 = reader.array().astype(np.float64)
+        if not np.isfinite(values).all():
+            self.broken("arrays are finite", key)
+        return values
+
+    def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64 | None) -> None:
+        state, parts, sync = self.fragments[p], commit.record.contributions, self._spec.sync
+        where = f"fragment {p} version {commit.version}"
+        if len({part.learner for part in parts}) != len(parts):
+            self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
+        if len(parts) < (1 if self._ever_drained else sync.quorum):
+            self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
+        weights = reference.merge_weights([part.steps for part in parts], [part.tokens for part in parts])
+        given = np.array([part.weight for part in parts])
+        if (given < 0).any() or not np.allclose(given, weights, rtol=1e-12) or abs(given.sum() - 1) > 1e-12:
+            self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")
+        deltas = []
+        for entry, part in zip(commit.entries, parts, strict=True):
+            header = self._offers.get((p, entry))  # the bus may have lost it since, and its owner still have it
+            if header is None:
+                self.broken("what is merged was offered", f"{where}: {part.learner}'s delta on {part.base_version}")
+                return
+            state.pending.pop(entry, None)
+            if not commit.version - 2 <= header.base_version < commit.version:
+                self.broken("staleness is at most 1", f"{where}: base {header.base_version}")
+            if header.base_digest != state.digests.get(header.base_version):
+                self.broken("a base is on record", f"{where}: base {header.base_version} of a lost history")
+            key = (header.learner, header.incarnation, header.base_version)
+            if key in state.merged:
+                self.broken("nothing is merged twice", f"{where}: {key}")
+            state.merged[key] = header.tokens
+            if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
+                self.broken("the tape tells what was merged", f"{where}: {part}")
+            made = (p, header.learner, header.incarnation, header.serial)
+            deltas.append(self._published[made])
+        assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
+        gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
+        expected, velocity = reference.outer_step(state.theta, state.momentum, gradient, sync)
+        scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
+        if not np.allclose(theta, expected, rtol=0, atol=scale + 1e-9):
+            self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
+        if momentum is not None and not np.allclose(momentum, velocity, rtol=0, atol=scale + 1e-9):
+            self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
+        # A window that waited for slow calls of its own owner closes late; more than that it may not.
+        took = commit.record
+        allowed_s = SETTLE_S + link.slow_s(self._now() - took.grace_s - took.upload_s - took.merge_s)
+        if took.grace_s > allowed_s + 0.01 and not self._ever_drained:
+            self.broken("a window closes in time", f"{where}: grace {took.grace_s:.2f} s, allowed {allowed_s:.2f} s")
+
+    # --- at the end ------------------------------------------------------------------------------------
+
+    def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
+        """The run is finished: nothing is pending, the manifest is the truth, nothing stays for ever but the heads'."""
+        if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
+            self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
+        for p, fragment in enumerate(self.fragments):
+            if fragment.pending:
+                self.broken("a finished run has nothing pending", f"fragment {p}: {len(fragment.pending)}")
+        needed = set()
+        for p in range(len(self.fragments)):
+            head = self._store.values.get(self._keys.head(p))
+            decoded = stored.decode_head(p, head) if isinstance(head, dict) else None
+            if decoded is not None:
+                needed |= {decoded.payload, decoded.momentum}
+        payloads = (":delta:", ":global:", ":momentum:", ":initial:")
+        for key in self._store.values:
+            if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
+                self.broken("what nobody needs expires", key)
+
+    def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
+        """A pseudogradient (elements,) as its codec carries it."""
+        wire: Float64 = np.subtract(base, values).astype(DTYPES[self._spec.sync.codec]).astype(np.float64)
+        return wire

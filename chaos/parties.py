@@ -1,0 +1,224 @@
+"""Learners and syncers of the simulated world: the production exchange and service, with toy training. asyncio.
+
+The "training" moves a learner's values towards a target that all share, with some noise of its own; what matters
+is when it publishes and adopts, and that is the production `Rounds` and `Exchange`. The training loop sleeps for
+its steps and for nothing else.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.fragments import Layout
+from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.settings import SyncerProcess
+from syncer.metrics import Metrics
+from syncer.service import SyncerService
+from workers.exchange import Exchange
+from workers.rounds import Publication, Rounds
+
+from .chance import Chance
+from .link import Link
+from .oracle import Oracle
+from .plan import LEASE_S, LIVENESS_S, Plan
+from .virtual_time import VirtualClock
+
+LEAVE_S = 4.0
+DRAIN_S = 6.0
+SHUTDOWN_S = 10.0
+LEARNING_RATE = 0.1
+
+
+class World(Protocol):
+    """What a party must know of its world."""
+
+    plan: Plan
+    spec: Spec
+    layout: Layout
+    chance: Chance
+    oracle: Oracle
+
+    def link(self, party: str) -> Link:
+        """A new connection to the bus."""
+        ...
+
+    def poisons(self, what: tuple[object, ...]) -> bool:
+        """Whether this delta is poisoned."""
+        ...
+
+    def merge_takes_s(self, party: str, number: int) -> float:
+        """How long this piece of heavy work takes."""
+        ...
+
+
+class Party:
+    """A process of the world: its connection and its main task."""
+
+    def __init__(self, world: World, name: str, life: int, skew_s: float) -> None:
+        self.world, self.name, self.life = world, name, life
+        self.link = world.link(name)
+        self.clock = VirtualClock(skew_s)
+        self.task: asyncio.Task[None] | None = None
+        self.alive = True
+        """Until it was killed, or ended in order."""
+
+    def start(self, work: Callable[[], Any]) -> None:
+        """Begin."""
+        self.task = asyncio.get_running_loop().create_task(work())
+
+    def kill(self) -> None:
+        """As SIGKILL: from now on nothing it says is heard."""
+        self.alive = False
+        self.link.dead = True
+        if self.task is not None:
+            self.task.cancel()
+
+    async def paused(self) -> None:
+        """Wait for the end of a pause, if there is one."""
+        loop = asyncio.get_running_loop()
+        while (left_s := self.link.paused_until - loop.time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
+            await asyncio.sleep(left_s)
+
+
+class WorldLearner(Party):
+    """One incarnation of a learner."""
+
+    def __init__(self, world: World, number: int, life: int) -> None:
+        plan = world.plan
+        super().__init__(world, f"learner-{number}", life, plan.skew_s[number % len(plan.skew_s)])
+        self.incarnation = world.chance.hex(16, "incarnation", self.name, life)
+        self.step_s = plan.step_s[number % plan.learners]
+        self.step_tokens = plan.step_tokens[number % plan.learners]
+        self.stop = False
+        self.left: bool | None = None
+        """How its leave went, once it is over."""
+        self.rounds = Rounds(world.layout, world.spec.sync)
+        self.values: list[npt.NDArray[np.float32]] = []
+        self.exchange = Exchange(self.link, self.clock, self.name, self.incarnation, self.report, offload=self._inline)  # type: ignore[arg-type]
+
+    async def _inline(self, work: Any, *args: Any) -> Any:
+        return work(*args)
+
+    def report(self, left: bool) -> LearnerReport:
+        """What it says about itself."""
+        rounds = self.rounds
+        return LearnerReport(
+            learner=self.name,
+            incarnation=self.incarnation,
+            step=rounds.steps,
+            tokens=rounds.tokens,
+            overwritten=rounds.overwritten,
+            versions=rounds.versions,
+            loss=None,
+            tokens_per_s=0.0,
+            step_s=self.step_s,
+            step_s_median=self.step_s,
+            blocked_s=0.0,
+            wall_s=0.0,
+            left=left,
+            host="",
+            device="cpu",
+        )
+
+    async def live(self) -> None:
+        """Join, train until the run drains or it is told to stop, leave."""
+        world, exchange, shared = self.world, self.exchange, self.exchange.shared
+        self.values = [np.zeros(f.elements, np.float32) for f in world.layout.fragments]
+        await exchange.join(world.spec, world.layout, lambda p: self.values[p].copy())
+        running = asyncio.create_task(exchange.run())
+        exchange.stepped([], self._adopt())
+        try:
+            while not (self.stop or (shared.state is not None and shared.state.phase is not Phase.RUNNING)):
+                if running.done():
+                    running.result()
+                await asyncio.sleep(self._step_takes_s())
+                await self.paused()
+                self._train()
+                adopted = self._adopt()
+                if shared.republish:
+                    shared.republish = False
+                    self.rounds.republish()
+                exchange.stepped([self._made(one) for one in self.rounds.publications(shared.windows)], adopted)
+            due = shared.state is not None and shared.state.phase is not Phase.RUNNING
+            exchange.stepped([self._made(one) for one in self.rounds.last(shared.windows, due)], False)
+            self.left = await exchange.leave(LEAVE_S)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+        self.alive = False
+
+    def _step_takes_s(self) -> float:
+        """Speeds vary, and now and then a step takes ten times as long."""
+        chance, step = self.world.chance, self.rounds.steps
+        stall = 10.0 if chance.share("stall", self.name, self.life, step) < 0.01 else 1.0
+        return self.step_s * stall * chance.between(0.7, 1.3, "step", self.name, self.life, step)
+
+    def _train(self) -> None:
+        for p, values in enumerate(self.values):
+            noise = self.world.chance.between(-0.5, 0.5, "noise", self.name, self.life, self.rounds.steps, p)
+            target = np.linspace(0.5 + noise, 1.0, len(values), dtype=np.float32)
+            values += np.float32(LEARNING_RATE) * (target - values)
+        self.rounds.trained(self.step_tokens)
+
+    def _adopt(self) -> bool:
+        arrived = sorted(self.exchange.shared.adoptions)
+        for p in arrived:
+            base = self.exchange.shared.adoptions.pop(p)
+            self.world.oracle.adopted(self.name, p, base.version, base.digest)
+            self.values[p][:] = base.values
+            self.rounds.adopt(base)
+        return bool(arrived)
+
+    def _made(self, publication: Publication) -> tuple[Publication, Callable[[], npt.NDArray[np.float32]]]:
+        base = publication.base
+        snapshot = self.values[base.fragment].copy()
+        made = (base.fragment, self.name, self.incarnation, publication.serial)
+        if self.world.poisons(made):
+            snapshot[0] = np.nan
+        self.world.oracle.published(made, self.world.oracle.wire_values(base.values, snapshot))
+        return publication, lambda: snapshot
+
+
+class WorldSyncer(Party):
+    """One life of a syncer."""
+
+    def __init__(self, world: World, number: int, life: int) -> None:
+        plan = world.plan
+        super().__init__(world, f"syncer-{number}", life, plan.skew_s[-1 - number % len(plan.skew_s)])
+        settings = SyncerProcess(
+            syncer_id=f"{self.name}.{life}",
+            lease_s=LEASE_S,
+            liveness_s=LIVENESS_S,
+            drain_s=DRAIN_S,
+            shutdown_s=SHUTDOWN_S,
+        )
+        self._drawn = self._offloaded = 0
+        self.stop = asyncio.Event()
+        self.service = SyncerService(
+            self.link,  # type: ignore[arg-type]  # a link is every method of a bus
+            self.clock,
+            settings,
+            Metrics(),
+            offload=self._offload,
+            random_hex=self._hex,
+        )
+
+    def _hex(self, count: int) -> str:
+        self._drawn += 1
+        return self.world.chance.hex(2 * count, "nonce", self.name, self.life, self._drawn)
+
+    async def _offload(self, work: Any, *args: Any) -> Any:
+        self._offloaded += 1
+        await asyncio.sleep(self.world.merge_takes_s(self.name, self._offloaded))
+        await self.paused()
+        return work(*args)
+
+    async def live(self) -> None:
+        """Serve until the run is finished, or it is told to stop."""
+        await self.service.run(self.stop)
+        self.alive = False

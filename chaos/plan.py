@@ -1,0 +1,173 @@
+"""What a seed means: the run's settings, its parties, and the faults that will be tried on them. Pure.
+
+Two kinds of faults: planned ones strike a party or the bus at a time, or at a point of its code (before or
+after its next call of one method takes effect); those of messages strike single calls, drawn as they are made.
+Each has an id by which a shrunk world can leave it out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from pipeline.messages import Spec, SyncSpec, TensorSpec
+from pipeline.settings import SyncSettings
+
+from .chance import Chance
+
+FRAGMENTS = 2
+LEASE_S = 0.5
+LIVENESS_S = 0.8
+FAULTS_UNTIL_S = 12.0
+"""Planned faults begin before this, in virtual seconds."""
+LEARNERS, SYNCERS = 4, 3
+RULES: tuple[Literal["rda", "mean"], ...] = ("rda", "rda", "mean")
+
+
+class Kind(StrEnum):
+    """Every kind of fault there is; `world` counts each one that really happened."""
+
+    LEARNER_KILLED = "learner_killed"
+    LEARNER_PAUSED = "learner_paused"
+    LEARNER_JOINED = "learner_joined"
+    LEARNER_LEFT = "learner_left"
+    SYNCER_KILLED = "syncer_killed"
+    SYNCER_PAUSED = "syncer_paused"
+    SYNCER_REPLACED = "syncer_replaced"
+    PARTITION = "partition"
+    BUS_RESTARTED = "bus_restarted"
+    BUS_REWOUND = "bus_rewound"
+    BUS_FULL = "bus_full"
+    SLOW_MERGE = "slow_merge"
+    DELTA_POISONED = "delta_poisoned"
+    MESSAGE_DELAYED = "message_delayed"
+    MESSAGE_LOST = "message_lost"
+    REPLY_LOST = "reply_lost"
+    MESSAGE_DUPLICATED = "message_duplicated"
+    # What follows from the others, and is counted because it must be seen to happen.
+    MESSAGES_REORDERED = "messages_reordered"
+    LEASE_EXPIRED_IN_MERGE = "lease_expired_in_merge"
+    TWO_HOLDERS = "two_holders"
+
+
+MESSAGE_KINDS = (Kind.MESSAGE_DELAYED, Kind.MESSAGE_LOST, Kind.REPLY_LOST, Kind.MESSAGE_DUPLICATED)
+PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.DELTA_POISONED)]
+
+CRASH_POINTS = {
+    Kind.LEARNER_KILLED: (
+        *("claim_initial", "write_chunks", "finish_initial", "write_report", "offer", "read_heads", "read_chunks"),
+        *("claim_shard", "save_position", "finish_shard", "fill_shards", "read_tape", "tape_end"),
+    ),
+    Kind.SYNCER_KILLED: (
+        *("acquire_lease", "write_chunks", "commit", "commit", "refuse", "write_window", "read_offers", "read_heads"),
+        *("read_chunks", "write_state", "release_lease", "read_reports"),
+    ),
+}
+"""Calls at which a party can be killed, just before or just after they take effect on the bus."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planned fault."""
+
+    id: str
+    kind: Kind
+    at_s: float
+    party: int
+    """Which learner or syncer (modulo those there are)."""
+    lasts_s: float
+    method: str = ""
+    """For a kill: strike when this method is called next (empty: at once)."""
+    after: bool = False
+    """Strike after the call took effect, before its answer arrives; else before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One world."""
+
+    seed: int
+    spec: Spec
+    step_s: tuple[float, ...]
+    """Mean inner step time of each learner."""
+    step_tokens: tuple[int, ...]
+    skew_s: tuple[float, ...]
+    """How far each party's wall clock is ahead; learners first."""
+    syncers: int
+    latency_s: float
+    message_fault_rate: float
+    """Share of calls that meet with a fault of their own."""
+    slow_merge_rate: float
+    poison_rate: float
+    faults: tuple[Fault, ...]
+
+    @property
+    def learners(self) -> int:
+        """Learners at the start."""
+        return len(self.step_s)
+
+
+def _tensors(chance: Chance, merge: str) -> tuple[TensorSpec, ...]:
+    """Per fragment 1 to 3 tensors, 4 to 16 numbers together."""
+    found = []
+    for p in range(FRAGMENTS):
+        for t in range(chance.one_of((1, 2, 3), "tensors", p)):
+            rule: Literal["rda", "mean"] = "mean" if merge == "mean" else chance.one_of(RULES, "rule", p, t)
+            size = chance.one_of((4, 5), "size", p, t)
+            found.append(TensorSpec(name=f"t{p}.{t}", shape=(size,), dtype="float32", rule=rule, fragment=p))
+    return tuple(found)
+
+
+def _sync(chance: Chance, learners: int) -> SyncSpec:
+    settings = SyncSettings(
+        fragments=FRAGMENTS,
+        sync_interval=chance.one_of((2, 3, 4), "H"),
+        quorum=chance.one_of((1, 1, 2, 2, learners - 1), "K"),
+        codec=chance.one_of(("bf16", "fp32"), "codec"),
+        merge=chance.one_of(("rda", "rda", "mean"), "merge"),
+        outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
+        outer_momentum=chance.one_of((0.0, 0.6), "outer momentum"),
+        tokens=10**9,
+    )
+    return settings.sync_spec().model_copy(update={"chunk_bytes": chance.one_of((16, 32, 1024), "chunk")})
+
+
+def _fault(chance: Chance, number: int) -> Fault:
+    def draw(low: float, high: float, what: str) -> float:
+        return chance.between(low, high, what, number)
+
+    kind = chance.one_of(PLANNED, "kind", number)
+    method, after = "", False
+    if kind in CRASH_POINTS and chance.share("point", number) < 0.8:
+        method = chance.one_of(CRASH_POINTS[kind], "method", number)
+        after = chance.share("after", number) < 0.5
+    lasts_s = draw(0.2, 1.8, "lasts")
+    party = chance.integer("party", number) % 64
+    return Fault(f"plan-{number}", kind, draw(0.0, FAULTS_UNTIL_S, "at"), party, lasts_s, method, after)
+
+
+def plan(seed: int) -> Plan:
+    """The world of a seed."""
+    chance = Chance(seed)
+    learners = chance.one_of((3, 4), "learners")
+    sync = _sync(chance, learners)
+    faults = [_fault(chance, number) for number in range(chance.one_of((0, 3, 6, 9, 12), "faults"))]
+    stormy = chance.one_of((0.0, 0.002, 0.01, 0.03), "storm")
+    return Plan(
+        seed=seed,
+        spec=Spec(sync=sync, tensors=_tensors(chance, sync.merge), trainer={}),
+        step_s=tuple(chance.between(0.01, 0.05, "step", i) for i in range(learners)),
+        step_tokens=tuple(chance.one_of((1, 7, 16), "tokens", i) for i in range(learners)),
+        skew_s=tuple(chance.between(-0.5, 0.5, "skew", i) for i in range(LEARNERS + SYNCERS)),
+        syncers=chance.one_of((2, 3), "syncers"),
+        latency_s=chance.one_of((0.0002, 0.001, 0.004), "latency"),
+        message_fault_rate=stormy,
+        slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
+        poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+    )
+
+
+def without(faults: Sequence[Fault], only: frozenset[str] | None) -> list[Fault]:
+    """The planned faults that a shrunk world keeps."""
+    return [fault for fault in faults if only is None or fault.id in only]

@@ -1,0 +1,448 @@
+"""A whole run under faults: seeded, in virtual time, and checked after every event.
+
+The production syncer service and learner exchange (which run the production window, grace, merge, outer step and
+rounds) on the memory bus, each party behind a `Link`. A world goes through three stages: faults strike while
+merges go on; then all is calm, everybody who was killed is back, and every fragment must go on; then the run is
+drained and must finish with its books closed. The same seed gives the same digest of all that happened.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from pipeline.errors import BusFull, LeaseLost
+from pipeline.fragments import layout_of
+from pipeline.keys import RunKeys
+from pipeline.memory import MemoryBus
+from pipeline.memory_store import MemoryStore
+from pipeline.messages import Phase, RunState
+
+from .chance import Chance
+from .link import Fate, Link
+from .oracle import Oracle, Surviving, Violation
+from .parties import Party, WorldLearner, WorldSyncer
+from .plan import LEARNERS, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
+from .virtual_time import VirtualClock, run_virtual
+
+RUN = "world"
+MERGES = 200
+"""Least number of merges before a world calms down."""
+LIVELY_S = 100.0
+"""Virtual seconds within which every fragment must go on, once all is calm: more than the longest upload deadline."""
+ENDS_S = 100.0
+"""Virtual seconds that a drain may take."""
+CRASH_WITHIN_S = 2.0
+"""A party that does not come to its crash point in this time is killed where it is."""
+LOST_S = 1.0
+"""How much a bus loses that comes back without its last second."""
+SHOWN = 400
+"""Events kept for a trace."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a seed."""
+
+    seed: int
+    digest: str
+    merges: int
+    virtual_s: float
+    fired: Counter[str]
+    """How often each kind of fault really happened."""
+    crashed: Counter[str]
+    """At which calls parties were killed: "commit/after"."""
+    struck: frozenset[str]
+    """Ids of the faults that happened."""
+    violation: Violation | None
+    trace: list[str] = field(default_factory=list)
+
+
+class _Store(MemoryStore):
+    """A store that can be full for a while, whatever it holds."""
+
+    full = False
+
+    def need_room(self) -> None:
+        if self.full:
+            raise BusFull("memory is full")
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, plan: Plan, only: frozenset[str] | None, merges: int, traced: bool) -> None:
+        self.plan, self.spec = plan, plan.spec
+        self.layout = layout_of(plan.spec.tensors)
+        self.chance = Chance(plan.seed)
+        self.store, self.clock = _Store(), VirtualClock()
+        self.epoch = 0
+        self.oracle = Oracle(self.spec, self.layout, self.store, RunKeys(RUN), self.clock.now)
+        self.oracle.on_violation = lambda: self._wake.set()
+        self.fired: Counter[str] = Counter()
+        self.crashed: Counter[str] = Counter()
+        self.struck: set[str] = set()
+        self._only, self._merges, self._traced = only, merges, traced
+        self._wake = asyncio.Event()
+        self._calm = False
+        self._down_until = 0.0
+        self._digest = xxhash.xxh3_128()
+        self._trace: deque[str] = deque(maxlen=SHOWN)
+        self._parties: dict[str, Party] = {}
+        self._lives: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._armed: dict[str, Fault] = {}
+        self._striking: set[asyncio.Task[None]] = set()
+
+    # --- what happens is written down ------------------------------------------------------------------
+
+    def note(self, who: str, what: str, more: str = "") -> None:
+        """Add an event to the digest, and to the trace if one is wanted."""
+        line = f"{self.clock.now():.6f} {who} {what} {more}"
+        self._digest.update(line.encode())
+        if self._traced:
+            self._trace.append(line)
+
+    def _happened(self, kind: Kind, id_: str) -> None:
+        self.fired[kind] += 1
+        self.struck.add(id_)
+        self.note("fault", kind, id_)
+
+    def _may(self, id_: str) -> bool:
+        """Whether a fault is among those that are tried."""
+        return not self._calm and (self._only is None or id_ in self._only)
+
+    # --- what links ask ----------------------------------------------------------------------------------
+
+    @property
+    def bus_up(self) -> bool:
+        """Whether the bus answers."""
+        return self.clock.now() >= self._down_until
+
+    def fate(self, party: str, number: int, method: str) -> Fate:
+        """What happens to a call."""
+        chance, latency = self.chance, self.plan.latency_s
+        delay_s = latency * chance.between(0.5, 1.5, "latency", party, number)
+        id_ = f"call-{party}-{number}"
+        if self._calm or chance.share("storm", party, number) >= self.plan.message_fault_rate or not self._may(id_):
+            return Fate(delay_s)
+        kind = chance.one_of(MESSAGE_KINDS, "fate", party, number)
+        self._happened(kind, id_)
+        if kind is Kind.MESSAGE_DELAYED:
+            return Fate(delay_s + chance.between(0.01, 0.8, "delay", party, number))
+        return Fate(
+            delay_s,
+            lost=kind is Kind.MESSAGE_LOST,
+            reply_lost=kind is Kind.REPLY_LOST,
+            twice=kind is Kind.MESSAGE_DUPLICATED,
+        )
+
+    def crash_point(self, link: Link, method: str, after: bool) -> None:
+        """Kill the party if a fault is armed for this point."""
+        fault = self._armed.get(link.party)
+        if fault is not None and fault.method == method and fault.after is after and not link.dead:
+            del self._armed[link.party]
+            self._kill(fault, self._parties[link.party], f"{method}/{'after' if after else 'before'}")
+
+    def observe(self, link: Link, method: str, args: tuple[Any, ...], more: dict[str, Any], outcome: Any) -> None:
+        """A call took effect."""
+        if isinstance(outcome, LeaseLost):
+            self.fired[Kind.TWO_HOLDERS] += 1
+            if method == "commit":
+                self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
+        brief = type(outcome).__name__ if isinstance(outcome, Exception) else ""
+        self.note(link.party, method, f"{_brief(method, args)} {brief}")
+        self.oracle.observe(link, method, args, outcome)
+
+    def overtaken(self, party: str) -> None:
+        """A call was answered before one made earlier."""
+        if not self._calm:
+            self.fired[Kind.MESSAGES_REORDERED] += 1
+
+    def link(self, party: str) -> Link:
+        """A connection for a new life of a party."""
+        before = self._parties.get(party)
+        return Link(MemoryBus(RUN, self.clock, self.store), self, party, before.link.calls if before else 0)
+
+    def poisons(self, what: tuple[object, ...]) -> bool:
+        """Whether this delta is poisoned."""
+        id_ = f"poison-{xxhash.xxh3_64_hexdigest(repr(what).encode())}"
+        if self.chance.share("poison", what) >= self.plan.poison_rate or not self._may(id_):
+            return False
+        self._happened(Kind.DELTA_POISONED, id_)
+        return True
+
+    def merge_takes_s(self, party: str, number: int) -> float:
+        """How long heavy work takes: now and then longer than a lease."""
+        id_ = f"slow-{party}-{self._lives[party]}-{number}"
+        if self.chance.share("slow", id_) >= self.plan.slow_merge_rate or not self._may(id_):
+            return 0.0005
+        self._happened(Kind.SLOW_MERGE, id_)
+        return self.chance.between(0.3, 1.5, "slow merge", id_)
+
+    # --- parties -----------------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> Party:
+        kind, _, number = name.partition("-")
+        self._lives[name] += 1
+        make = WorldLearner if kind == "learner" else WorldSyncer
+        party = make(self, int(number), self._lives[name])
+        self._parties[name] = party
+        party.start(party.live)
+        assert party.task is not None  # noqa: S101  # just started
+        party.task.add_done_callback(lambda task: self._ended(party, task))
+        self.note(name, "started", str(self._lives[name]))
+        return party
+
+    def _ended(self, party: Party, task: "asyncio.Task[None]") -> None:
+        if party.link.dead or task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
+            self.oracle.broken("a party ends only when told to", f"{party.name}: {parts[0]!r}")
+        party.alive = False
+        self.note(party.name, "ended")
+
+    def _alive(self, kind: str) -> list[Party]:
+        return [party for name, party in sorted(self._parties.items()) if name.startswith(kind) and party.alive]
+
+    # --- faults --------------------------------------------------------------------------------------------
+
+    async def _strike_all(self) -> None:
+        """Every planned fault at its time."""
+        for fault in without(self.plan.faults, self._only):
+            await asyncio.sleep(max(0.0, fault.at_s - self.clock.now()))
+            task = asyncio.create_task(self._strike(fault))
+            self._striking.add(task)
+        for task in list(self._striking):
+            await task
+
+    async def _strike(self, fault: Fault) -> None:
+        kind = "learner" if fault.kind.startswith("learner") else "syncer"
+        alive = self._alive(kind)
+        match fault.kind:
+            case Kind.LEARNER_KILLED | Kind.SYNCER_KILLED if alive:
+                await self._strike_down(fault, alive[fault.party % len(alive)])
+            case Kind.LEARNER_PAUSED | Kind.SYNCER_PAUSED if alive:
+                self._happened(fault.kind, fault.id)
+                alive[fault.party % len(alive)].link.paused_until = self.clock.now() + fault.lasts_s
+            case Kind.LEARNER_JOINED if len(alive) < LEARNERS:
+                self._join(fault, "learner", LEARNERS)
+            case Kind.LEARNER_LEFT if len(alive) > 1:
+                await self._send_away(fault, alive[fault.party % len(alive)])
+            case Kind.SYNCER_REPLACED if alive:
+                await self._send_away(fault, alive[fault.party % len(alive)])
+            case Kind.PARTITION:
+                everybody = self._alive("")
+                self._happened(fault.kind, fault.id)
+                self._cut(everybody[fault.party % len(everybody)], fault.lasts_s) if everybody else None
+            case Kind.BUS_RESTARTED | Kind.BUS_REWOUND:
+                await self._restart_bus(fault)
+            case Kind.BUS_FULL:
+                self._happened(fault.kind, fault.id)
+                self.store.full = True
+                await asyncio.sleep(fault.lasts_s)
+                self.store.full = False
+
+    def _cut(self, party: Party, lasts_s: float) -> None:
+        party.link.cut_until = self.clock.now() + lasts_s
+        party.link.break_calls()
+
+    async def _restart_bus(self, fault: Fault) -> None:
+        """The server goes away and comes back: with all it had, or as it was a second before."""
+        saved: tuple[Any, list[Surviving]] | None = None
+        if fault.kind is Kind.BUS_REWOUND:
+            saved = self.store.snapshot(), self.oracle.snapshot()
+            await asyncio.sleep(LOST_S * min(1.0, fault.lasts_s))
+        if not self.bus_up:
+            return  # it is down already
+        self._happened(fault.kind, fault.id)
+        self.epoch += 1
+        self._down_until = self.clock.now() + fault.lasts_s / 2
+        if saved is not None:
+            self.store.restart(saved[0])
+            self.oracle.rewind(saved[1])
+        for party in self._parties.values():
+            party.link.break_calls()
+
+    async def _strike_down(self, fault: Fault, party: Party) -> None:
+        """Kill it at its crash point; start it again some time later."""
+        if not fault.method:
+            self._kill(fault, party, "anywhere")
+        elif party.name in self._armed:
+            return
+        else:
+            self._armed[party.name] = fault
+            await asyncio.sleep(CRASH_WITHIN_S)
+            if self._armed.get(party.name) is fault:
+                del self._armed[party.name]
+                self._kill(fault, party, "anywhere")
+        await asyncio.sleep(fault.lasts_s)
+        if not self._calm and not self._is_alive(party.name):
+            self._start(party.name)
+
+    def _kill(self, fault: Fault, party: Party, where: str) -> None:
+        if party.alive:
+            self._happened(fault.kind, fault.id)
+            self.crashed[where] += 1
+            self.note(party.name, "killed", where)
+            party.kill()
+
+    def _join(self, fault: Fault, kind: str, most: int) -> None:
+        free = [f"{kind}-{i}" for i in range(most) if not self._is_alive(f"{kind}-{i}")]
+        if free:
+            self._happened(fault.kind, fault.id)
+            self._start(free[fault.party % len(free)])
+
+    def _is_alive(self, name: str) -> bool:
+        return name in self._parties and self._parties[name].alive
+
+    async def _send_away(self, fault: Fault, party: Party) -> None:
+        """As SIGTERM, and another one in its place after a while."""
+        self._happened(fault.kind, fault.id)
+        if isinstance(party, WorldLearner):
+            party.stop = True
+        elif isinstance(party, WorldSyncer):
+            party.stop.set()
+        await asyncio.sleep(fault.lasts_s)
+        if not self._calm and not self._is_alive(party.name):
+            self._start(party.name)
+
+    # --- the three stages ------------------------------------------------------------------------------------
+
+    async def live(self) -> None:
+        """All of it; returns early at the first violation."""
+        story = asyncio.create_task(self._story())
+        wake = asyncio.create_task(self._wake.wait())
+        await asyncio.wait({story, wake}, return_when=asyncio.FIRST_COMPLETED)
+        if story.done():
+            story.result()
+        for task in (story, wake):
+            task.cancel()
+        for party in self._parties.values():
+            party.kill()
+        await asyncio.gather(*(party.task for party in self._parties.values() if party.task), return_exceptions=True)
+
+    async def _story(self) -> None:
+        for i in range(self.plan.syncers):
+            self._start(f"syncer-{i}")
+        for i in range(self.plan.learners):
+            self._start(f"learner-{i}")
+        striking = asyncio.create_task(self._strike_all())
+        if not await self._until(lambda: self.oracle.merges >= self._merges and striking.done()):
+            return
+        self._calm_down()
+        before = [fragment.version for fragment in self.oracle.fragments]
+        went_on = all
+        if not await self._until(
+            lambda: went_on(f.version >= was + 2 for f, was in zip(self.oracle.fragments, before, strict=True))
+        ):
+            return
+        await self._drain()
+
+    async def _until(self, reached: Any) -> bool:
+        """Wait until a condition holds; no progress for long is a violation."""
+        last, since = -1, self.clock.now()
+        while not reached():
+            await asyncio.sleep(0.05)
+            now = self.clock.now()
+            if self.oracle.merges != last or now < since:
+                last, since = self.oracle.merges, now
+            elif now - since > LIVELY_S:
+                versions = [fragment.version for fragment in self.oracle.fragments]
+                self.oracle.broken("every fragment goes on", f"none did for {LIVELY_S:.0f} s: {versions}")
+                return False
+        return True
+
+    def _calm_down(self) -> None:
+        """No more faults; whoever is missing comes back."""
+        self._calm = True
+        self._armed.clear()
+        self.note("world", "calm")
+        for name in [f"syncer-{i}" for i in range(self.plan.syncers)] + [
+            f"learner-{i}" for i in range(self.plan.learners)
+        ]:
+            if not self._is_alive(name):
+                self._start(name)
+
+    async def _drain(self) -> None:
+        """The user ends the run; all parties end, and the books close."""
+        bus = MemoryBus(RUN, self.clock, self.store)
+        state = await bus.read_state()
+        if state is None:
+            self.oracle.broken("a run has a state", "none was written")
+            return
+        self.oracle.draining()
+        await bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked by the world"}))
+        self.note("world", "draining")
+        deadline = self.clock.now() + ENDS_S
+        while any(party.alive for party in self._parties.values()):
+            await asyncio.sleep(0.1)
+            if self.clock.now() > deadline:
+                left = [party.name for party in self._alive("")]
+                self.oracle.broken("a drained run ends", f"after {ENDS_S:.0f} s there are still {left}")
+                return
+        self._check_end(await bus.read_state())
+
+    def _check_end(self, state: RunState | None) -> None:
+        if state is None or state.phase is not Phase.FINISHED:
+            self.oracle.broken("a drained run is finished", f"its state is {state and state.phase}")
+            return
+        self.oracle.check_finished(state.manifest)
+
+    def result(self) -> Result:
+        """What became of it."""
+        return Result(
+            seed=self.plan.seed,
+            digest=self._digest.hexdigest(),
+            merges=self.oracle.merges,
+            virtual_s=self.clock.now(),
+            fired=self.fired,
+            crashed=self.crashed,
+            struck=frozenset(self.struck),
+            violation=self.oracle.violation,
+            trace=list(self._trace),
+        )
+
+
+def _brief(method: str, args: tuple[Any, ...]) -> str:
+    """What a call was about, without its values."""
+    match method, args:
+        case "offer", (header,):
+            return f"p{header.fragment} base {header.base_version} attempt {header.attempt} due {header.due}"
+        case "commit", (commit,):
+            who = ",".join(part.learner for part in commit.record.contributions)
+            return f"p{commit.record.fragment} version {commit.version} of {who}"
+        case "refuse", (p, refusal):
+            return f"p{p} {[(r.learner, r.reason.value) for r in refusal.records]}"
+        case "write_window", (p, _, window, _):
+            return f"p{p} {window.state} attempt {window.attempt} {window.reason}"
+        case (("acquire_lease" | "release_lease"), (p, *_)):
+            return f"p{p}"
+    return ""
+
+
+def run_seed(seed: int, *, only: frozenset[str] | None = None, merges: int = MERGES, traced: bool = False) -> Result:
+    """Run one seed's world to its end, or to its first violation.
+
+    Args:
+        seed: which world.
+        only: ids of the faults to try; None: all of them.
+        merges: least number of merges before the faults cease.
+        traced: keep the last events for people to read.
+    """
+
+    async def main() -> Result:
+        world = World(plan(seed), only, merges, traced)
+        await world.live()
+        return world.result()
+
+    return run_virtual(main())
+
+
+def seeds(first: int, count: int) -> Iterator[int]:
+    """Seeds one after the other."""
+    yield from range(first, first + count)
