@@ -7,7 +7,7 @@ makes it atomic. A store and its buses belong to one event loop.
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from . import stored
@@ -21,6 +21,7 @@ from .errors import (
     UsageError,
 )
 from .keys import RunKeys
+from .memory_shards import RELEASED, choose
 from .memory_store import EntryId, Hash, MemoryStore, Stream
 from .messages import (
     ClaimedShard,
@@ -434,30 +435,50 @@ class MemoryBus:
         await self._turn()
         return self._queue()[2]
 
-    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
-        """Take the next shard."""
+    async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
+        """Take a shard."""
+        known_ids = {stored.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
-        found = stream.after(stream.delivered, 1) if stream.delivered is not None else []
+        seen, now_ms = self._hash(self.keys.seen), int(self._clock.unix() * 1000)
+        if stream.delivered is None:
+            return None
+        taken = choose(stream.held, seen, consumer, known_ids, max(1, round(1000 * silent_s)), now_ms)
+        found = stream.after(stream.delivered, 1) if taken is None else stream.after((taken[0], taken[1] - 1), 1)
         if not found:
             return None
         at, blob = found[0]
-        stream.delivered = stored.entry_id(at)
+        stream.delivered = max(stream.delivered, stored.entry_id(at))
+        stream.held[stored.entry_id(at)] = (consumer, now_ms)
         position = stored.decode_count("shard position", positions.get(at.encode()))
         return ClaimedShard(entry_id=at, shard=stored.decode_shard(blob), position=position)
 
-    async def save_position(self, entry_id: str, position: int) -> None:
+    def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
+        return stream.held.get(stored.entry_id(entry_id), ("", 0))[0] == consumer
+
+    async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         """Remember how far a shard was read."""
         await self._turn()
-        if stored.entry_id(entry_id) in self._queue()[0].ids:
+        stream, positions, _ = self._queue()
+        if not self._holds(stream, consumer, entry_id):
+            return
+        if position > stored.decode_count("shard position", positions.get(entry_id.encode())):
             self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
 
-    async def finish_shard(self, entry_id: str) -> None:
+    async def finish_shard(self, consumer: str, entry_id: str) -> None:
         """Acknowledge a shard."""
         await self._turn()
         stream, positions, _ = self._queue()
-        stream.delete(stored.entry_id(entry_id))
-        positions.pop(entry_id.encode(), None)
+        if self._holds(stream, consumer, entry_id):
+            del stream.held[stored.entry_id(entry_id)]
+            stream.delete(stored.entry_id(entry_id))
+            positions.pop(entry_id.encode(), None)
+
+    async def release_shards(self, consumer: str) -> None:
+        """Give back all shards of a consumer."""
+        await self._turn()
+        held, now_ms = self._queue()[0].held, int(self._clock.unix() * 1000)
+        held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
 
     async def read_shards(self) -> ShardQueue:
         """Shards not yet acknowledged."""

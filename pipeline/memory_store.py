@@ -17,12 +17,16 @@ EntryId = tuple[int, int]
 
 @dataclass(slots=True)
 class Stream:
-    """Entries in the order of their ids; `delivered` is the consumer group's cursor, None without a group."""
+    """Entries in the order of their ids; `delivered` is the consumer group's cursor, None without a group.
+
+    `held`: what the group delivered and nobody acknowledged, as id -> (consumer, when it was delivered, in ms).
+    """
 
     ids: list[EntryId] = field(default_factory=list)
     data: list[bytes] = field(default_factory=list)
     last: EntryId = (0, 0)
     delivered: EntryId | None = None
+    held: dict[EntryId, tuple[str, int]] = field(default_factory=dict)
 
     def after(self, cursor: EntryId, limit: int) -> list[tuple[str, bytes]]:
         """Entries after an id, as (id, bytes)."""

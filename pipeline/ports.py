@@ -10,7 +10,7 @@ Promises that every `Bus` keeps (the contract tests run on all adapters):
 - A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce inside the same atomic step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -303,16 +303,30 @@ class Bus(Protocol):
         """Epochs queued so far."""
         ...
 
-    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
-        """Take the next shard nobody holds; None when the queue is empty."""
+    async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
+        """Take a shard, with its last saved position; None when there is none to take.
+
+        In this order: one that the consumer holds without knowing it (the answer to its claim was lost), the oldest
+        whose holder is gone, the next that nobody holds. A holder is gone when it has released its shards, or has not
+        reported for `silent_s` (by the server's clock; one that never reported: has held the shard for that long).
+
+        Args:
+            consumer: `learner.incarnation`.
+            silent_s: a holder not heard from for this long is gone.
+            known: entry ids that the consumer knows it holds.
+        """
         ...
 
-    async def save_position(self, entry_id: str, position: int) -> None:
-        """Remember how far a held shard was read."""
+    async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
+        """Remember how far a shard was read; nothing unless this is its holder. A position never goes back."""
         ...
 
-    async def finish_shard(self, entry_id: str) -> None:
-        """Acknowledge: the shard was read to its end."""
+    async def finish_shard(self, consumer: str, entry_id: str) -> None:
+        """Acknowledge: the shard was read to its end; nothing unless this is its holder."""
+        ...
+
+    async def release_shards(self, consumer: str) -> None:
+        """Give back all that the consumer holds: whoever claims next takes it, before anything else."""
         ...
 
     async def read_shards(self) -> ShardQueue:

@@ -3,7 +3,7 @@
 Every step that is more than one command is a script under `lua/` (see `_prelude.lua` for their rules).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from . import stored
@@ -271,24 +271,31 @@ class RedisBus:
         """Epochs queued."""
         return stored.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
 
-    async def claim_shard(self, consumer: str) -> ClaimedShard | None:
-        """Take the next shard."""
-        found = await self._redis.script("claim_shard", self._queue[:2], consumer)
+    async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
+        """Take a shard."""
+        for entry_id in known:
+            stored.entry_id(entry_id)
+        keys = [*self._queue[:2], self.keys.seen]
+        found = await self._redis.script("claim_shard", keys, consumer, to_ms(silent_s), *known)
         if not found:
             return None
         at, blob, position = found
         position = stored.decode_count("shard position", position)
         return ClaimedShard(entry_id=at.decode(), shard=stored.decode_shard(blob), position=position)
 
-    async def save_position(self, entry_id: str, position: int) -> None:
+    async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         """Remember how far a shard was read."""
         stored.entry_id(entry_id)
-        await self._redis.script("save_position", self._queue[:2], entry_id, position)
+        await self._redis.script("save_position", self._queue[:2], consumer, entry_id, position)
 
-    async def finish_shard(self, entry_id: str) -> None:
+    async def finish_shard(self, consumer: str, entry_id: str) -> None:
         """Acknowledge a shard."""
         stored.entry_id(entry_id)
-        await self._redis.script("finish_shard", self._queue[:2], entry_id)
+        await self._redis.script("finish_shard", self._queue[:2], consumer, entry_id)
+
+    async def release_shards(self, consumer: str) -> None:
+        """Give back all shards of a consumer."""
+        await self._redis.script("release_shards", self._queue[:1], consumer)
 
     async def read_shards(self) -> ShardQueue:
         """Shards not yet acknowledged."""

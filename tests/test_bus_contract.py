@@ -13,9 +13,8 @@ from pipeline.errors import (
     BusFull,
     BusUnavailable,
     PayloadIncomplete,
-    UsageError,
 )
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, ShardQueue, WindowChanged
+from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, WindowChanged
 from pipeline.ports import START, Bus, Refusal
 
 from . import samples
@@ -303,48 +302,6 @@ async def test_renewing_a_lease_prolongs_it(bus: Bus, backdoor: Backdoor) -> Non
     assert 40 < (backdoor.ttl_s(bus.keys.lease(0)) or 0) <= 50
 
 
-# --- data shards -------------------------------------------------------------------------------------
-
-
-async def test_an_epoch_is_queued_once_and_each_shard_is_claimed_once(bus: Bus) -> None:
-    assert await bus.claim_shard("l0") is None
-    assert await bus.fill_shards(0, SHARDS)
-    assert not await bus.fill_shards(0, SHARDS)
-    assert not await bus.fill_shards(5, SHARDS)
-    assert await bus.count_epochs() == 1
-    claimed = [await bus.claim_shard(f"l{i % 2}") for i in range(4)]
-    assert [c.shard for c in claimed if c] == SHARDS
-    assert claimed[3] is None
-    assert await bus.fill_shards(1, SHARDS)
-    assert await bus.claim_shard("l0") is not None
-
-
-async def test_a_shard_is_on_the_queue_with_its_position_until_it_is_read_to_its_end(bus: Bus) -> None:
-    await bus.fill_shards(0, SHARDS)
-    one, two = await bus.claim_shard("l0"), await bus.claim_shard("l1")
-    assert one is not None
-    assert two is not None
-    assert one.position == 0
-    await bus.save_position(one.entry_id, 4)
-    await bus.finish_shard(two.entry_id)
-    await bus.save_position(two.entry_id, 9)
-    assert await bus.read_shards() == ShardQueue(epochs=1, open=((SHARDS[0], 4), (SHARDS[2], 0)))
-    await bus.finish_shard(one.entry_id)
-    assert await bus.read_shards() == ShardQueue(epochs=1, open=((SHARDS[2], 0),))
-
-
-async def test_a_restored_queue_goes_on_where_it_was_saved(bus: Bus) -> None:
-    queue = ShardQueue(epochs=3, open=((SHARDS[1], 7), (SHARDS[2], 0)))
-    await bus.restore_shards(queue)
-    assert await bus.read_shards() == queue
-    claimed = await bus.claim_shard("l0")
-    assert claimed is not None
-    assert (claimed.shard, claimed.position) == (SHARDS[1], 7)
-    assert await bus.fill_shards(3, SHARDS)
-    with pytest.raises(UsageError, match="already has data shards"):
-        await bus.restore_shards(queue)
-
-
 # --- what goes wrong ---------------------------------------------------------------------------------
 
 
@@ -394,8 +351,10 @@ async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdo
         bus.offer(samples.header()),
         bus.read_offers(0),
         bus.fill_shards(0, SHARDS),
-        bus.claim_shard("l0"),
+        bus.claim_shard("l0.00", 10),
         bus.read_shards(),
+        bus.save_position("l0.00", "1-0", 1),
+        bus.finish_shard("l0.00", "1-0"),
         bus.write_state(samples.run_state()),
         bus.write_report(samples.report()),
         bus.read_reports(),
@@ -412,7 +371,7 @@ async def test_a_malformed_cursor_changes_nothing(bus: Bus) -> None:
     with pytest.raises(BusError, match="entry id"):
         await bus.read_tape({0: "yesterday"})
     with pytest.raises(BusError, match="entry id"):
-        await bus.finish_shard("1-x")
+        await bus.finish_shard("l0.00", "1-x")
 
 
 async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, backdoor: Backdoor) -> None:

@@ -118,7 +118,12 @@ async def everything(bus: Bus) -> None:
     assert await bus.write_report(samples.report()) is not None
     assert len(await bus.read_reports()) == 1
     assert await bus.fill_shards(0, SHARDS)
-    assert await bus.claim_shard("l0") is not None
+    claimed = await bus.claim_shard("l0.00", 10)
+    assert claimed is not None
+    await bus.save_position("l0.00", claimed.entry_id, 4)
+    await bus.release_shards("l0.00")
+    assert await bus.claim_shard("l1.00", 10) == claimed.model_copy(update={"position": 4})
+    await bus.finish_shard("l1.00", claimed.entry_id)
     assert await bus.claim_initial(NONCE, 10)
     for p in range(6):
         expected = await first_head(bus, p)

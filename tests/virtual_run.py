@@ -4,6 +4,8 @@ The "training" moves a learner's values towards a target of all ones, so that me
 """
 
 import asyncio
+import random
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from workers.exchange import Exchange
 from workers.rounds import Publication, Rounds
+from workers.shards import read_blocks
 
 RUN = "virtual"
 
@@ -43,7 +46,7 @@ def spec_of(sync: SyncSpec) -> Spec:
 
 @dataclass
 class VirtualLearner:
-    """Steps every `step_s`, each of 10 tokens."""
+    """Steps every `step_s`, each of 10 tokens; reads a block of data in each if told how many there are."""
 
     name: str
     world: "VirtualRun"
@@ -53,6 +56,12 @@ class VirtualLearner:
     task: asyncio.Task[None] | None = None
     left: bool = False
     longest_step_s: float = 0.0
+    data: tuple[int, int] | None = None
+    """(blocks in an epoch, blocks in a shard)"""
+    read: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, block) in the order read."""
+    stop: bool = False
+    """Asked to leave."""
 
     def report(self, left: bool) -> LearnerReport:
         return LearnerReport(
@@ -86,8 +95,11 @@ class VirtualLearner:
         running = asyncio.create_task(self.exchange.run())
         loop = asyncio.get_running_loop()
         try:
-            while self.exchange.shared.state is None or self.exchange.shared.state.phase is Phase.RUNNING:
+            blocks = await self.blocks() if self.data else None
+            while not self.stop and not self.over:
                 began = loop.time()
+                if blocks:
+                    self.read.append(next(blocks))
                 await asyncio.sleep(self.step_s)
                 self.train()
                 self.adopt()
@@ -97,14 +109,28 @@ class VirtualLearner:
                 for publication in self.rounds.publications(self.exchange.shared.windows):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)
-            draining = True
-            for publication in list(self.rounds.last(self.exchange.shared.windows, draining)):
+            for publication in list(self.rounds.last(self.exchange.shared.windows, self.over)):
                 self.publish(publication)
             self.left = await self.exchange.leave(20.0)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
+
+    @property
+    def over(self) -> bool:
+        """The run drains, or is finished."""
+        state = self.exchange.shared.state
+        return state is not None and state.phase is not Phase.RUNNING
+
+    async def blocks(self) -> Iterator[tuple[int, int]]:
+        """The order of blocks, once the first shard is here."""
+        shared = self.exchange.shared
+        shared.shards_wanted = self.data
+        self.exchange.want_shards()
+        while shared.shards.empty():
+            await asyncio.sleep(0.01)
+        return read_blocks(shared, shared.shards.get(), self.exchange.finish_shard, random.Random(self.incarnation))
 
     def train(self) -> None:
         for values in self.values:

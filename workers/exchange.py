@@ -54,6 +54,8 @@ CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 PREFETCHED_SHARDS = 4
 """Shards held by a learner, the one it reads included."""
+SILENT_S = 10.0
+"""A learner that has not reported for this long is taken for dead: others read its shards on."""
 SLOW_PULL_S = 60.0
 
 
@@ -72,6 +74,8 @@ class Shared:
     # written by the training side
     shard_position: tuple[str, int] | None = None
     """Entry id of the shard in hand and blocks of it already read."""
+    shard_handed_out: tuple[str, int] | None = None
+    """The same with the block last handed out: what was read when no step is under way."""
     shards_wanted: tuple[int, int] | None = None
     """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""
 
@@ -144,8 +148,12 @@ class Exchange:
         """A call failed; all heads must be read anew."""
         self._idle = asyncio.Event()
         self._idle.set()
+        self._consumer = f"{learner}.{incarnation}"
+        self._held: set[str] = set()
+        """Entry ids of the shards that this learner has claimed and not acknowledged."""
         self._finished_shards: list[str] = []
-        self._claimed = 0
+        self._leaving = False
+        self._shards_returned = asyncio.Event()
 
     # --- joining ----------------------------------------------------------------------------------------
 
@@ -232,17 +240,18 @@ class Exchange:
     def finish_shard(self, entry_id: str) -> None:
         """A shard was read to its end."""
         self._finished_shards.append(entry_id)
-        self._claimed -= 1
         self._shard_wake.set()
 
     async def leave(self, deadline_s: float) -> bool:
-        """Flush what is queued, say goodbye; True if all of it was in time."""
+        """Flush what is queued, give back what is unread, say goodbye; True if all of it was in time."""
         flushed = True
+        self._leaving = True
+        self._shard_wake.set()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._idle.wait()
-                await self._settle_shards()
-        except (TimeoutError, BusError):
+                await self._shards_returned.wait()
+        except TimeoutError:
             flushed = False
         self._left = flushed  # what is reported from now on must not take it back
         with suppress(TimeoutError, BusError):
@@ -420,7 +429,7 @@ class Exchange:
             position = self.shared.shard_position
             self.shared.state = await self._bus.write_report(self._report_now(self._left))
             if position is not None:
-                await self._bus.save_position(*position)
+                await self._bus.save_position(self._consumer, *position)
             await asyncio.sleep(LEAST_REPORT_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
@@ -429,28 +438,34 @@ class Exchange:
     # --- data shards --------------------------------------------------------------------------------------
 
     async def _claim(self) -> None:
-        """Acknowledge what was read, keep a few claimed shards ready."""
+        """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest."""
         while True:
             self._shard_wake.clear()
             await self._settle_shards()
             wanted = self.shared.shards_wanted
-            while wanted is not None and self._claimed < PREFETCHED_SHARDS:
-                claimed = await self._bus.claim_shard(f"{self._id}.{self._incarnation}")
+            while not self._leaving and wanted and len(self._held) - len(self._finished_shards) < PREFETCHED_SHARDS:
+                claimed = await self._bus.claim_shard(self._consumer, SILENT_S, tuple(self._held))
                 if claimed is None:
                     await self._fill_epoch(*wanted)
-                    continue
-                self._claimed += 1
-                self.shared.shards.put(claimed)
+                elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
+                    self._held.add(claimed.entry_id)
+                    self.shared.shards.put(claimed)
+            if self._leaving and not self._finished_shards:
+                await self._return_shards()
             await self._shard_wake.wait()
 
     async def _settle_shards(self) -> None:
         while self._finished_shards:
-            entry_id = self._finished_shards.pop(0)
-            try:
-                await self._bus.finish_shard(entry_id)
-            except BaseException:
-                self._finished_shards.insert(0, entry_id)
-                raise
+            await self._bus.finish_shard(self._consumer, self._finished_shards[0])
+            self._held.discard(self._finished_shards.pop(0))
+
+    async def _return_shards(self) -> None:
+        """The training side has stopped: what it has not read is for others, from where it stopped."""
+        if self._held:
+            if self.shared.shard_handed_out is not None:
+                await self._bus.save_position(self._consumer, *self.shared.shard_handed_out)
+            await self._bus.release_shards(self._consumer)
+        self._shards_returned.set()
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
         epoch = await self._bus.count_epochs()

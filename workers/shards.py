@@ -43,9 +43,11 @@ def read_blocks(
         else:
             repeating = False
             for at in range(claimed.shard.start + claimed.position, claimed.shard.stop):
+                read = (claimed.entry_id, at + 1 - claimed.shard.start)
+                shared.shard_handed_out = read
                 yield claimed.shard.epoch, at
-                shared.shard_position = (claimed.entry_id, at + 1 - claimed.shard.start)
-            shared.shard_position = None
+                shared.shard_position = read
+            shared.shard_position = shared.shard_handed_out = None
             finished(claimed.entry_id)
             recent.append(claimed.shard)
         try:

@@ -23,3 +23,13 @@ local function has_group(key)
   return redis.call('EXISTS', key) == 1 and #redis.call('XINFO', 'GROUPS', key) > 0
 end
 
+-- Whether a consumer is the present holder of an entry of the work queue.
+local function holds(key, consumer, entry)
+  if not has_group(key) then return false end
+  local held = redis.call('XPENDING', key, 'learners', entry, entry, 1)[1]
+  return held ~= nil and held[2] == consumer
+end
+
+-- Holder of what was given back: no consumer's name, since those have a dot before the incarnation.
+local RELEASED = 'released'
+
