@@ -4,6 +4,7 @@
 PYTHON      ?= python3
 PIP_ARGS    ?=
 PYTEST_ARGS ?=
+SEEDS       ?= 10000
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-docker test-gpu lint clean
+.PHONY: help demo test test-all test-docker test-gpu dst lint clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +31,9 @@ test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docke
 
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+dst: $(VENV)/dev.stamp  ## SEEDS=10000 simulated worlds under faults, over all cores; interrupted, it goes on where it was
+	$(BIN)/python -m chaos seeds --seeds $(SEEDS)
 
 lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

@@ -160,9 +160,9 @@ class WorldLearner(Party):
 
     def _train(self) -> None:
         for p, values in enumerate(self.values):
-            noise = self.world.chance.between(-0.5, 0.5, "noise", self.name, self.life, self.rounds.steps, p)
-            target = np.linspace(0.5 + noise, 1.0, len(values), dtype=np.float32)
-            values += np.float32(LEARNING_RATE) * (target - values)
+            drawn = self.world.chance.integer("noise", self.name, self.life, self.rounds.steps, p)
+            noise = 0.5 * np.sin(np.arange(len(values)) * (1 + drawn % 1000 / 300) + drawn // 1000 % 1000 / 100)
+            values += LEARNING_RATE * (1.0 + noise.astype(np.float32) - values)
         self.rounds.trained(self.step_tokens)
 
     def _adopt(self) -> bool:

@@ -8,7 +8,6 @@ drained and must finish with its books closed. The same seed gives the same dige
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -441,8 +440,3 @@ def run_seed(seed: int, *, only: frozenset[str] | None = None, merges: int = MER
         return world.result()
 
     return run_virtual(main())
-
-
-def seeds(first: int, count: int) -> Iterator[int]:
-    """Seeds one after the other."""
-    yield from range(first, first + count)
