@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pipeline.codec import as_bytes, payload_digest
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 
-from .merge import delta_norms, merge, merge_weights
+from .merge import Float64, Reduced, delta_norms, merge, merge_weights
 from .outer import nesterov_step
 from .window import Offer
 
@@ -57,6 +57,43 @@ class Merged:
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norm: float
+    directions: Float64
+    """As `merge.Reduced`."""
+
+
+class Stepped(NamedTuple):
+    """Values and momentum after an outer step, and what its merge measured."""
+
+    theta: npt.NDArray[np.float32]
+    momentum: npt.NDArray[np.float32] | None
+    reduced: Reduced
+
+
+def outer_step(
+    layout: FragmentLayout,
+    sync: SyncSpec,
+    theta: npt.NDArray[np.float32],
+    momentum: npt.NDArray[np.float32] | None,
+    deltas: Sequence[Array],
+    norms: Sequence[Float64],
+    weights: Float64,
+    recorded: Float64 | None = None,
+) -> Stepped:
+    """Merge and take the outer step, on copies: `theta` and `momentum` stay as they are (paper: RDA, outer optimizer).
+
+    Args:
+        layout, deltas, norms, weights, recorded: as `merge.merge`.
+        sync: has the outer learning rate and momentum.
+        theta: (elements,) values at the base.
+        momentum: (elements,), or None while all zero.
+    """
+    pseudogradient = np.empty_like(theta)
+    reduced = merge(layout, deltas, norms, weights, pseudogradient, recorded)
+    theta = theta.copy()
+    if sync.outer_momentum > 0:
+        momentum = np.zeros_like(theta) if momentum is None else momentum.copy()
+    nesterov_step(theta, momentum, pseudogradient, sync.outer_lr, sync.outer_momentum)
+    return Stepped(theta, momentum, reduced)
 
 
 class FragmentState:
@@ -105,13 +142,8 @@ class FragmentState:
         """
         headers = [d.offer.header for d in deltas]
         weights = merge_weights([(h.steps, h.tokens) for h in headers])
-        pseudogradient = np.empty_like(self.theta)
-        norm = merge(self.layout, [d.values for d in deltas], [d.norms for d in deltas], weights, pseudogradient)
-        theta = self.theta.copy()
-        momentum = self.momentum
-        if self.sync.outer_momentum > 0:
-            momentum = np.zeros_like(theta) if momentum is None else momentum.copy()
-        nesterov_step(theta, momentum, pseudogradient, self.sync.outer_lr, self.sync.outer_momentum)
+        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
+        stepped = outer_step(self.layout, self.sync, self.theta, self.momentum, values, norms, weights)
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
@@ -121,9 +153,9 @@ class FragmentState:
             )
         return Merged(
             version=version,
-            digest=payload_digest(as_bytes(theta), self.sync.chunk_bytes),
-            theta=theta,
-            momentum=momentum,
+            digest=payload_digest(as_bytes(stepped.theta), self.sync.chunk_bytes),
+            theta=stepped.theta,
+            momentum=stepped.momentum,
             contributions=tuple(
                 Contribution(
                     learner=h.learner,
@@ -138,7 +170,8 @@ class FragmentState:
                 for h, w, d in zip(headers, weights, deltas, strict=True)
             ),
             merged=tuple(merged.values()),
-            norm=norm,
+            norm=stepped.reduced.norm,
+            directions=stepped.reduced.directions,
         )
 
     def advance(self, merged: Merged) -> None:

@@ -42,8 +42,7 @@ def plain(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.nd
 
 def run(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, float]:
     out = np.full(fragment.elements, np.nan, np.float32)
-    norm = merge(fragment, deltas, [delta_norms(fragment, d) for d in deltas], weights, out)
-    return out, norm
+    return out, merge(fragment, deltas, [delta_norms(fragment, d) for d in deltas], weights, out).norm
 
 
 def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int = 0) -> list[np.ndarray]:
