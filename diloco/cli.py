@@ -140,6 +140,15 @@ def rank(
 Folder = Annotated[
     Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
 ]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="RECORDING",
+        help="Make every merge again from this folder of --record-deltas and compare; exit status 1 if any differs. "
+        "The tape is that of the folder around RECORDING, or of DIR: an output folder, or a folder of --tape-dir",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
@@ -153,9 +162,14 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
 
 @app.command()
 @takes(BusSettings)
-def tape(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
-    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows."""
+def tape(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, replay: Replay = None) -> None:
+    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
+
+    With --replay, make all its merges again from what --record-deltas kept, and compare.
+    """
     logs.configure(settings.log_level)
+    if replay is not None:
+        raise typer.Exit(importlib.import_module("diloco.replay").check(settings, replay, folder, as_json))
     importlib.import_module("diloco.tape").show(settings, folder, as_json)
 
 

@@ -5,6 +5,7 @@ run.json          while it is live: where its Redis is, and the pids
 logs/<name>.log   one per process
 checkpoints/      syncer/checkpoint.py
 tape/             the event tape's archive
+<name>/           all merged deltas, with --record-deltas <name>
 report.json  loss.png  sample.txt   at the end
 """
 
@@ -47,7 +48,7 @@ SHARED: tuple[type[Settings], ...] = (
     EvaluatorSettings,
 )
 """Settings that the children read from the file."""
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume"}
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume", "record_deltas"}
 """Not in the file, because they differ from child to child."""
 
 
@@ -76,6 +77,10 @@ class Folder:
     def tape(self) -> Path:
         """Archived event tape."""
         return self.path / "tape"
+
+    def recording(self, asked: Path) -> Path:
+        """Folder of --record-deltas: a bare name is one in here."""
+        return self.path / asked if len(asked.parts) == 1 else asked
 
     @property
     def report(self) -> Path:
@@ -140,7 +145,19 @@ def choose(settings: RunProcess) -> Folder:
         if settings.json_report.is_dir():
             raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
         _check_writable(settings.json_report, "--json-report")
-    return Folder(path)
+    folder = Folder(path)
+    if settings.record_deltas is not None:
+        _check_recording(folder, folder.recording(settings.record_deltas))
+    return folder
+
+
+def _check_recording(folder: Folder, recording: Path) -> None:
+    if recording in (folder.checkpoints, folder.logs, folder.tape):
+        raise UsageError(f"--record-deltas {recording.name}: choose another name, the run uses that one itself")
+    inside = recording.resolve().is_relative_to(folder.path.resolve())  # empty, or about to be emptied
+    if not inside and recording.is_dir() and any(recording.iterdir()):
+        raise UsageError(f"--record-deltas {recording} is not empty: choose another folder")
+    _check_writable(recording / SETTINGS_FILE, "--record-deltas")
 
 
 def _alive(path: Path) -> str | None:

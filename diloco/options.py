@@ -66,6 +66,11 @@ class RunProcess(
     threads: int | None = Field(None, ge=1, description="Torch threads of each learner (default: cores // learners)")
     http_port: int = Field(0, ge=0, le=65535, description="Port of the syncer's HTTP side; 0 takes a free one")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    record_deltas: Path | None = Field(
+        None,
+        description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is one in "
+        "the output folder. Large: for each merge as many bytes as its learners uploaded",
+    )
     resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
 
 
@@ -76,7 +81,7 @@ ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.mod
 """What a settings file may hold: it can serve all parties of a run."""
 
 
-NOT_OF_BASELINE = ("redis_url", "redis_port", "checkpoint_every", "groups")
+NOT_OF_BASELINE = ("redis_url", "redis_port", "checkpoint_every", "groups", "record_deltas")
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
 

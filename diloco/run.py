@@ -95,6 +95,8 @@ class Launcher:
         config = ["--config", str(self._folder.settings)]
         one = environment(1, self._url)
         syncer = ["--checkpoint-dir", str(self._folder.checkpoints), "--tape-dir", str(self._folder.tape)]
+        if self._settings.record_deltas is not None:
+            syncer += ["--record-deltas", str(self._folder.recording(self._settings.record_deltas))]
         if self._settings.resume is not None:
             syncer += ["--resume", str(self._settings.resume)]
         self._children.start("syncer", ["syncer", *config, "--syncer-id", "syncer", *syncer], one)

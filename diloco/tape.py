@@ -92,8 +92,8 @@ async def _from_redis(url: str, run: str) -> list[TapeRecord]:
         return await read_live(bus)
 
 
-def show(settings: BusSettings, folder: Path | None, json_lines: bool) -> None:
-    """Print the tape of the run that `locate` finds.
+def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
+    """The tape of the run that `locate` finds: its archive, then what is only on the bus yet.
 
     Raises:
         UsageError: there is no such run, or nothing was recorded.
@@ -108,5 +108,15 @@ def show(settings: BusSettings, folder: Path | None, json_lines: bool) -> None:
         records += [record for record in live if record not in known]
     if not records:
         raise UsageError(f"{place}: the tape is empty")
+    return records
+
+
+def show(settings: BusSettings, folder: Path | None, json_lines: bool) -> None:
+    """Print the tape of the run that `locate` finds.
+
+    Raises:
+        UsageError: there is no such run, or nothing was recorded.
+    """
+    records = records_of(settings, folder)
     for record in records:
         typer.echo(as_json(record) if json_lines else as_text(record, records[0].unix_s))

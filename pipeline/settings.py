@@ -147,6 +147,11 @@ class SyncerSettings(Settings):
     checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tape_dir: Path | None = Field(None, description="Folder to which the event tape is archived")
+    record_deltas: Path | None = Field(
+        None,
+        description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
+        "many bytes as its learners uploaded",
+    )
     resume: Path | None = Field(None, description="Checkpoint folder to go on from (on an empty run)")
 
 

@@ -3,9 +3,9 @@
 Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
 the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits.
 
-Two kinds of work, for the sake of replays (`replay`). Elementwise work is single float32 operations in a given order:
-the same bits on every machine. A reduction (a length) sums in an order that the machine's libraries choose: the same
-to about 1e-7. Reductions enter the elementwise work as factors, so a merge can be repeated bit for bit from recorded ones.
+Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
+bits on every machine. A reduction (a length) sums in an order that the machine's libraries choose: the same to about
+1e-7. Reductions enter the elementwise work as factors, so a merge can be repeated bit for bit from recorded ones.
 """
 
 import math

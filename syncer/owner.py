@@ -35,6 +35,7 @@ from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
 from .metrics import Metrics
+from .recording import Recorder
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused
@@ -71,11 +72,12 @@ class FragmentOwner:
         syncer: str,
         offload: Offload = asyncio.to_thread,
         random_hex: RandomHex = secrets.token_hex,
+        recorder: Recorder | None = None,
     ) -> None:
         self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
-        self._random_hex = random_hex
+        self._random_hex, self._recorder = random_hex, recorder
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
         self.lease = asyncio.Event()
@@ -192,6 +194,8 @@ class FragmentOwner:
                 raise HeadMoved(f"the payload of fragment {self._p} is not the head's: reading it again")
             momentum = (await self._pull(head.momentum)).array() if head.momentum else None
             self._fragment = FragmentState(self._layout, sync, head.version, head.digest, theta.array(), momentum)
+            if self._recorder is not None:
+                await self._offload(self._recorder.loaded, self._fragment)
         self._head = head
         self._window = self._new_window(head)
         self._view = head.window
@@ -353,6 +357,8 @@ class FragmentOwner:
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
         merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
+        if self._recorder is not None:
+            await self._offload(self._recorder.merge, fragment, deltas, merged)
         payload = await self._stage("global", merged.version, merged.theta)
         momentum = None
         if merged.momentum is not None:

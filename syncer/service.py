@@ -29,6 +29,7 @@ from .checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from .intake import Offload
 from .metrics import Metrics
 from .owner import FragmentOwner, RandomHex
+from .recording import Recorder
 from .watch import RunWatch
 
 WATCH_S = 0.25
@@ -92,6 +93,9 @@ class SyncerService:
         layout = layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
         await self._retrying(partial(self._check_memory, layout))
+        recorder = None
+        if self.settings.record_deltas:
+            recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
         self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s)
         self.owners = [
             FragmentOwner(
@@ -106,6 +110,7 @@ class SyncerService:
                 syncer=self.id,
                 offload=self._offload,
                 random_hex=self._random_hex,
+                recorder=recorder,
             )
             for fragment in layout.fragments
         ]

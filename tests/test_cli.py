@@ -1,3 +1,5 @@
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -6,8 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from diloco import cli
-from pipeline.errors import BusUnavailable, SpecMismatch
+from diloco.folder import choose
+from diloco.options import RunProcess, check
+from pipeline.codec import encode
+from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from pipeline.settings import LearnerProcess, SyncerProcess
+from tests.test_replay import record_run
 
 COMMANDS = ["run", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
 URL = "redis://localhost:1"
@@ -147,3 +153,45 @@ def test_a_redis_password_is_never_printed(monkeypatch, capsys):
     cli.main(["learner", "--redis-url", "redis://:hunter2@localhost:1", "--run", "not a name"])
     shown = capsys.readouterr()
     assert "hunter2" not in shown.out + shown.err
+
+
+def test_replay_prints_what_differs_and_exits_with_1(tmp_path, capsys, monkeypatch):
+    """The tape is found around the recording; the same as text and as JSON."""
+    run = tmp_path / "run"
+    commits = record_run(run / "deltas")
+    (run / "tape").mkdir()
+    (run / "tape" / "0.msgpack").write_bytes(b"".join(map(encode, commits)))
+    capsys.readouterr()
+    assert cli.main(["tape", "--replay", str(run / "deltas")]) == 0
+    merges = sum(bool(commit.contributions) for commit in commits)
+    assert capsys.readouterr().out.startswith(f"all equal: {merges} of {merges} merges of 2 fragments made again")
+    shutil.move(run / "tape", tmp_path / "elsewhere")
+    lost = next(iter((run / "deltas" / "1").glob("2-*.merge")))
+    lost.unlink()
+    assert cli.main(["tape", "--replay", str(run / "deltas"), str(tmp_path / "elsewhere")]) == 1
+    out = capsys.readouterr().out
+    assert "differs: fragment 1 version 2: no recording of the merge to digest" in out
+    assert cli.main(["tape", "--json", "--replay", str(run / "deltas"), str(tmp_path / "elsewhere")]) == 1
+    differences = json.loads(capsys.readouterr().out)["differences"]
+    assert [(d["fragment"], d["version"]) for d in differences] == [(1, 2), (1, 3)]
+    assert cli.main(["tape", "--replay", str(run / "deltas")]) == 2
+    assert "no run in ./runs" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_recording(tmp_path):
+    """A bare name is one in the output folder; nothing that is there is written to."""
+    asked = {"out": tmp_path / "out", "learners": 2}
+    folder = choose(RunProcess(record_deltas=Path("deltas"), **asked))
+    assert folder.recording(Path("deltas")) == tmp_path / "out" / "deltas"
+    assert folder.recording(tmp_path / "else") == tmp_path / "else"
+    with pytest.raises(UsageError, match="the run uses that one itself"):
+        choose(RunProcess(record_deltas=Path("tape"), **asked))
+    (tmp_path / "else").mkdir()
+    choose(RunProcess(record_deltas=tmp_path / "else", **asked))
+    (tmp_path / "else" / "file").touch()
+    with pytest.raises(UsageError, match="is not empty"):
+        choose(RunProcess(record_deltas=tmp_path / "else", **asked))
+    with pytest.raises(UsageError, match="cannot be written"):
+        choose(RunProcess(record_deltas=tmp_path / "else" / "file", **asked))
+    with pytest.raises(UsageError, match="needs --method diloco"):
+        check(RunProcess(record_deltas=Path("deltas"), method="data-parallel", **asked))

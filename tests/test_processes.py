@@ -335,3 +335,23 @@ def test_an_output_folder_in_use_is_refused(finished: Run) -> None:
     again = diloco("run", "--out", finished.out)
     assert again.returncode == 2
     assert "--overwrite" in again.stderr
+
+
+def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    """Every merge of a real run, made again from its recording in another process."""
+    arguments = ["--learners", 2, "--tokens", 40_000, "--record-deltas", "deltas"]
+    with started(tmp_path / "out", *arguments) as run:
+        run.end()
+    replayed = diloco("tape", "--replay", run.out / "deltas", "--json")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    outcome = json.loads(replayed.stdout)
+    assert outcome["merges"] == outcome["made_again"] == run.report["outer_steps"] > 10
+    assert outcome["fragments"] == 4
+    assert outcome["differences"] == []
+    victim = sorted((run.out / "deltas" / "2").glob("*.merge"))[0]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    replayed = diloco("tape", "--replay", run.out / "deltas")
+    assert replayed.returncode == 1
+    assert f"differs: fragment 2 version {victim.name.split('-')[0]}: the delta of learner-" in replayed.stdout

@@ -1,0 +1,78 @@
+"""`diloco tape --replay`: the merges of a recorded run made again and compared, for people."""
+
+import json
+import math
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline.errors import UsageError
+from pipeline.messages import Committed, TapeRecord
+from pipeline.settings import BusSettings
+from syncer.replay import Replayed, replay
+
+from .tape import read_archive, records_of
+
+_MIB = 2**20
+
+
+def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: bool) -> int:
+    """Replay `recording` and print what came out: the exit status, 1 if anything differs.
+
+    Args:
+        settings: where the run is, if its tape is in no folder.
+        recording: folder of --record-deltas.
+        folder: the tape's; by default the one that holds the recording.
+        as_json: print one JSON object.
+
+    Raises:
+        UsageError: there is no recording or no tape.
+        BadMessage: the tape or the recording's spec is damaged.
+    """
+    commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
+    columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=sum(bool(commit.contributions) for commit in commits))
+        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges))
+    if outcome.merges == 0:
+        raise UsageError("the tape has no merge: there is nothing to replay")
+    typer.echo(_as_json(outcome) if as_json else _as_text(outcome))
+    return 1 if outcome.differences else 0
+
+
+def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
+    """Archived records of `folder`, or of the folder around the recording; else of the run that can be found."""
+    if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
+        folder = recording.absolute().parent
+    if folder is not None:
+        for place in (folder / "tape", folder):
+            if any(place.glob("*.msgpack")):
+                return read_archive(place)
+    return records_of(settings, folder)
+
+
+def _as_text(outcome: Replayed) -> str:
+    lines = [f"differs: {difference}" for difference in outcome.differences]
+    made = f"{outcome.repeated} of {outcome.merges} merges of {outcome.fragments} fragments made again"
+    read = f"from {outcome.read_bytes / _MIB:.1f} MiB"
+    reductions = f"the largest relative difference of a reduction is {outcome.largest:.2g}"
+    unused = f"; {outcome.unused} recorded merges are not on the tape" if outcome.unused else ""
+    if lines:
+        return "\n".join([*lines, f"{len(lines)} differences; {made} {read}; {reductions}{unused}"])
+    return f"all equal: {made} {read}, bit for bit; {reductions}{unused}"
+
+
+def _as_json(outcome: Replayed) -> str:
+    return json.dumps(
+        {
+            "merges": outcome.merges,
+            "made_again": outcome.repeated,
+            "fragments": outcome.fragments,
+            "read_bytes": outcome.read_bytes,
+            "largest_relative_difference": outcome.largest if math.isfinite(outcome.largest) else None,
+            "not_on_tape": outcome.unused,
+            "differences": [difference._asdict() for difference in outcome.differences],
+        }
+    )

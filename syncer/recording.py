@@ -1,0 +1,277 @@
+"""A recording: what the merges of a run were made of, on disk, so that `replay` can make them again.
+
+    <directory>/spec.msgpack                                    the run's spec
+    <directory>/<fragment>/<version>-<digest>-<writer>.merge    one merge, written before its commit
+    <directory>/<fragment>/<version>-<digest>-<writer>.global   values that an owner read from the bus: installed
+                                                                ones, and those with which it took over
+
+A file is one header and the arrays that it speaks of, one after another (little endian), written beside and renamed:
+whole or not there. It is not synced to the disk: a power cut may cut it short, which is found on reading. A commit may
+be refused after its merge was recorded; such a file is one that no tape record names, and does no harm. Sizes come from
+the spec and the header's length is bounded, so a file cannot make its reader take more memory than its own size.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from pydantic import Field
+
+from pipeline.codec import DTYPES, as_bytes, decode, encode, payload_digest
+from pipeline.errors import BadMessage, UsageError
+from pipeline.fragments import FragmentLayout
+from pipeline.messages import MAX_LEARNERS, Contribution, Digest, FragmentId, Message, Seconds, Spec, Version
+
+from .fragment import Delta, FragmentState, Merged
+from .merge import Float32, Float64
+
+SPEC_FILE = "spec.msgpack"
+MERGE, GLOBAL = ".merge", ".global"
+MAGIC = b"DLRC"
+_PREFIX = struct.Struct("<4sI")
+"""Magic, length of the header."""
+HEADER_LIMIT_BYTES = 4 * 2**20
+
+M = TypeVar("M", bound=Message)
+
+
+class MergeHeader(Message):
+    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the deltas."""
+
+    format: Literal[1] = 1
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    base_digest: Digest
+    contributions: Annotated[tuple[Contribution, ...], Field(min_length=1, max_length=MAX_LEARNERS)]
+    """In the order in which they were summed."""
+    deltas: tuple[Digest, ...]
+    """Digest of each delta's values."""
+    norm: Seconds
+    """L2 norm of the pseudogradient."""
+
+
+class GlobalHeader(Message):
+    """Values at one version. Arrays that follow: theta, then momentum unless it is zero; each (elements,) float32."""
+
+    format: Literal[1] = 1
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    """Of theta."""
+    momentum: Digest | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMerge:
+    """A `.merge` file in memory."""
+
+    header: MergeHeader
+    directions: Float64
+    """(tensors,) as `merge.Reduced`."""
+    norms: tuple[Float64, ...]
+    """(tensors,) of each contribution, as `merge.delta_norms`."""
+    deltas: tuple[npt.NDArray[Any], ...]
+    """(elements,) of each contribution, in the codec's element type."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGlobal:
+    """A `.global` file in memory; both arrays have the digests that the header says."""
+
+    header: GlobalHeader
+    theta: Float32
+    momentum: Float32 | None
+
+
+class Name(NamedTuple):
+    """What a file's name says."""
+
+    fragment: int
+    version: int
+    digest: str
+    kind: str
+
+
+class Recorder:
+    """Writes a recording for one syncer. Blocking: call it where file work belongs.
+
+    A disk that is full, or gone, is warned of once and does not stop the run: `replay` says what is missing.
+    """
+
+    def __init__(self, directory: Path, spec: Spec, writer: str) -> None:
+        """Begin, or go on with, the recording of a run.
+
+        Args:
+            directory: may be shared with other syncers of the same run.
+            spec: the run's.
+            writer: hex digits that no other syncer has: two may merge the same version, and only one's is committed.
+
+        Raises:
+            UsageError: the folder cannot be written, or holds the recording of another run.
+        """
+        self._directory, self._writer, self._sync = directory, writer, spec.sync
+        self._log = structlog.get_logger()
+        self._warned = False
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / SPEC_FILE).exists():
+                _write(directory / SPEC_FILE, [encode(spec)], writer)
+            if (directory / SPEC_FILE).read_bytes() != encode(spec):
+                raise UsageError(
+                    f"{directory} holds the recording of another run: choose another folder for --record-deltas"
+                )
+        except OSError as error:
+            raise UsageError(f"--record-deltas: cannot write to {directory}: {error}") from error
+
+    def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
+        """Record a merge that is about to be committed. `deltas`: in the order in which they were summed."""
+        header = MergeHeader(
+            fragment=base.layout.id,
+            version=merged.version,
+            digest=merged.digest,
+            base_digest=base.digest,
+            contributions=merged.contributions,
+            deltas=tuple(self._digest(delta.values) for delta in deltas),
+            norm=merged.norm,
+        )
+        self._save(header, MERGE, [merged.directions, *(d.norms for d in deltas), *(d.values for d in deltas)])
+
+    def loaded(self, state: FragmentState) -> None:
+        """Record values that were read from the bus: no merge recorded here may lead to them."""
+        momentum = None if state.momentum is None else self._digest(state.momentum)
+        header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=momentum)
+        self._save(header, GLOBAL, [state.theta] if state.momentum is None else [state.theta, state.momentum])
+
+    def _digest(self, values: npt.NDArray[Any]) -> bytes:
+        return payload_digest(as_bytes(values), self._sync.chunk_bytes)
+
+    def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        folder = self._directory / str(header.fragment)
+        packed = encode(header)
+        try:
+            folder.mkdir(exist_ok=True)
+            name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"
+            parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]
+            _write(folder / name, parts, self._writer)
+        except OSError as error:
+            if not self._warned:
+                self._log.error(
+                    "recording_failed",
+                    fragment=header.fragment,
+                    version=header.version,
+                    error=str(error),
+                    safe="the run; its recording has gaps from here on",
+                )
+            self._warned = True
+
+
+def _write(path: Path, parts: Sequence[bytes | memoryview], writer: str) -> None:
+    temporary = path.with_name(f".{path.name}.{writer}")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def read_spec(directory: Path) -> Spec:
+    """The recorded run's spec.
+
+    Raises:
+        UsageError: the folder is no recording.
+        BadMessage: the spec is damaged.
+    """
+    try:
+        return decode(Spec, (directory / SPEC_FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(f"{directory} is no folder of --record-deltas: it has no {SPEC_FILE}") from error
+
+
+def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
+    """The files of one fragment, by version; what is named otherwise is not of a recording."""
+    found = {}
+    for path in (directory / str(fragment)).glob("[0-9]*-*-*.*"):
+        version, digest, _ = path.stem.split("-", 2)
+        if version.isdecimal() and path.suffix in (MERGE, GLOBAL):
+            found[path] = Name(fragment, int(version), digest, path.suffix)
+    return dict(sorted(found.items(), key=lambda item: (item[1].version, item[0].name)))
+
+
+def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
+    """A recorded merge. The deltas' digests are not checked here: a replay says which is damaged.
+
+    Raises:
+        BadMessage: the file is cut short, too long, or not of this format.
+        OSError: it cannot be read.
+    """
+    tensors, dtype = len(layout.slots), DTYPES[spec.sync.codec]
+
+    def due(header: MergeHeader) -> int:
+        count = len(header.contributions)
+        return 8 * tensors * (1 + count) + count * layout.elements * dtype.itemsize
+
+    header, body = _read(path, MergeHeader, due)
+    count = len(header.contributions)
+    if len(header.deltas) != count:
+        raise BadMessage(f"{path.name} is damaged: {count} contributions, {len(header.deltas)} deltas")
+    reduced = body[: 8 * tensors * (1 + count)].view(np.float64).reshape(1 + count, tensors)
+    if not np.isfinite(reduced).all():
+        raise BadMessage(f"{path.name} is damaged: a length is not finite")
+    values = body[reduced.nbytes :].view(dtype).reshape(count, layout.elements)
+    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), tuple(values))
+
+
+def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGlobal:
+    """Recorded values.
+
+    Raises:
+        BadMessage: the file is cut short, too long, damaged, or not of this format.
+        OSError: it cannot be read.
+    """
+    size = layout.elements * 4
+    header, body = _read(path, GlobalHeader, lambda header: size if header.momentum is None else 2 * size)
+    theta = body[:size].view(np.float32)
+    momentum = None if header.momentum is None else body[size:].view(np.float32)
+    for what, values, digest in (("values", theta, header.digest), ("momentum", momentum, header.momentum)):
+        if values is not None and payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
+            raise BadMessage(f"{path.name} is damaged: its {what} do not have the digest that its header says")
+    return RecordedGlobal(header, theta, momentum)
+
+
+def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.NDArray[np.uint8]]:
+    """The header and the bytes after it, which are as many as `due` says."""
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX.size)
+        magic, length = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0)
+        if magic != MAGIC or length > HEADER_LIMIT_BYTES:
+            raise BadMessage(f"{path.name} is damaged: it does not begin as a recording does")
+        packed = file.read(length)
+        if len(packed) < length:
+            raise BadMessage(f"{path.name} is cut short in its header")
+        try:
+            header = decode(kind, packed, HEADER_LIMIT_BYTES)
+        except BadMessage as error:
+            raise BadMessage(f"{path.name} is damaged: {error}") from error
+        there, expected = os.fstat(file.fileno()).st_size - file.tell(), due(header)
+        if there != expected:
+            how = "cut short" if there < expected else "too long"
+            raise BadMessage(f"{path.name} is {how}: {there} bytes follow its header, {expected} are due")
+        body = np.empty(expected, np.uint8)
+        if file.readinto(as_bytes(body)) != expected:
+            raise BadMessage(f"{path.name} became shorter while it was read")
+    return header, body

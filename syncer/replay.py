@@ -1,0 +1,338 @@
+"""The replay of a recorded run: every merge of the event tape made again from its recording, and compared.
+
+What is compared, for each merge on the tape:
+
+- facts: version, base, contributions with their order, steps, tokens, weights and norms stand on the tape as in the
+  recording, exactly;
+- reductions (weights from steps and tokens, norms, lengths of directions): computed again, within `TOLERANCE`, since
+  another machine may sum in another order;
+- elementwise work: merge and outer step from the *recorded* order, weights and lengths give the tape's digest, bit for
+  bit, on any machine. Momentum takes part, since it goes into the next version.
+
+Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
+replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
+equal. After a merge that cannot be repeated nothing follows until the next recorded global. Blocking; numpy only.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.codec import as_bytes, payload_digest
+from pipeline.errors import BadMessage
+from pipeline.fragments import FragmentLayout, layout_of
+from pipeline.messages import Committed, Contribution, Spec, SyncSpec
+
+from .fragment import outer_step
+from .merge import Float32, delta_norms, merge_weights
+from .recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
+
+TOLERANCE = 1e-6
+"""Relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most."""
+
+Node = tuple[int, str]
+"""A version of a fragment and its digest in hex: one point of its history."""
+
+
+class Difference(NamedTuple):
+    """Something that is not as the tape says."""
+
+    fragment: int
+    version: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"fragment {self.fragment} version {self.version}: {self.what}"
+
+
+class Values(NamedTuple):
+    """Global values and outer momentum (None: all zeros) of one version, each (elements,) float32."""
+
+    theta: Float32
+    momentum: Float32 | None
+
+
+class Checked(NamedTuple):
+    """One merge made again."""
+
+    values: Values | None
+    """None if they are not the tape's."""
+    largest: float
+    """Largest relative difference of a reduction."""
+    problems: list[str]
+
+
+@dataclass(slots=True)
+class Replayed:
+    """The outcome of a replay."""
+
+    merges: int = 0
+    """On the tape."""
+    repeated: int = 0
+    """Made again, whatever came out."""
+    fragments: int = 0
+    read_bytes: int = 0
+    largest: float = 0.0
+    """Largest relative difference of a reduction."""
+    unused: int = 0
+    """Recorded merges that are not on the tape: their commits were refused, or came after the tape was read."""
+    differences: list[Difference] = field(default_factory=list)
+
+
+# --- one merge ---------------------------------------------------------------------------------------
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Largest relative difference of two numbers or arrays of one shape; infinite if one is not finite."""
+    a, b = np.atleast_1d(np.asarray(found, np.float64)), np.atleast_1d(np.asarray(expected, np.float64))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    ratio[a == b] = 0.0
+    worst = float(ratio.max(initial=0.0))
+    return worst if np.isfinite(worst) else float("inf")
+
+
+def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
+    """What the recording and the tape say differently."""
+    header, problems = recorded.header, []
+    for name in ("fragment", "version", "digest", "base_digest", "norm"):
+        there, here = getattr(tape, name), getattr(header, name)
+        if there != here:
+            problems.append(f"{name}: the tape has {_shown(there)}, the recording {_shown(here)}")
+
+    def who(part: Contribution) -> str:
+        return f"{part.learner}/{part.incarnation} on version {part.base_version}"
+
+    there, here = [who(c) for c in tape.contributions], [who(c) for c in header.contributions]
+    if there != here:
+        what = "order of contributions" if sorted(there) == sorted(here) else "contributions"
+        return [*problems, f"{what}: the tape has {', '.join(there)}; the recording {', '.join(here)}"]
+    for mine, other in zip(header.contributions, tape.contributions, strict=True):
+        for name in ("attempt", "steps", "tokens", "weight", "norm"):
+            a, b = getattr(other, name), getattr(mine, name)
+            if a != b:
+                problems.append(f"{name} of {mine.learner}: the tape has {a!r}, the recording {b!r}")
+    return problems
+
+
+def _shown(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: RecordedMerge, tape: Committed) -> Checked:
+    """Make one merge again and compare it with the tape.
+
+    Args:
+        layout: of the fragment.
+        sync: has chunk size, outer learning rate and momentum.
+        base: values of the version before, as replayed.
+        recorded: what it was made of.
+        tape: what is known to have been committed.
+    """
+    problems, largest = _facts(recorded, tape), 0.0
+    parts = recorded.header.contributions
+
+    def compare(what: str, found: Any, expected: Any) -> None:
+        nonlocal largest
+        largest = max(largest, off := relative(found, expected))
+        if off > TOLERANCE:
+            problems.append(f"{what}: computed again it differs from the recorded one by {off:.2g} of its size")
+
+    weights = np.array([part.weight for part in parts])
+    if all(part.steps > 0 and part.tokens > 0 for part in parts):
+        compare("merge weights", merge_weights([(part.steps, part.tokens) for part in parts]), weights)
+    else:
+        problems.append("steps or tokens of a contribution are not positive")
+    for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):
+        if payload_digest(as_bytes(values), sync.chunk_bytes) != digest:
+            problems.append(f"the delta of {part.learner} is damaged: it does not have its recorded digest")
+        measured = delta_norms(layout, values)
+        for slot, mine, other in zip(layout.slots, measured, norms, strict=True):
+            compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
+        compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
+    stepped = outer_step(layout, sync, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
+    for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
+        compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
+    compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)
+    digest = payload_digest(as_bytes(stepped.theta), sync.chunk_bytes)
+    if digest != tape.digest:
+        problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
+        return Checked(None, largest, problems)
+    return Checked(Values(stepped.theta, stepped.momentum), largest, problems)
+
+
+# --- a run -------------------------------------------------------------------------------------------
+
+
+def replay(directory: Path, tape: Iterable[Committed], progress: Callable[[int], None]) -> Replayed:
+    """Replay all merges of a run.
+
+    Args:
+        directory: the recording.
+        tape: the run's commits, by time; of several histories, if the bus was ever rewound.
+        progress: called with a number of merges whenever so many more are done.
+
+    Raises:
+        UsageError: `directory` is no recording.
+        BadMessage: its spec is damaged.
+        OSError: it cannot be read.
+    """
+    spec, outcome = read_spec(directory), Replayed()
+    layouts = {layout.id: layout for layout in layout_of(spec.tensors).fragments}
+    by_fragment: dict[int, list[Committed]] = defaultdict(list)
+    for record in tape:
+        by_fragment[record.fragment].append(record)
+    for p, records in sorted(by_fragment.items()):
+        if p not in layouts:
+            outcome.differences.append(
+                Difference(p, records[0].version, f"the recorded run has {len(layouts)} fragments: another run's tape?")
+            )
+            continue
+        _FragmentReplay(directory, spec, layouts[p], records, outcome, progress).run()
+    outcome.differences.sort(key=lambda difference: difference[:2])
+    return outcome
+
+
+class _FragmentReplay:
+    """The replay of one fragment: all that the tape says about it, as a graph of versions."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: Spec,
+        layout: FragmentLayout,
+        records: Sequence[Committed],
+        outcome: Replayed,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._spec, self._layout, self._outcome, self._progress = spec, layout, outcome, progress
+        self._records = records
+        self._merges = [record for record in records if record.contributions]
+        self._after: dict[Node, list[Committed]] = defaultdict(list)
+        for record in self._merges:
+            self._after[record.version - 1, record.base_digest.hex() if record.base_digest else ""].append(record)
+        self._globals: dict[Node, Path] = {}
+        self._files: dict[Node, list[Path]] = defaultdict(list)
+        for path, name in list_files(directory, layout.id).items():
+            if name.kind == GLOBAL:
+                self._globals[name.version, name.digest] = path
+            elif name.kind == MERGE:
+                self._files[name.version, name.digest].append(path)
+        self._known: set[Node] = set()
+        self._tried: set[Committed] = set()
+
+    def run(self) -> None:
+        outcome = self._outcome
+        outcome.fragments += 1
+        outcome.merges += len(self._merges)
+        on_tape = {_node(record) for record in self._records}
+        for record in self._records:
+            if not record.contributions and _node(record) not in self._globals:
+                self._differs(record.version, f"no values were recorded ({record.reason})")
+        for node in sorted(self._globals):
+            if node not in self._known and (node in on_tape or node in self._after):
+                values = self._load(node)
+                if values is not None:
+                    self._walk(node, values)
+        self._tell_gaps()
+        outcome.unused += sum(len(paths) for node, paths in self._files.items() if node not in on_tape)
+
+    def _walk(self, start: Node, values: Values) -> None:
+        """Everything that can be made from the values of `start`; only those that are still needed are kept."""
+        stack = [(start, values)]
+        while stack:
+            node, values = stack.pop()
+            if node in self._known:
+                continue
+            self._known.add(node)
+            if node != start and node in self._globals:
+                self._meet(node, values)
+            for record in self._after.get(node, ()):
+                self._tried.add(record)
+                made = self._make(record, values)
+                self._progress(1)
+                if made is not None:
+                    stack.append((_node(record), made))
+
+    def _make(self, record: Committed, base: Values) -> Values | None:
+        recorded = self._find(record)
+        if recorded is None:
+            return None
+        checked = repeat(self._layout, self._spec.sync, base, recorded, record)
+        self._outcome.repeated += 1
+        self._outcome.largest = max(self._outcome.largest, checked.largest)
+        for problem in checked.problems:
+            self._differs(record.version, problem)
+        return checked.values
+
+    def _find(self, record: Committed) -> RecordedMerge | None:
+        """The recording of a commit. Syncers that came in between may have recorded the same version: the one that
+        says what the tape says is it, else the first."""
+        paths = self._files.get(_node(record), [])
+        if not paths:
+            others = [digest for version, digest in self._files if version == record.version]
+            hint = f"; recorded was a merge to digest {others[0]}" if others else ""
+            self._differs(record.version, f"no recording of the merge to digest {record.digest.hex()}{hint}")
+            return None
+        found, damage = [], ""
+        for path in paths:
+            try:
+                found.append(read_merge(path, self._layout, self._spec))
+                self._outcome.read_bytes += path.stat().st_size
+            except (BadMessage, OSError) as error:
+                damage = str(error)
+        if not found:
+            self._differs(record.version, damage)
+            return None
+        return next((merge for merge in found if not _facts(merge, record)), found[0])
+
+    def _load(self, node: Node) -> Values | None:
+        try:
+            found = read_global(self._globals[node], self._layout, self._spec)
+        except (BadMessage, OSError) as error:
+            self._differs(node[0], str(error))
+            return None
+        self._outcome.read_bytes += self._globals[node].stat().st_size
+        header = found.header
+        if (header.fragment, header.version, header.digest.hex()) != (self._layout.id, *node):
+            self._differs(
+                node[0], f"{self._globals[node].name} holds fragment {header.fragment} version {header.version}"
+            )
+            return None
+        return Values(found.theta, found.momentum)
+
+    def _meet(self, node: Node, values: Values) -> None:
+        """Values that an owner read from the bus must be the ones replayed; the digest says so of theta only."""
+        recorded = self._load(node)
+        if recorded is None:
+            return
+        mine, other = ((np.zeros_like(v.theta) if v.momentum is None else v.momentum) for v in (values, recorded))
+        if not np.array_equal(mine, other):
+            self._differs(node[0], "momentum: computed again it differs from the one that was read from the bus")
+
+    def _tell_gaps(self) -> None:
+        """Merges that nothing led to: one line for each that a row of them begins with."""
+        left = [record for record in self._merges if record not in self._tried]
+        nodes = {_node(record) for record in left}
+        begins = [r for r in left if (r.version - 1, r.base_digest.hex() if r.base_digest else "") not in nodes]
+        self._progress(len(left))
+        for record in begins:
+            row, node = 0, _node(record)
+            while rest := [r for r in self._after.get(node, ()) if r not in self._tried]:
+                row, node = row + 1, _node(rest[0])
+            also = f", nor are the {row} after it" if row else ""
+            self._differs(
+                record.version,
+                f"not computed again{also}: the values of version {record.version - 1} it was made from are not known",
+            )
+
+    def _differs(self, version: int, what: str) -> None:
+        self._outcome.differences.append(Difference(self._layout.id, version, what))
+
+
+def _node(record: Committed) -> Node:
+    return record.version, record.digest.hex()
