@@ -105,13 +105,14 @@ class WorldLearner(Party):
 
     def report(self, left: bool) -> LearnerReport:
         """What it says about itself."""
-        rounds = self.rounds
+        rounds, counts = self.rounds, self.rounds.counts
         return LearnerReport(
             learner=self.name,
             incarnation=self.incarnation,
-            step=rounds.steps,
-            tokens=rounds.tokens,
-            overwritten=rounds.overwritten,
+            step=counts.steps,
+            tokens=counts.tokens,
+            overwritten=counts.overwritten,
+            published=counts.published,
             versions=rounds.versions,
             loss=None,
             tokens_per_s=0.0,

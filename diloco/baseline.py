@@ -14,6 +14,7 @@ from typing import Any
 from pipeline import lifecycle
 from pipeline.errors import DilocoError
 from pipeline.messages import Evaluation, LearnerReport
+from pipeline.standing import Standing
 
 from .display import Screen
 from .finish import conclude
@@ -142,6 +143,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
             step=row["steps"],
             tokens=row["tokens"],
             overwritten=0,
+            published=0,
             versions=(),
             loss=None,
             tokens_per_s=row["tokens_per_s"],
@@ -175,7 +177,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
         wall_s=started + result["wall_s"] - began_unix_s,
         outer_steps=0,
         started_unix_s=started,
-        reports=reports,
+        standing=Standing(reports=tuple(reports)),
         evaluations=evaluations,
         progress=[(started + line["elapsed_s"], line["tokens"]) for line in lines],
     )

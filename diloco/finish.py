@@ -11,7 +11,7 @@ from pipeline.errors import DilocoError, UsageError
 from .export import find_checkpoint, printable
 from .folder import Folder
 from .options import RunProcess
-from .report import Outcome, build, summary
+from .report import Outcome, build, ledger_line, summary
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
@@ -49,7 +49,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     ]
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {len(report['learners'])} learners: global validation loss"
-    draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", picture)
+    draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
     report |= {"sample": text, "plot": str(picture)}
     for path in (folder.report, settings.json_report):
         if path is not None:

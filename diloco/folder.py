@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from pipeline.errors import UsageError
+from pipeline.ledger import share_of_tokens
 from pipeline.settings import (
     BusSettings,
     EvaluatorSettings,
@@ -32,7 +33,6 @@ from pipeline.settings import (
 )
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 
-from .ledger import share_of_tokens
 from .locate import REPORT_FILE, RUN_FILE, RUNS, is_running, without_secrets
 from .options import CHOSEN_BY_LAUNCHER, RunProcess
 from .report import Origin

@@ -14,13 +14,16 @@ from matplotlib.figure import Figure
 _EVENT_COLOURS = {"learner_killed": "#c0392b", "learner_started": "#27803b", "learner_died": "#c0392b"}
 
 
-def draw(evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def draw(
+    evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], title: str, ledger: str, path: Path
+) -> None:
     """Write a PNG with two panels.
 
     Args:
         evaluations: `tokens`, `elapsed_s`, `loss` each, in order.
         events: `name`, `who`, `tokens`, `elapsed_s` each; drawn as vertical lines.
         title: above both panels.
+        ledger: below them: where the tokens went.
         path: file to write.
     """
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")
@@ -32,6 +35,7 @@ def draw(evaluations: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]
         for axes, x in ((by_tokens, event["tokens"] / 1e6), (by_time, event["elapsed_s"])):
             _mark(axes, x, event)
     figure.suptitle(title, fontsize=11)
+    figure.supxlabel(ledger, fontsize=8, color="#444444")
     figure.savefig(path)
 
 

@@ -7,12 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.fragments import Layout
-from pipeline.messages import Evaluation, Event, LearnerReport, Rejected, Rewound, TapeRecord
+from pipeline.ledger import (
+    CAUSES,
+    Account,
+    Totals,
+    accounts,
+    not_merged_by_fragment,
+    problems,
+    surviving,
+    totals,
+)
+from pipeline.messages import Evaluation, Event, LearnerReport, Rejected, TapeRecord
+from pipeline.standing import Standing
 
 from .display import count, duration
-from .ledger import Account, Totals, accounts, not_merged_by_fragment, totals
 
 Report = dict[str, Any]
+
+NAMED = ("merged", "overwritten", "rejected", "died", "pending")
+"""The ledger's terms that are always named."""
 
 
 @dataclass(slots=True)
@@ -57,7 +70,7 @@ class Outcome:
     layout: Layout | None = None
     """None for the data-parallel baseline."""
     records: Sequence[TapeRecord] = ()
-    reports: Sequence[LearnerReport] = ()
+    standing: Standing = field(default_factory=Standing)
     evaluations: Sequence[Evaluation] = ()
     events: Sequence[Event] = ()
     progress: Sequence[tuple[float, int]] = ()
@@ -147,7 +160,7 @@ def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], l
         section["run_lost"] = {
             "trained_tokens": cost.tokens,
             "merged_tokens": cost.merged,
-            **{cause: cost.lost[cause] for cause in ("overwritten", "rejected", "died")},
+            **{cause: cost.lost[cause] for cause in ("overwritten", "rejected", "died", "pending")},
             "not_merged_tokens_by_fragment": not_merged_by_fragment(mine[0], layout),
         }
     return section
@@ -164,21 +177,21 @@ def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float
 def build(outcome: Outcome) -> Report:
     """The report.
 
-    `tokens` and `merged_tokens` include the earlier part of a resumed run; `tokens_lost` is of this part, and what
-    the earlier one had lost or not yet merged is the difference of the two in `resumed_from`.
+    `tokens` and `merged_tokens` include the earlier part of a resumed run; `tokens_lost` and `token_elements` are of
+    this part, and what the earlier one had not merged stands in `resumed_from`:
+    tokens = merged_tokens + all of tokens_lost + resumed_from.not_merged_tokens, to the token.
     """
     warnings = list(outcome.warnings)
     if outcome.layout is not None:
-        parts = accounts(outcome.records, outcome.reports, outcome.layout)
+        parts = accounts(outcome.records, outcome.standing, outcome.layout)
         sums = totals(parts, outcome.layout)
+        if surviving(outcome.records, outcome.standing.heads)[1]:
+            warnings.append("the bus came back at an earlier state: merges that it lost are not counted as merged")
     else:  # every gradient goes into the mean of its step
         parts = []
-        trained = sum(report.tokens for report in outcome.reports)
-        sums = Totals(trained, trained, {"overwritten": 0, "rejected": 0, "died": 0, "unaccounted": 0})
-    if any(isinstance(record, Rewound) for record in outcome.records):
-        warnings.append("the tape holds a rewind: merges that it undid are counted as merged")
-    if sums.lost["unaccounted"]:
-        warnings.append(f"{sums.lost['unaccounted']} tokens of learners that left in order are unaccounted for: a bug")
+        trained = sum(report.tokens for report in outcome.standing.reports)
+        sums = Totals(trained, trained, dict.fromkeys(CAUSES, 0))
+    warnings += [f"the ledger does not close, which is a bug: {problem}" for problem in problems(parts)]
     base = outcome.origin
     loss = _final_loss(outcome.evaluations, warnings)
     return {
@@ -190,9 +203,10 @@ def build(outcome: Outcome) -> Report:
         "tokens": sums.tokens + (base.tokens if base else 0),
         "merged_tokens": sums.merged + (base.merged_tokens if base else 0),
         "tokens_lost": sums.lost,
+        "token_elements": sums.elements,
         "wall_s": outcome.wall_s,
         "outer_steps": outcome.outer_steps,
-        "learners": learner_rows(outcome.reports),
+        "learners": learner_rows(outcome.standing.reports),
         "evaluations": [
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
             for one in outcome.evaluations
@@ -203,7 +217,12 @@ def build(outcome: Outcome) -> Report:
         else None,
         "resumed_from": None
         if base is None
-        else {"checkpoint": base.checkpoint, "tokens": base.tokens, "merged_tokens": base.merged_tokens},
+        else {
+            "checkpoint": base.checkpoint,
+            "tokens": base.tokens,
+            "merged_tokens": base.merged_tokens,
+            "not_merged_tokens": base.tokens - base.merged_tokens,
+        },
         "checkpoint": outcome.checkpoint,
         "warnings": warnings,
         "settings": outcome.settings,
@@ -227,16 +246,24 @@ def _demo_lines(demo: dict[str, Any]) -> list[str]:
     return lines
 
 
+def ledger_line(report: Report) -> str:
+    """Where the tokens went, in one line: all five terms, to the token; what is unaccounted for only if it is there."""
+    terms = {"merged": report["merged_tokens"], **report["tokens_lost"]}
+    if earlier := report.get("resumed_from"):
+        terms["not merged before the checkpoint"] = earlier["tokens"] - earlier["merged_tokens"]
+    shown = (f"{tokens} {name}" for name, tokens in terms.items() if tokens or name in NAMED)
+    return f"{report['tokens']} trained = " + " + ".join(shown)
+
+
 def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
-    lost = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in report["tokens_lost"].items())
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
     lines = [
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {len(report['learners'])} learners, "
         f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
         f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
-        f"tokens merged {count(report['merged_tokens'])}; lost: {lost}",
+        f"tokens: {ledger_line(report)}",
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     lines += _demo_lines(report["demo"]) if report["demo"] else []

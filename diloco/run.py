@@ -23,6 +23,7 @@ from pipeline.errors import BusUnavailable, DilocoError, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import Event, Phase, Spec
 from pipeline.ports import START, Bus
+from pipeline.standing import read_standing
 from pipeline.status import read_status
 
 from .demo import StepLog, measure
@@ -280,6 +281,10 @@ class Launcher:
         status = await read_status(self._bus, self._clock, self._settings.liveness_s)
         if not status["fragments"]:
             return None
+        layout = layout_of(decode(Spec, data).tensors)
+        records = read_archive(self._folder.tape)
+        ended = [child.name for child in self._children.named("learner-")]
+        standing = await read_standing(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
         return Outcome(
             method=self._settings.method,
             seed=self._settings.seed,
@@ -289,9 +294,9 @@ class Launcher:
             wall_s=wall_s,
             outer_steps=status["outer_steps"],
             started_unix_s=state.started_unix_s,
-            layout=layout_of(decode(Spec, data).tensors),
-            records=read_archive(self._folder.tape),
-            reports=[seen.report for seen in await self._bus.read_reports()],
+            layout=layout,
+            records=records,
+            standing=standing,
             evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
             events=[one for _, one in await self._all(self._bus.read_events)],
             progress=self._progress,

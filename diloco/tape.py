@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,18 +19,22 @@ from .locate import locate, open_bus
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
-    """Records of an archived tape (`*.msgpack`, one file a fragment group), by time; each one once.
+    """Records of an archived tape (`*.msgpack`, one file a fragment group); each one once.
 
+    By time, but those of one group always in the order of their tape: the clocks of several syncers may differ.
     A record cut short at the end of a file is left out: its writer was killed in the middle of it.
 
     Raises:
         BadMessage: a record is damaged.
     """
-    found: dict[TapeRecord, None] = {}
+    found: dict[TapeRecord, float] = {}
     for file in sorted(folder.glob("*.msgpack")):
+        now_s = -math.inf
         for packed in _records(file):
-            found[decode_tape(packed)] = None  # a restarted syncer archives from the start again
-    return sorted(found, key=lambda record: record.unix_s)
+            record = decode_tape(packed)
+            if record not in found:  # a restarted syncer archives from the start again
+                now_s = found[record] = max(now_s, record.unix_s)
+    return sorted(found, key=found.__getitem__)
 
 
 def _records(file: Path) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ makes it atomic. A store and its buses belong to one event loop.
 import asyncio
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from . import stored
@@ -182,7 +183,11 @@ class MemoryBus:
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
         state = self._hash(self.keys.state).get(b"blob")
-        self._hash(self.keys.learners), self._hash(self.keys.seen)  # types before the first write
+        before = self._hash(self.keys.learners).get(name.encode())
+        self._hash(self.keys.seen)  # types before the first write
+        with suppress(BadMessage):
+            if before and decode(LearnerReport, before).number > report.number:
+                return stored.decode_state(state)
         self.store.hset(self.keys.learners, {name: encode(report)})
         self.store.hset(self.keys.seen, {name: b"%d" % int(self._clock.unix() * 1000)})
         return stored.decode_state(state)

@@ -201,6 +201,8 @@ class LearnerReport(Message):
     """Tokens trained by this incarnation."""
     overwritten: Count
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
+    published: Count
+    """Token-elements in deltas of this incarnation; of several on one base, the most."""
     versions: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_FRAGMENTS)]
     """Adopted version of each fragment; -1 before the first."""
     loss: float | None
@@ -216,6 +218,10 @@ class LearnerReport(Message):
     """True in the last report of a clean leave."""
     host: Text
     device: Text
+    number: Count = 0
+    """Counts this incarnation's reports, so that an older one never replaces a newer."""
+    outages: Count = 0
+    """Calls to the bus that failed: it may have lost what it had acknowledged."""
 
 
 class SeenReport(Message):

@@ -171,7 +171,7 @@ class Bus(Protocol):
         ...
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
-        """Replace the report of this learner's incarnation; returns the run's state (one round trip)."""
+        """Replace the report of this learner's incarnation, unless by an older one; returns the run's state."""
         ...
 
     async def read_reports(self) -> list[SeenReport]:

@@ -96,7 +96,7 @@ class RedisBus:
         """Replace a report."""
         keys = [self.keys.learners, self.keys.seen, self.keys.state]
         (blob,) = await self._redis.script(
-            "write_report", keys, f"{report.learner}/{report.incarnation}", encode(report)
+            "write_report", keys, f"{report.learner}/{report.incarnation}", encode(report), report.number
         )
         return stored.decode_state(blob)
 

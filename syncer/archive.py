@@ -33,6 +33,10 @@ class TapeArchive:
         """Archive what is there now, and close the files."""
         while entries := await self._bus.read_tape(self._cursors):
             await self._take(entries)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; what was taken is in them."""
         for file in self._files.values():
             file.close()
 

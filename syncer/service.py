@@ -137,6 +137,8 @@ class SyncerService:
             self.in_order = False
         finally:
             await _cancel([*tasks, *serving])
+            if archive:
+                archive.close()
             with suppress(BusError):
                 for owner in self.owners:
                     await self.bus.release_lease(owner.id, self.nonce)

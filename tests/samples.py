@@ -60,6 +60,7 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
         "step": 10,
         "tokens": 1000,
         "overwritten": 0,
+        "published": 0,
         "versions": (0, 0),
         "loss": 2.5,
         "tokens_per_s": 100.0,

@@ -75,6 +75,17 @@ async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_t
     assert [(s.report.learner, s.report.step) for s in seen] == [("l0", 2), ("l0", 3), ("l1", 4)]
 
 
+async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, backdoor: Backdoor) -> None:
+    """As a call does that its sender gave up, and the server served all the same."""
+    await bus.write_report(samples.report(step=2, number=2, left=True))
+    await bus.write_report(samples.report(step=1, number=1))
+    assert [s.report.left for s in await bus.read_reports()] == [True]
+    await bus.write_report(samples.report(step=3, number=3))
+    backdoor.hset(bus.keys.learners, "l1/00000000", b"\xc1")  # one that cannot be read is replaced by any
+    await bus.write_report(samples.report("l1", step=4, number=0))
+    assert [s.report.step for s in await bus.read_reports()] == [3, 4]
+
+
 async def test_reports_age_by_the_servers_clock(bus: Bus) -> None:
     await bus.write_report(samples.report())
     await asyncio.sleep(0.1)

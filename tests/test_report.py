@@ -1,4 +1,4 @@
-"""The ledger, the report, the demonstration's measure, the tape's archive and the picture."""
+"""The report, the demonstration's measure, the tape's archive and the picture."""
 
 import json
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from diloco.demo import StepLog, measure
-from diloco.ledger import accounts, not_merged_by_fragment, totals
 from diloco.plot import draw
-from diloco.report import Kill, Origin, Outcome, build, learner_rows, summary, tokens_at
+from diloco.report import Kill, Origin, Outcome, build, learner_rows, ledger_line, summary, tokens_at
 from diloco.tape import as_json, as_text, read_archive
 from pipeline.codec import encode
 from pipeline.errors import BadMessage
@@ -25,6 +24,7 @@ from pipeline.messages import (
     TensorSpec,
     WindowChanged,
 )
+from pipeline.standing import Standing
 
 LAYOUT = layout_of(
     [
@@ -97,86 +97,18 @@ def report(
         "wall_s": tokens / 100,
         "host": "here",
         "device": "cpu",
+        "published": tokens * LAYOUT.elements - overwritten,
     } | more
     return LearnerReport(
         learner=who, incarnation=incarnation, tokens=tokens, overwritten=overwritten, left=left, **fields
     )
 
 
+def standing(*reports: LearnerReport, **more: Any) -> Standing:
+    return Standing(reports=reports, **more)
+
+
 A, B, C = ("a", "00000001"), ("b", "00000002"), ("b", "00000003")
-
-
-# --- ledger ----------------------------------------------------------------------------------------
-
-
-def test_every_token_of_a_clean_run_is_merged_overwritten_or_rejected():
-    """Nothing is unaccounted for when each fragment's tokens arrived or were overwritten."""
-    records = [committed(0, 1, (*A, 80)), committed(1, 1, (*A, 60)), rejected(1, *A, tokens=40, lost=40)]
-    overwritten = 20 * 3  # fragment 0: 100 trained, 80 merged
-    [one] = accounts(records, [report(*A, tokens=100, overwritten=overwritten)], LAYOUT)
-    assert one.residual == 0
-    sums = totals([one], LAYOUT)
-    assert sums.lost == {"overwritten": 6, "rejected": 28, "died": 0, "unaccounted": 0}
-    assert sums.merged == 66  # (80 * 3 + 60 * 7) / 10
-
-
-def test_what_a_killed_learner_had_not_delivered_died():
-    records = [committed(0, 1, (*B, 50)), committed(1, 1, (*B, 30))]
-    [one] = accounts(records, [report(*B, tokens=100, left=False)], LAYOUT)
-    sums = totals([one], LAYOUT)
-    assert sums.lost["died"] == (50 * 3 + 70 * 7) // 10
-    assert sums.lost["unaccounted"] == 0
-    assert not_merged_by_fragment(one, LAYOUT) == {"0": 50, "1": 70}
-
-
-def test_the_same_gap_of_a_learner_that_left_in_order_is_a_bug_that_shows():
-    """Even less than a token's worth of it, and also when more arrived than was trained."""
-    short = accounts([committed(0, 1, (*A, 100)), committed(1, 1, (*A, 99))], [report(*A, tokens=100)], LAYOUT)
-    assert totals(short, LAYOUT).lost["unaccounted"] == 1
-    over = accounts([committed(0, 1, (*A, 101)), committed(1, 1, (*A, 100))], [report(*A, tokens=100)], LAYOUT)
-    sums = totals(over, LAYOUT)
-    assert sums.lost["unaccounted"] == -1
-    assert sums.merged <= sums.tokens
-
-
-def test_a_killed_learner_trained_at_least_what_arrived_of_it():
-    """Its last report may be older than its last delta."""
-    records = [committed(0, 1, (*B, 120)), committed(1, 1, (*B, 110))]
-    [one] = accounts(records, [report(*B, tokens=100, left=False)], LAYOUT)
-    assert one.tokens == 120
-    assert one.residual == 10 * 7
-
-
-def test_a_learner_that_never_reported_still_has_an_account():
-    [one] = accounts([rejected(0, *C, tokens=30, lost=30)], [], LAYOUT)
-    assert (one.tokens, one.rejected) == (30, 90)
-
-
-def test_a_refusal_that_lost_nothing_costs_nothing():
-    """The same training came with another delta."""
-    [one] = accounts([rejected(0, *A, tokens=50, lost=0)], [report(*A, tokens=0)], LAYOUT)
-    assert (one.rejected, one.residual) == (0, 0)
-
-
-def test_a_refused_delta_that_came_again_is_counted_once() -> None:
-    """The first attempt was refused with 40 tokens, the second merged with 50: nothing is lost by it."""
-    records = [rejected(0, *A, tokens=40, lost=40, base=0), committed(0, 1, (*A, 50)), committed(1, 1, (*A, 50))]
-    [one] = accounts(records, [report(*A, tokens=50)], LAYOUT)
-    assert one.rejected == 0
-    assert one.residual == 0
-
-
-def test_incarnations_have_accounts_of_their_own():
-    records = [committed(0, 1, (*B, 10)), committed(0, 2, (*C, 20))]
-    found = accounts(records, [report(*B, tokens=10, left=False), report(*C, tokens=20)], LAYOUT)
-    assert [(one.incarnation, one.merged) for one in found] == [(B[1], 30), (C[1], 60)]
-
-
-def test_the_sums_add_up_in_whole_tokens():
-    records = [committed(0, 1, (*A, 33), (*B, 17)), committed(1, 1, (*A, 7)), rejected(1, *B, tokens=11, lost=11)]
-    found = accounts(records, [report(*A, tokens=33, overwritten=26 * 7), report(*B, tokens=40, left=False)], LAYOUT)
-    sums = totals(found, LAYOUT)
-    assert sums.tokens == 73 == sums.merged + sum(sums.lost.values())
 
 
 # --- report ----------------------------------------------------------------------------------------
@@ -200,7 +132,7 @@ def outcome(**changes: Any) -> Outcome:
         "started_unix_s": 1000.0,
         "layout": LAYOUT,
         "records": [committed(0, 1, (*A, 100), (*B, 60)), committed(1, 1, (*A, 100), (*B, 60))],
-        "reports": [report(*A, tokens=100), report(*B, tokens=80, left=False)],
+        "standing": standing(report(*A, tokens=100), report(*B, tokens=80, left=False)),
         "evaluations": [evaluation(50, 3.0, 4.0), evaluation(180, 12.0, 2.5, final=True)],
         "events": [Event(name="learner_killed", who="b", detail="", unix_s=1006.0)],
         "progress": [(1000.0, 0), (1012.0, 180)],
@@ -212,7 +144,9 @@ def test_the_report_holds_what_others_rely_on_and_is_json():
     built = json.loads(json.dumps(build(outcome())))
     assert built["global_val_loss"] == 2.5
     assert (built["tokens"], built["merged_tokens"]) == (180, 160)
-    assert built["tokens_lost"] == {"overwritten": 0, "rejected": 0, "died": 20, "unaccounted": 0}
+    assert built["tokens_lost"] == {"overwritten": 0, "rejected": 0, "died": 20, "pending": 0, "unaccounted": 0}
+    assert built["token_elements"]["trained"] == 1800 == 1600 + built["token_elements"]["died"]
+    assert ledger_line(built) == "180 trained = 160 merged + 0 overwritten + 0 rejected + 20 died + 0 pending"
     assert (built["wall_s"], built["outer_steps"]) == (12.5, 4)
     assert [row["id"] for row in built["learners"]] == ["a", "b"]
     assert {"id", "steps", "tokens", "tokens_per_s", "step_s_median", "blocked_s"} <= set(built["learners"][0])
@@ -234,17 +168,21 @@ def test_a_missing_final_evaluation_is_said():
 
 
 def test_unaccounted_tokens_and_rewinds_are_warned_of():
-    lost = build(outcome(reports=[report(*A, tokens=110), report(*B, tokens=80, left=False)]))
+    lost = build(outcome(standing=standing(report(*A, tokens=110), report(*B, tokens=80, left=False))))
     assert lost["tokens_lost"]["unaccounted"] == 10
-    assert any("unaccounted" in warning for warning in lost["warnings"])
+    assert any("does not close" in warning for warning in lost["warnings"])
+    assert "10 unaccounted" in summary(lost)
     rewound = build(outcome(records=[Rewound(fragment=0, version=1, was_version=2, unix_s=1.0)]))
-    assert any("rewind" in warning for warning in rewound["warnings"])
+    assert any("earlier state" in warning for warning in rewound["warnings"])
 
 
 def test_a_resumed_run_counts_its_earlier_part():
     built = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
     assert (built["tokens"], built["merged_tokens"]) == (230, 205)
-    assert built["resumed_from"] == {"checkpoint": "old/checkpoint-50", "tokens": 50, "merged_tokens": 45}
+    earlier = {"checkpoint": "old/checkpoint-50", "tokens": 50, "merged_tokens": 45, "not_merged_tokens": 5}
+    assert built["resumed_from"] == earlier
+    assert built["tokens"] == built["merged_tokens"] + sum(built["tokens_lost"].values()) + 5
+    assert "+ 5 not merged before the checkpoint" in summary(built)
 
 
 def test_data_parallel_merges_all_it_trains():
@@ -267,7 +205,9 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
     assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
     assert "rejected: 7 before, 6 while it was away, 0 after" in summary(built)
-    died = build(outcome(kill=kill, reports=[report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)]))
+    died = build(
+        outcome(kill=kill, standing=standing(report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)))
+    )
     assert "10 tokens of others died" in summary(died)
     assert build(outcome(kill=kill, records=refused[2:]))["demo"]["others_rejected"]["while"] == 0
     built = build(outcome(kill=kill))
@@ -377,5 +317,5 @@ def test_tape_records_read_as_text_and_as_json():
 @pytest.mark.parametrize("points", [0, 1, 5])
 def test_the_picture_is_drawn_however_few_evaluations_there_are(tmp_path, points):
     built = build(outcome(evaluations=[evaluation(10 * i, float(i), 4.0 - i / 10) for i in range(points)]))
-    draw(built["evaluations"], built["events"], "title", tmp_path / "loss.png")
+    draw(built["evaluations"], built["events"], "title", ledger_line(built), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

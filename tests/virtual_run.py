@@ -64,12 +64,14 @@ class VirtualLearner:
     """Asked to leave."""
 
     def report(self, left: bool) -> LearnerReport:
+        counts = self.rounds.counts
         return LearnerReport(
             learner=self.name,
             incarnation=self.incarnation,
-            step=self.rounds.steps,
-            tokens=self.rounds.tokens,
-            overwritten=self.rounds.overwritten,
+            step=counts.steps,
+            tokens=counts.tokens,
+            overwritten=counts.overwritten,
+            published=counts.published,
             versions=self.rounds.versions,
             loss=None,
             tokens_per_s=10 / self.step_s,

@@ -144,6 +144,7 @@ class Exchange:
         """(base version, attempt) of the last delta of each fragment."""
         self._unsent = 0
         self._left = False
+        self._reports = self._outages = 0
         self._outage = False
         """A call failed; all heads must be read anew."""
         self._idle = asyncio.Event()
@@ -173,7 +174,7 @@ class Exchange:
         self._spec, self._layout = held, layout
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
-        self.shared.state = await self._retry(self._bus.write_report, self._report_now(False))
+        await self._retry(self._tell)
         waiting = False
         while None in (heads := await self._retry(self._bus.read_heads, fragments)):
             if await self._retry(self._bus.read_initial) is None and await self._retry(
@@ -256,7 +257,7 @@ class Exchange:
         self._left = flushed  # what is reported from now on must not take it back
         with suppress(TimeoutError, BusError):
             async with asyncio.timeout(max(2.0, deadline_s / 4)):
-                await self._bus.write_report(self._report_now(self._left))
+                await self._tell()
                 left = Event(name="learner_left", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
                 await self._bus.add_event(left)
         self._log.info("learner_left", unsent=self._unsent)
@@ -270,6 +271,7 @@ class Exchange:
                 await work()
             except (BusError, PeerError) as error:
                 self._outage |= isinstance(error, BusUnavailable)
+                self._outages += isinstance(error, BusUnavailable)
                 if self._clock.now() - began > BACKOFF_S[1]:
                     delay = BACKOFF_S[0]
                 self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
@@ -282,6 +284,7 @@ class Exchange:
             try:
                 return await call(*args)
             except BusError as error:
+                self._outages += isinstance(error, BusUnavailable)
                 self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
@@ -365,8 +368,7 @@ class Exchange:
 
     async def _send_header(self, publication: Publication) -> None:
         assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
-        sync, base, report = self._spec.sync, publication.base, self._report_now(False)
-        self.shared.state = await self._bus.write_report(report)
+        sync, base, report = self._spec.sync, publication.base, await self._tell()
         header = DeltaHeader(
             learner=self._id,
             incarnation=self._incarnation,
@@ -417,17 +419,25 @@ class Exchange:
             except PayloadIncomplete:
                 return  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
             except BusError as error:
+                self._outages += isinstance(error, BusUnavailable)
                 self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
 
     # --- reports ------------------------------------------------------------------------------------------
 
+    async def _tell(self) -> LearnerReport:
+        """Write a report, and learn the run's state by it."""
+        self._reports += 1
+        report = self._report_now(self._left).model_copy(update={"number": self._reports, "outages": self._outages})
+        self.shared.state = await self._bus.write_report(report)
+        return report
+
     async def _report(self) -> None:
         while True:
             self._report_wake.clear()
             position = self.shared.shard_position
-            self.shared.state = await self._bus.write_report(self._report_now(self._left))
+            await self._tell()
             if position is not None:
                 await self._bus.save_position(self._consumer, *position)
             await asyncio.sleep(LEAST_REPORT_S)

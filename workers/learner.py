@@ -313,14 +313,16 @@ class Learner:
     def _report(self, left: bool) -> LearnerReport:
         rounds, loss = self._rounds, self._loss
         assert rounds is not None  # noqa: S101  # set before the thread starts
+        counts = rounds.counts
         times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
         value = None if loss is None else float(loss)
         return LearnerReport(
             learner=self.id,
             incarnation=self.incarnation,
-            step=rounds.steps,
-            tokens=rounds.tokens,
-            overwritten=rounds.overwritten,
+            step=counts.steps,
+            tokens=counts.tokens,
+            overwritten=counts.overwritten,
+            published=counts.published,
             versions=rounds.versions,
             loss=value,
             tokens_per_s=self._tokens_per_s,

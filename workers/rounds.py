@@ -8,7 +8,7 @@ snapshot is overwritten, and counted as such.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -50,6 +50,17 @@ class Publication:
     due: bool
 
 
+class Counts(NamedTuple):
+    """What an incarnation has trained, as it was at one moment: trained = overwritten + published + the rest."""
+
+    steps: int
+    tokens: int
+    overwritten: int
+    """Token-elements trained past a snapshot and replaced."""
+    published: int
+    """Token-elements in deltas; of several on one base, the most."""
+
+
 @dataclass(slots=True)
 class _Counters:
     elements: int
@@ -79,7 +90,9 @@ class Rounds:
         self.steps = 0
         self.tokens = 0
         self.overwritten = 0
-        """Token-elements trained past a snapshot and replaced."""
+        self.published = 0
+        self.counts = Counts(0, 0, 0, 0)
+        """Replaced whole, so that another thread never sees half a change."""
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -96,6 +109,7 @@ class Rounds:
         counters.published_attempt = None
         counters.window_attempt = 0
         counters.again = False
+        self._count()
 
     def republish(self) -> None:
         """The bus was away and may have lost what it had acknowledged: offer every delta once more.
@@ -112,6 +126,7 @@ class Rounds:
         for counters in self._fragments:
             counters.steps += 1
             counters.tokens += tokens
+        self._count()
 
     def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
         """What to publish after this step; each is counted as published once it is taken from here."""
@@ -142,6 +157,10 @@ class Rounds:
                 yield self._publish(counters, window if same else None, due)
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
+        self._count()
+
+    def _count(self) -> None:
+        self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)
 
     def _due_after(self, counters: _Counters) -> int:
         if counters.rounds or counters.base is None:
@@ -156,6 +175,8 @@ class Rounds:
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
         attempt = max(counters.window_attempt, next_attempt)
         counters.published_attempt, counters.again = attempt, False
+        self.published += (counters.tokens - counters.published_tokens) * counters.elements
         counters.published_tokens = counters.tokens
+        self._count()
         self._serial += 1
         return Publication(counters.base, attempt, self._serial, counters.steps, counters.tokens, due)

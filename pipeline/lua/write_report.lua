@@ -1,8 +1,12 @@
--- Replace a learner's report, stamped with the server's time. Answers the run's state.
--- KEYS: learners, seen, state. ARGV: learner/incarnation, report.
+-- Replace a learner's report by a newer one, stamped with the server's time. Answers the run's state.
+-- KEYS: learners, seen, state. ARGV: learner/incarnation, report, its number.
 local wrong = mistyped(KEYS[1], 'hash', KEYS[2], 'hash', KEYS[3], 'hash')
 if wrong then return wrong end
 local time = redis.call('TIME')
+-- A call that its sender gave up may be served after the next one.
+local readable, before = pcall(cmsgpack.unpack, redis.call('HGET', KEYS[1], ARGV[1]))
+local number = readable and type(before) == 'table' and before.number
+if type(number) == 'number' and number > tonumber(ARGV[3]) then return {'OK', redis.call('HGET', KEYS[3], 'blob')} end
 
 redis.call('PERSIST', KEYS[1])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
