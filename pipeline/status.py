@@ -2,9 +2,11 @@
 
 `build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
 tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
-is training that has not been merged: while a run goes on nobody can tell what a learner may still publish from
-what went down with it, so all of it is "pending"; once the run is finished nothing will come any more, and it
-"died" (with a killed learner, or before this part of a resumed run began).
+is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
+of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on it
+is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more, and
+the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
+(`pipeline.ledger`).
 """
 
 from collections.abc import Sequence
@@ -70,26 +72,24 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
 
 
 def _tokens(
-    layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head]
+    layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head], live_s: float
 ) -> tuple[int, int, dict[str, int]]:
     """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
     tokens = max(written, base + sum(seen.report.tokens for seen in reports))
-    merged = overwritten = rejected = 0
+    merged = overwritten = rejected = unpublished = 0
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]
         total = layout.elements
         merged = min(tokens, sum(head.merged_tokens * elements[head.fragment] for head in heads) // total)
         rejected = sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total
         overwritten = sum(seen.report.overwritten for seen in reports) // total
+        dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
+        unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
-    lost = {
-        "overwritten": overwritten,
-        "rejected": rejected,
-        "died": rest if finished else 0,
-        "pending": 0 if finished else rest,
-    }
+    died = rest if finished else min(rest, unpublished)
+    lost = {"overwritten": overwritten, "rejected": rejected, "died": died, "pending": rest - died}
     return tokens, merged, lost
 
 
@@ -118,7 +118,7 @@ def build_status(
     """
     present = [head for head in heads if head is not None]
     layout = layout_of(spec.tensors) if spec is not None else None
-    tokens, merged, lost = _tokens(layout, state, reports, present)
+    tokens, merged, lost = _tokens(layout, state, reports, present, live_s)
     budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
     quorum = spec.sync.quorum if spec is not None else 0
     live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})

@@ -59,7 +59,8 @@ def test_the_shape_is_the_documented_one_and_json():
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
-    del learner["learner"], learner["overwritten"]
+    for name in ("learner", "overwritten", "published", "number", "outages"):
+        del learner[name]
     assert status["learners"] == [learner]
     empty = build(spec=None, state=None, reports=[], heads=[])
     assert set(empty) == set(status)
@@ -92,6 +93,14 @@ def test_every_token_is_accounted_for(phase, rest):
     assert status["merged_tokens"] == 1000
     assert lost(status) == {"overwritten": 100, "rejected": 30, "died": 0, "pending": 0} | {rest: 370}
     assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values())
+
+
+def test_what_a_silent_learner_had_not_published_died():
+    """Of what it had published nobody knows without the tape; a live one, and one that left, lost nothing."""
+    gone = {"tokens": 1000, "overwritten": 80_000, "published": 480_000}  # of 1000 x 800 elements
+    reports = [samples.seen("a", 60.0, **gone), samples.seen("b", **gone), samples.seen("c", 60.0, left=True, **gone)]
+    status = build(reports=reports, heads=[])
+    assert lost(status) == {"overwritten": 300, "rejected": 0, "died": 300, "pending": 2400}
 
 
 def test_tokens_of_earlier_parts_of_a_resumed_run_count():
