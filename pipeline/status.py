@@ -3,8 +3,8 @@
 `build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
 tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
 is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
-of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on it
-is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more, and
+of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on
+it is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more, and
 the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
 (`pipeline.ledger`).
 """
