@@ -4,8 +4,8 @@
 tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
 is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
 of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on
-it is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more, and
-the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
+it is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more,
+and the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
 (`pipeline.ledger`).
 """
 
