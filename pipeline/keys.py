@@ -82,6 +82,25 @@ class RunKeys:
         """msgpack `InitialUpload`: a complete upload of version 0; expires."""
         return self._run("initial")
 
+    @property
+    def moments_wish(self) -> str:
+        """Name of the learner that asks for an inner optimizer's moments; expires."""
+        return self._run("moments-wish")
+
+    @property
+    def moments_claim(self) -> str:
+        """Nonce of the learner that uploads its moments; expires."""
+        return self._run("moments-claim")
+
+    @property
+    def moments_offer(self) -> str:
+        """msgpack `MomentsOffer`: a complete upload of moments; expires."""
+        return self._run("moments-offer")
+
+    def moments_payload(self, p: int, name: str, nonce: str) -> str:
+        """Stream of the chunks of one moment of fragment p; expires."""
+        return self._run(f"moments:{p}:{name}:{nonce}")
+
     # --- one fragment (all in the slot of its group) -------------------------------------------------
     def deltas(self, p: int) -> str:
         """Fragment stream: one `DeltaHeader` per entry."""

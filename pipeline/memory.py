@@ -5,7 +5,6 @@ before it acts, as a network call would; all of a call's work is then done witho
 makes it atomic. A store and its buses belong to one event loop.
 """
 
-import asyncio
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,13 +14,12 @@ from . import stored
 from .codec import decode, decode_tape, encode
 from .errors import (
     BadMessage,
-    BusUnavailable,
     HeadMoved,
     LeaseLost,
     PayloadIncomplete,
     UsageError,
 )
-from .keys import RunKeys
+from .memory_calls import MemoryCalls
 from .memory_shards import RELEASED, choose
 from .memory_store import EntryId, Hash, MemoryStore, Stream
 from .messages import (
@@ -33,6 +31,7 @@ from .messages import (
     InitialUpload,
     LearnerReport,
     Message,
+    MomentsOffer,
     Rewound,
     RunState,
     SeenReport,
@@ -41,108 +40,15 @@ from .messages import (
     WindowChanged,
     WindowView,
 )
-from .ports import START, BusInfo, Clock, Commit, Offered, Refusal, TapeEntry
+from .ports import START, Commit, MomentsBoard, Offered, Refusal, TapeEntry
+
+__all__ = ["MemoryBus", "MemoryStore"]
 
 T = TypeVar("T", bound=Message)
 
 
-class MemoryBus:
+class MemoryBus(MemoryCalls):
     """`pipeline.ports.Bus` on a `MemoryStore`; see there for what each method promises."""
-
-    def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
-        self.keys = RunKeys(run)
-        self.store = store or MemoryStore()
-        self._clock = clock
-        self._closed = False
-        self._waiters: set[asyncio.Event] = set()
-
-    def use_groups(self, groups: int) -> None:
-        """Set the number of fragment groups."""
-        self.keys = RunKeys(self.keys.run, groups)
-
-    async def info(self) -> BusInfo:
-        """The store about itself."""
-        await self._turn()
-        return BusInfo(f"memory-{self.store.starts}", "7.0.0", self.store.maxmemory_bytes, self.store.used_bytes())
-
-    async def close(self) -> None:
-        """End all calls in flight."""
-        self._closed = True
-        for waiter in self._waiters:
-            waiter.set()
-
-    # --- small steps -----------------------------------------------------------------------------
-    async def _turn(self) -> None:
-        """A call reaches the server."""
-        await asyncio.sleep(0)
-        if self._closed:
-            raise BusUnavailable("the bus is closed")
-
-    def _bytes(self, key: str) -> bytes | None:
-        value: bytes | None = self.store.get(key, bytes, self._clock.now())
-        return value
-
-    def _hash(self, key: str) -> Hash:
-        """A hash to read; one that does not exist reads as empty."""
-        value: Hash | None = self.store.get(key, dict, self._clock.now())
-        return {} if value is None else value
-
-    def _stream(self, key: str) -> Stream:
-        """A stream to read; one that does not exist reads as empty."""
-        value: Stream | None = self.store.get(key, Stream, self._clock.now())
-        return Stream() if value is None else value
-
-    def _set(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
-        self.store.delete(key)
-        self.store.values[key] = value
-        if ttl_s is not None:
-            self._expire(key, ttl_s)
-
-    def _expire(self, key: str, ttl_s: float) -> None:
-        if key in self.store.values:
-            self.store.expiries[key] = self._clock.now() + ttl_s
-
-    def _expires(self, key: str) -> bool:
-        return key in self.store.expiries
-
-    def _xadd(self, key: str, data: bytes, at: EntryId | None = None) -> str:
-        stream = self.store.stream(key)
-        if at is None:
-            now = (int(self._clock.unix() * 1000), 0)
-            at = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
-        self.store.wake(key)
-        return stream.append(at, data)
-
-    async def _read(
-        self, cursors: Mapping[str, str], limit: int, block_s: float
-    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
-        await self._turn()
-        after = {key: stored.entry_id(cursor) for key, cursor in cursors.items()}
-
-        def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
-            found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]
-            return [(key, entries) for key, entries in found if entries]
-
-        found = look()
-        if found or block_s <= 0:
-            return found
-        waiter = asyncio.Event()
-        self._waiters.add(waiter)
-        self.store.enlist(after, waiter)
-        try:
-            async with asyncio.timeout(block_s):
-                while not (found := look()):
-                    waiter.clear()
-                    await waiter.wait()
-                    if self._closed:
-                        raise BusUnavailable("the bus was closed")
-        except TimeoutError:
-            return []
-        finally:
-            self.store.discharge(after, waiter)
-            self._waiters.discard(waiter)
-        return found
 
     def _owned(self, key: str, nonce: str) -> None:
         if self._bytes(key) != nonce.encode():
@@ -234,25 +140,56 @@ class MemoryBus:
         self._set(key, nonce.encode(), ttl_s)
         return True
 
+    async def _announce(self, claim: str, key: str, nonce: str, announced: Message, ttl_s: float, *gone: str) -> bool:
+        """Say that an upload is complete, if its claim is still held; some keys go with that."""
+        await self._turn()
+        for other in (key, *gone):
+            self._bytes(other)
+        if self._bytes(claim) != nonce.encode():
+            return False
+        self.store.need_room()
+        self._set(key, encode(announced), ttl_s)
+        for other in gone:
+            self.store.delete(other)
+        return True
+
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
         """Win or keep the claim."""
         return await self._claim(self.keys.init_claim, nonce, ttl_s)
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         """Announce a complete upload."""
-        await self._turn()
-        self._bytes(self.keys.initial)
-        if self._bytes(self.keys.init_claim) != upload.nonce.encode():
-            return False
-        self.store.need_room()
-        self._set(self.keys.initial, encode(upload), ttl_s)
-        return True
+        return await self._announce(self.keys.init_claim, self.keys.initial, upload.nonce, upload, ttl_s)
 
     async def read_initial(self) -> InitialUpload | None:
         """The complete upload."""
         await self._turn()
         blob = self._bytes(self.keys.initial)
         return None if blob is None else decode(InitialUpload, blob)
+
+    # --- an inner optimizer's moments ------------------------------------------------------------
+    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+        """Ask, unless somebody did."""
+        await self._turn()
+        if self._bytes(self.keys.moments_wish) is None:
+            self.store.need_room()
+            self._set(self.keys.moments_wish, learner.encode(), ttl_s)
+
+    async def read_moments(self) -> MomentsBoard:
+        """Wish, claim and offer."""
+        await self._turn()
+        keys = self.keys
+        return stored.moments_board(*map(self._bytes, (keys.moments_wish, keys.moments_claim, keys.moments_offer)))
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        """Win or keep the claim."""
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        """Announce a complete offer."""
+        keys = self.keys
+        gone = (keys.moments_wish, keys.moments_claim)
+        return await self._announce(keys.moments_claim, keys.moments_offer, offer.nonce, offer, ttl_s, *gone)
 
     # --- payloads --------------------------------------------------------------------------------
     async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:

@@ -7,7 +7,7 @@ Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence a
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 FORMAT = 1
 """Version of the wire format. A party that meets another one says so and stops."""
@@ -186,6 +186,37 @@ class InitialUpload(Message):
     nonce: Nonce
     chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS)]
     """Chunk count of each fragment's payload."""
+
+
+StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
+MAX_STATE_NAMES = 16
+
+
+class OptimizerKind(Message):
+    """What an inner optimizer keeps for each parameter it trains. Only equals can use each other's moments."""
+
+    optimizer: Text
+    """Its class."""
+    moments: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
+    """Names of the tensors shaped like the parameter, sorted."""
+    numbers: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
+    """Names of single numbers (Adam's `step`), sorted."""
+
+
+class MomentsOffer(Message):
+    """A complete upload of one learner's moments, for those that join. Float32, one payload a fragment and moment."""
+
+    format: Literal[1] = 1
+    learner: PartyId
+    nonce: Nonce
+    layout: Digest
+    kind: OptimizerKind
+    numbers: Annotated[
+        tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=100_000)], ...], Field(max_length=MAX_STATE_NAMES)
+    ]
+    """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
+    steps: Count
+    """Inner steps of the donor's incarnation."""
 
 
 # --- learners, evaluations, events ---------------------------------------------------------------

@@ -25,6 +25,7 @@ from .messages import (
     InitialUpload,
     LearnerReport,
     MergedBase,
+    MomentsOffer,
     Rejected,
     Rewound,
     RunState,
@@ -111,6 +112,18 @@ class Offered:
     entry_id: str
     header: DeltaHeader | None
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MomentsBoard:
+    """Where a wish for moments stands."""
+
+    asked_by: str | None
+    """A learner asks, and nobody has answered yet."""
+    claimed: bool
+    """A peer has taken it up."""
+    offer: MomentsOffer | None
+    """What a peer uploaded; it lives on after the peer has left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +218,23 @@ class Bus(Protocol):
 
     async def read_initial(self) -> InitialUpload | None:
         """The complete upload of version 0, if there is one."""
+        ...
+
+    # --- an inner optimizer's moments ------------------------------------------------------------
+    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+        """Wish for a peer's moments; while somebody else's wish is there, that one serves both."""
+        ...
+
+    async def read_moments(self) -> MomentsBoard:
+        """Whether somebody asks, whether a peer answers, and the complete offer, if there is one."""
+        ...
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        """Win (or keep, same nonce: prolongs it) the right to upload moments."""
+        ...
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        """Announce a complete upload, if the claim is still held, and end wish and claim; False if it lapsed."""
         ...
 
     # --- payloads --------------------------------------------------------------------------------

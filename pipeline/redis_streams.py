@@ -19,6 +19,7 @@ from .messages import (
     InitialUpload,
     LearnerReport,
     Message,
+    MomentsOffer,
     Rewound,
     RunState,
     SeenReport,
@@ -27,7 +28,7 @@ from .messages import (
     WindowChanged,
     WindowView,
 )
-from .ports import START, BusInfo, Commit, Offered, Refusal, TapeEntry
+from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
 
 T = TypeVar("T", bound=Message)
@@ -136,12 +137,31 @@ class RedisBus:
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         """Announce a complete upload."""
         keys = [self.keys.init_claim, self.keys.initial]
-        return await self._redis.script("finish_initial", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
+        return await self._redis.script("announce", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
         """The complete upload."""
         blob = await self._redis.command("GET", self.keys.initial)
         return None if blob is None else decode(InitialUpload, blob)
+
+    # --- an inner optimizer's moments ------------------------------------------------------------
+    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+        """Ask, unless somebody did."""
+        await self._redis.script("ask", [self.keys.moments_wish], learner, to_ms(ttl_s))
+
+    async def read_moments(self) -> MomentsBoard:
+        """Wish, claim and offer."""
+        keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
+        return stored.moments_board(*await self._redis.many(("GET", key) for key in keys))
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        """Win or keep the claim."""
+        return await self._redis.script("claim", [self.keys.moments_claim], nonce, to_ms(ttl_s)) == [1]
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        """Announce a complete offer."""
+        keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
+        return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]
 
     # --- payloads --------------------------------------------------------------------------------
     async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:

@@ -14,13 +14,14 @@ from .messages import (
     LearnerReport,
     MergedBase,
     Message,
+    MomentsOffer,
     RunState,
     SeenReport,
     Shard,
     ShardQueue,
     WindowView,
 )
-from .ports import Commit, Offered
+from .ports import Commit, MomentsBoard, Offered
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
@@ -90,6 +91,15 @@ def decode_offer(fragment: int, entry_id: str, data: bytes) -> Offered:
 def decode_state(blob: bytes | None) -> RunState | None:
     """The run's state, or None where there is none yet."""
     return None if blob is None else decode(RunState, blob)
+
+
+def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
+    """Who asks for moments, whether a peer has taken it up, and the complete offer."""
+    return MomentsBoard(
+        asked_by=None if wish is None else wish.decode(errors="replace"),
+        claimed=claim is not None,
+        offer=None if offer is None else decode(MomentsOffer, offer),
+    )
 
 
 def decode_shard(blob: bytes) -> Shard:

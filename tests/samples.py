@@ -11,6 +11,8 @@ from pipeline.messages import (
     DeltaHeader,
     Head,
     LearnerReport,
+    MomentsOffer,
+    OptimizerKind,
     Phase,
     RunState,
     SeenReport,
@@ -183,3 +185,15 @@ async def commit(
         )
     )
     return digest
+
+
+def moments_offer(**given: Any) -> MomentsOffer:
+    values: dict[str, Any] = {
+        "learner": "l0",
+        "nonce": "ab" * 8,
+        "layout": bytes(16),
+        "kind": OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=("step",)),
+        "numbers": ((30.0, 30.0, 30.0),),
+        "steps": 30,
+    }
+    return MomentsOffer(**{**values, **given})

@@ -1,0 +1,108 @@
+"""How `MemoryBus` reaches its store: one call at a time, values by type, expiries, and reads that wait."""
+
+import asyncio
+from collections.abc import Mapping
+
+from . import stored
+from .errors import BusUnavailable
+from .keys import RunKeys
+from .memory_store import EntryId, Hash, MemoryStore, Stream
+from .ports import BusInfo, Clock
+
+
+class MemoryCalls:
+    """What all methods of the bus in memory are made of."""
+
+    def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
+        self.keys = RunKeys(run)
+        self.store = store or MemoryStore()
+        self._clock = clock
+        self._closed = False
+        self._waiters: set[asyncio.Event] = set()
+
+    def use_groups(self, groups: int) -> None:
+        """Set the number of fragment groups."""
+        self.keys = RunKeys(self.keys.run, groups)
+
+    async def info(self) -> BusInfo:
+        """The store about itself."""
+        await self._turn()
+        return BusInfo(f"memory-{self.store.starts}", "7.0.0", self.store.maxmemory_bytes, self.store.used_bytes())
+
+    async def close(self) -> None:
+        """End all calls in flight."""
+        self._closed = True
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def _turn(self) -> None:
+        """A call reaches the server."""
+        await asyncio.sleep(0)
+        if self._closed:
+            raise BusUnavailable("the bus is closed")
+
+    def _bytes(self, key: str) -> bytes | None:
+        value: bytes | None = self.store.get(key, bytes, self._clock.now())
+        return value
+
+    def _hash(self, key: str) -> Hash:
+        """A hash to read; one that does not exist reads as empty."""
+        value: Hash | None = self.store.get(key, dict, self._clock.now())
+        return {} if value is None else value
+
+    def _stream(self, key: str) -> Stream:
+        """A stream to read; one that does not exist reads as empty."""
+        value: Stream | None = self.store.get(key, Stream, self._clock.now())
+        return Stream() if value is None else value
+
+    def _set(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
+        self.store.delete(key)
+        self.store.values[key] = value
+        if ttl_s is not None:
+            self._expire(key, ttl_s)
+
+    def _expire(self, key: str, ttl_s: float) -> None:
+        if key in self.store.values:
+            self.store.expiries[key] = self._clock.now() + ttl_s
+
+    def _expires(self, key: str) -> bool:
+        return key in self.store.expiries
+
+    def _xadd(self, key: str, data: bytes, at: EntryId | None = None) -> str:
+        stream = self.store.stream(key)
+        if at is None:
+            now = (int(self._clock.unix() * 1000), 0)
+            at = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
+        self.store.wake(key)
+        return stream.append(at, data)
+
+    async def _read(
+        self, cursors: Mapping[str, str], limit: int, block_s: float
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        await self._turn()
+        after = {key: stored.entry_id(cursor) for key, cursor in cursors.items()}
+
+        def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
+            found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]
+            return [(key, entries) for key, entries in found if entries]
+
+        found = look()
+        if found or block_s <= 0:
+            return found
+        waiter = asyncio.Event()
+        self._waiters.add(waiter)
+        self.store.enlist(after, waiter)
+        try:
+            async with asyncio.timeout(block_s):
+                while not (found := look()):
+                    waiter.clear()
+                    await waiter.wait()
+                    if self._closed:
+                        raise BusUnavailable("the bus was closed")
+        except TimeoutError:
+            return []
+        finally:
+            self.store.discharge(after, waiter)
+            self._waiters.discard(waiter)
+        return found
