@@ -177,3 +177,34 @@ def test_an_empty_tensor_has_norm_zero_and_merges():
     assert delta_norms(fragment, delta)[0] == 0
     out, _ = run(fragment, [delta, delta], np.array([0.5, 0.5]))
     np.testing.assert_allclose(out, 1)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.37, 0.95])
+def test_a_length_is_the_same_on_every_machine_to_5e_7(value):
+    """Float32 sums of equal squares drift with the size of what is summed: rows bound it, whatever the machine's order.
+
+    Elements of one sign and size are the worst case; a replay elsewhere allows 1e-6.
+    """
+    fragment = layout((3 * BLOCK + 77, "rda"))
+    delta = np.full(fragment.elements, value, np.float32)
+    exact = np.linalg.norm(delta.astype(np.float64))
+    assert abs(delta_norms(fragment, delta)[0] - exact) / exact < 2.5e-7
+
+
+def test_a_merge_scales_by_recorded_lengths_and_measures_its_own():
+    """What a replay rests on: the values follow the record, the measurement does not."""
+    fragment = layout((300, "rda"), (20, "mean"))
+    deltas, weights = random_deltas(fragment, 3, ml_dtypes.bfloat16), np.array([0.2, 0.3, 0.5])
+    norms = [delta_norms(fragment, d) for d in deltas]
+    out, again, other = (np.empty(fragment.elements, np.float32) for _ in range(3))
+    first = merge(fragment, deltas, norms, weights, out)
+    assert first.directions[1] == 0
+    assert (
+        merge(fragment, deltas, norms, weights, again, first.directions).directions.tolist()
+        == first.directions.tolist()
+    )
+    assert again.tobytes() == out.tobytes()
+    second = merge(fragment, deltas, norms, weights, other, first.directions / 2)
+    assert second.directions.tolist() == first.directions.tolist()
+    np.testing.assert_allclose(other[:300], 2 * out[:300], rtol=1e-6)
+    assert other[300:].tobytes() == out[300:].tobytes()

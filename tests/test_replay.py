@@ -126,6 +126,38 @@ def name_writer(path: Path) -> str:
     return path.stem.split("-")[2]
 
 
+def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
+    """The restored values and momentum are recorded, so the recording is complete in itself."""
+    commits: list[Committed] = []
+    sync = sync_spec(tokens=6000, outer_momentum=0.5)
+
+    async def first() -> None:
+        world = VirtualRun(sync, checkpoint_dir=tmp_path / "saved")
+        world.start_syncer()
+        learner = VirtualLearner("l", world).start()
+        await world.until_version(4)
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        await learner.kill()
+
+    async def second() -> None:
+        world = VirtualRun(sync, resume=tmp_path / "saved", record_deltas=tmp_path / "kept")
+        world.start_syncer()
+        await world.finish(VirtualLearner("l", world, incarnation="f" * 16).start())
+        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+
+    run_virtual(first())
+    run_virtual(second())
+    assert min(c.version for c in commits) >= 4
+    outcome = check(tmp_path / "kept", commits)
+    assert told(outcome) == []
+    assert outcome.repeated == outcome.merges >= 4
+    (path, _), *_ = list_files(tmp_path / "kept", 0).items()
+    spec = recording.read_spec(tmp_path / "kept")
+    assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).momentum is not None
+
+
 # --- tampering -------------------------------------------------------------------------------------------
 
 
