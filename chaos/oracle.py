@@ -8,12 +8,13 @@ Invariants: no contribution merged twice; a version rises by exactly 1; no merge
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
-refused is still on its stream; a learner's reported tokens cover its header's; only committed values are adopted.
+refused is still on its stream; a learner's reported tokens cover its header's; only committed values are adopted;
+at the end the ledger closes to the token-element.
 """
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from pipeline import stored
 from pipeline.codec import DTYPES, PayloadReader, decode
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
+from pipeline.ledger import accounts, problems
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import DeltaHeader, LearnerReport, Spec, WindowView
+from pipeline.messages import DeltaHeader, LearnerReport, Spec, TapeRecord, WindowView
 from pipeline.ports import Commit, Refusal
+from pipeline.standing import Standing
 
 from . import reference
 from .link import Link
@@ -89,6 +92,8 @@ class Oracle:
         self._published: dict[DeltaId, Float64] = {}
         self._offers: dict[tuple[int, str], DeltaHeader] = {}
         self._committed: set[tuple[int, int, bytes]] = set()
+        self._tape: list[TapeRecord] = []
+        """All that was ever written to it, as an archive has it."""
         self._ever_drained = False
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
@@ -175,6 +180,7 @@ class Oracle:
         if isinstance(outcome, Exception):
             return
         self._owner_write(link, p, nonce, "window")
+        self._tape += [record] if record is not None else []
         state = self.fragments[p]
         if window.state != "idle" and state.version not in state.due and not self._ever_drained:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
@@ -182,6 +188,7 @@ class Oracle:
     def _refuse(self, link: Link, outcome: Any, p: int, refusal: Refusal) -> None:
         if not isinstance(outcome, Exception):
             self._owner_write(link, p, refusal.nonce, "refusal")
+            self._tape += refusal.records
             for entry in refusal.entries:
                 self.fragments[p].pending.pop(entry, None)
         self._check_pending(p)
@@ -192,6 +199,7 @@ class Oracle:
             self._check_pending(p)
             return
         self.merges += 1
+        self._tape.append(commit.record)
         self._owner_write(link, p, commit.nonce, "commit")
         state = self.fragments[p]
         if commit.version != state.version + 1:
@@ -292,6 +300,17 @@ class Oracle:
         for key in self._store.values:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)
+
+    def check_ledger(self, standing: Standing, bus_lost: bool) -> None:
+        """The run is finished: every token that was trained is merged, overwritten, rejected, or died.
+
+        bus_lost: the bus came back without its last second. If not, a call that failed is no excuse for a gap.
+        """
+        if not bus_lost:
+            reports = tuple(report.model_copy(update={"outages": 0}) for report in standing.reports)
+            standing = replace(standing, reports=reports)
+        for problem in problems(accounts(self._tape, standing, self._layout)):
+            self.broken("the ledger closes", problem)
 
     def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
         """A pseudogradient (elements,) as its codec carries it."""

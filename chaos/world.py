@@ -19,12 +19,13 @@ from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
 from pipeline.memory_store import MemoryStore
 from pipeline.messages import Phase, RunState
+from pipeline.standing import read_standing
 
 from .chance import Chance
 from .link import Fate, Link
 from .oracle import Oracle, Surviving, Violation
 from .parties import Party, WorldLearner, WorldSyncer
-from .plan import LEARNERS, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
+from .plan import LEARNERS, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
 from .virtual_time import VirtualClock, run_virtual
 
 RUN = "world"
@@ -385,6 +386,8 @@ class World:
                 self.oracle.broken("a drained run ends", f"after {ENDS_S:.0f} s there are still {left}")
                 return
         self._check_end(await bus.read_state())
+        standing = await read_standing(bus, len(self.layout.fragments), LIVENESS_S)
+        self.oracle.check_ledger(standing, bus_lost=self.fired[Kind.BUS_REWOUND] > 0)
 
     def _check_end(self, state: RunState | None) -> None:
         if state is None or state.phase is not Phase.FINISHED:
