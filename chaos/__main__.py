@@ -1,5 +1,6 @@
 """`python -m chaos`: run simulated worlds; replay and shrink one that failed."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pipeline.clock import fast_loop
+from pipeline.embedded import EmbeddedRedis
+
 from .campaign import Summary, campaign, code_digest, done_before, quiet
 from .plan import Kind
 from .shrink import shrink
+from .twin import record, replay
 from .world import Result, run_seed
 
 app = typer.Typer(add_completion=False, help="Deterministic simulation of whole runs under faults, in virtual time.")
@@ -101,6 +106,27 @@ def run_one_seed(
     if result.violation is not None:
         console.print(f"BROKEN: {result.violation}", style="red", markup=False)
         raise typer.Exit(1)
+
+
+@app.command("twin")
+def run_twin(
+    first: Annotated[int, typer.Argument(metavar="SEED", min=0, help="Which world")],
+    seeds: Annotated[int, typer.Option(min=1, help="How many worlds, from this one on")] = 1,
+) -> None:
+    """Repeat what a world did to the bus in memory on a Redis of its own, which must answer and hold the same."""
+    quiet()
+    different = 0
+    with EmbeddedRedis(dies_with_us=True) as server:
+        for seed in range(first, first + seeds):
+            recorded = record(seed)
+            with asyncio.Runner(loop_factory=fast_loop) as runner:
+                difference = runner.run(replay(recorded, server.url))
+            different += difference is not None
+            if difference is not None:
+                console.print(str(difference), style="red", markup=False, highlight=False)
+            else:
+                console.print(f"seed {seed}: {len(recorded.events):,} events, the same on Redis")
+    raise typer.Exit(1 if different else 0)
 
 
 def main() -> None:

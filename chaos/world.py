@@ -13,11 +13,10 @@ from typing import Any
 
 import xxhash
 
-from pipeline.errors import BusFull, LeaseLost
+from pipeline.errors import LeaseLost
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
-from pipeline.memory_store import MemoryStore
 from pipeline.messages import Phase, RunState
 from pipeline.standing import read_standing
 
@@ -26,6 +25,7 @@ from .link import Fate, Link
 from .oracle import Oracle, Surviving, Violation
 from .parties import Party, WorldLearner, WorldSyncer
 from .plan import LEARNERS, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
+from .record import Recorder, WorldStore
 from .virtual_time import VirtualClock, run_virtual
 
 RUN = "world"
@@ -61,24 +61,19 @@ class Result:
     trace: list[str] = field(default_factory=list)
 
 
-class _Store(MemoryStore):
-    """A store that can be full for a while, whatever it holds."""
-
-    full = False
-
-    def need_room(self) -> None:
-        if self.full:
-            raise BusFull("memory is full")
-
-
 class World:
     """One seed."""
 
-    def __init__(self, plan: Plan, only: frozenset[str] | None, merges: int, traced: bool) -> None:
+    def __init__(
+        self, plan: Plan, only: frozenset[str] | None, merges: int, traced: bool, recorder: Recorder | None = None
+    ) -> None:
         self.plan, self.spec = plan, plan.spec
         self.layout = layout_of(plan.spec.tensors)
         self.chance = Chance(plan.seed)
-        self.store, self.clock = _Store(), VirtualClock()
+        self.store, self.clock = WorldStore(), VirtualClock()
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.watch(self.store)
         self.epoch = 0
         self.oracle = Oracle(self.spec, self.layout, self.store, RunKeys(RUN), self.clock.now)
         self.oracle.on_violation = lambda: self._wake.set()
@@ -165,7 +160,13 @@ class World:
     def link(self, party: str) -> Link:
         """A connection for a new life of a party."""
         before = self._parties.get(party)
-        return Link(MemoryBus(RUN, self.clock, self.store), self, party, before.link.calls if before else 0)
+        return Link(self._bus(party), self, party, before.link.calls if before else 0)
+
+    def _bus(self, who: str) -> MemoryBus:
+        """A connection to the server."""
+        if self._recorder is None:
+            return MemoryBus(RUN, self.clock, self.store)
+        return self._recorder.bus(RUN, self.clock, self.store, who)
 
     def poisons(self, what: tuple[object, ...]) -> bool:
         """Whether this delta is poisoned."""
@@ -262,7 +263,9 @@ class World:
         self._happened(fault.kind, fault.id)
         self.epoch += 1
         self._down_until = self.clock.now() + fault.lasts_s / 2
-        if saved is not None:
+        if saved is None:
+            self.store.come_back()
+        else:
             self.store.restart(saved[0])
             self.oracle.rewind(saved[1])
         for party in self._parties.values():
@@ -370,7 +373,7 @@ class World:
 
     async def _drain(self) -> None:
         """The user ends the run; all parties end, and the books close."""
-        bus = MemoryBus(RUN, self.clock, self.store)
+        bus = self._bus("world")
         state = await bus.read_state()
         if state is None:
             self.oracle.broken("a run has a state", "none was written")
@@ -427,7 +430,14 @@ def _brief(method: str, args: tuple[Any, ...]) -> str:
     return ""
 
 
-def run_seed(seed: int, *, only: frozenset[str] | None = None, merges: int = MERGES, traced: bool = False) -> Result:
+def run_seed(
+    seed: int,
+    *,
+    only: frozenset[str] | None = None,
+    merges: int = MERGES,
+    traced: bool = False,
+    recorder: Recorder | None = None,
+) -> Result:
     """Run one seed's world to its end, or to its first violation.
 
     Args:
@@ -435,10 +445,11 @@ def run_seed(seed: int, *, only: frozenset[str] | None = None, merges: int = MER
         only: ids of the faults to try; None: all of them.
         merges: least number of merges before the faults cease.
         traced: keep the last events for people to read.
+        recorder: gets all that the server did, for `twin`.
     """
 
     async def main() -> Result:
-        world = World(plan(seed), only, merges, traced)
+        world = World(plan(seed), only, merges, traced, recorder)
         await world.live()
         return world.result()
 

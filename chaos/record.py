@@ -1,0 +1,208 @@
+"""What a world's memory server did, in the order in which it did it: enough to do the same to another server.
+
+A recorded bus notes a call in the same step in which it takes effect, so that the order is the true one. The
+server's own events lie between the calls: keys that expired, the snapshot of a rewind, restarts, memory full.
+A blocking read that ended empty is left out: it says when nothing came, not what is there.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.errors import BusFull
+from pipeline.memory import MemoryBus
+from pipeline.memory_store import EntryId, MemoryStore, Stream, Value
+from pipeline.ports import Bus, Clock
+
+Saved = tuple[dict[str, Value], dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """By what a call could tell who is gone: ages in ms, by the server's clock when the call came."""
+
+    seen: Mapping[str, int]
+    """Field of `RunKeys.seen` -> since that report."""
+    held: Mapping[EntryId, tuple[str, int]]
+    """Entry of the work queue -> (its holder, since it was delivered)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call took effect."""
+
+    at_s: float
+    who: str
+    method: str
+    args: Mapping[str, Any]
+    """By name."""
+    outcome: Any
+    """What it returned, or the exception that it raised."""
+    ages: Ages | None
+    """For the methods that look at them."""
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={_short(value)}" for name, value in self.args.items())
+        return f"{self.at_s:.6f} {self.who} {self.method}({told})"
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """A key's time was over."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that is stored now will be there again after the restart with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The server came back: with all it had, or with a snapshot."""
+
+    snapshot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """From now on there is no memory for writes, or there is again."""
+
+    full: bool
+
+
+Event = Called | Expired | Snapshot | Restarted | Full
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+class WorldStore(MemoryStore):
+    """A store that can be full for a while, whatever it holds, and tells what happens to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tell: Callable[[Event], None] = lambda event: None
+        self._full = False
+        self._saved: list[Saved] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no memory for writes."""
+        return self._full
+
+    @full.setter
+    def full(self, full: bool) -> None:
+        self._full = full
+        self.tell(Full(full))
+
+    def need_room(self) -> None:
+        """Refuse while full."""
+        if self._full:
+            raise BusFull("memory is full")
+
+    def get(self, key: str, kind: type[Any], now: float) -> Any:
+        """The live value of a key, or None."""
+        if self.expiries.get(key, now + 1) <= now:
+            self.tell(Expired(key))
+        return super().get(key, kind, now)
+
+    def snapshot(self) -> Saved:
+        """All that is stored now, for `restart`."""
+        self._saved.append(super().snapshot())
+        self.tell(Snapshot(len(self._saved) - 1))
+        return self._saved[-1]
+
+    def come_back(self) -> None:
+        """Restart with all there is."""
+        self.tell(Restarted(None))
+
+    def restart(self, saved: Saved | None) -> None:
+        """Restart with what was saved."""
+        super().restart(saved)
+        self.tell(Restarted(next(i for i, one in enumerate(self._saved) if one is saved)))
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the events of one world."""
+
+    events: list[Event] = field(default_factory=list)
+    store: WorldStore = field(default_factory=WorldStore)
+    """The world's server; after the world, what it holds in the end."""
+
+    def watch(self, store: WorldStore) -> None:
+        """Listen to the server."""
+        self.store = store
+        store.tell = self.events.append
+
+    def bus(self, run: str, clock: Clock, store: WorldStore, who: str) -> MemoryBus:
+        """A connection whose calls are noted."""
+        return RecordedBus(run, clock, store, who, self.events)
+
+
+AGES = ("claim_shard",)
+"""Methods that look at who is gone."""
+
+
+class RecordedBus(MemoryBus):
+    """A memory bus that notes each call as it takes effect."""
+
+    def __init__(self, run: str, clock: Clock, store: WorldStore, who: str, events: list[Event]) -> None:
+        super().__init__(run, clock, store)
+        self._who, self._events = who, events
+        self._ages: Ages | None = None
+
+    async def _turn(self) -> None:
+        await super()._turn()
+        # From here on the call's work is done, and noted, without giving way.
+        self._ages = self._ages_now()
+
+    def _ages_now(self) -> Ages:
+        """As the work begins: a claim changes them."""
+        now_ms = int(self._clock.unix() * 1000)
+        seen, shards = self.store.values.get(self.keys.seen), self.store.values.get(self.keys.shards)
+        return Ages(
+            {name.decode(): now_ms - int(at) for name, at in seen.items()} if isinstance(seen, dict) else {},
+            {at: (who, now_ms - since_ms) for at, (who, since_ms) in shards.held.items()}
+            if isinstance(shards, Stream)
+            else {},
+        )
+
+    def note(self, method: str, args: Mapping[str, Any], outcome: Any) -> None:
+        """A call took effect; what its caller may still change is copied."""
+        if args.get("block_s") and outcome == []:
+            return
+        mine = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in args.items()}
+        ages = self._ages if method in AGES else None
+        self._events.append(Called(self._clock.now(), self._who, method, mine, copy(outcome), ages))
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    method = getattr(MemoryBus, name)
+    signature = inspect.signature(method)
+
+    async def call(self: RecordedBus, *args: Any, **more: Any) -> Any:
+        named = dict(signature.bind(self, *args, **more).arguments)
+        del named["self"]
+        try:
+            outcome = await method(self, *args, **more)
+        except Exception as error:  # a call that is cancelled did nothing
+            self.note(name, named, error)
+            raise
+        self.note(name, named, outcome)
+        return outcome
+
+    return call
+
+
+for _name, _method in vars(Bus).items():
+    if inspect.iscoroutinefunction(_method) and _name != "close":
+        setattr(RecordedBus, _name, _noted(_name))

@@ -1,0 +1,300 @@
+"""The bus in memory is no kinder twin: what a simulated world does to it has the same outcomes on a real Redis."""
+
+import asyncio
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from chaos.__main__ import app
+from chaos.campaign import quiet
+from chaos.plan import Kind
+from chaos.record import Ages, Called, Expired, Full, Recorder, Restarted, Snapshot, WorldStore
+from chaos.twin import Difference, Recorded, record, replay
+from chaos.virtual_time import VirtualClock, run_virtual
+from chaos.world import RUN
+from pipeline import redis_calls
+from pipeline.clock import fast_loop
+from pipeline.errors import BusFull, LeaseLost
+from pipeline.memory import MemoryBus
+from pipeline.memory_store import Stream
+from pipeline.messages import Shard
+from pipeline.redis_calls import Script
+
+from . import samples
+
+pytestmark = pytest.mark.redis
+
+WITHIN_SEEDS = 500
+
+quiet()
+
+MUTATIONS = {
+    "a commit that does not check the lease": (
+        "commit",
+        "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
+        "",
+    ),
+    "a commit that does not check the head": (
+        "commit",
+        "if (now[1] or '')",
+        "now = {ARGV[2], ARGV[3], ARGV[6], ARGV[7]}\nif (now[1] or '')",
+    ),
+    "a commit that deletes the headers before its checks": (
+        "commit",
+        "local momentum, replaced\n",
+        "local momentum, replaced\nfor i = 13, 12 + ARGV[12] do redis.call('XDEL', deltas, ARGV[i]) end\n",
+    ),
+    "a commit that does not check the lengths": ("commit", "if have ~= tonumber", "if false and have ~= tonumber"),
+    "a commit that lets its payload expire": ("commit", "redis.call('PERSIST', payload)\n", ""),
+    "a commit that lets its momentum expire": ("commit", "if momentum then redis.call('PERSIST', momentum) end\n", ""),
+    "a commit that sets the totals": ("commit", "'HINCRBY', head, 'merged_tokens'", "'HSET', head, 'merged_tokens'"),
+    "a commit that keeps what it replaced for ever": (
+        "commit",
+        "if replaced then redis.call('PEXPIRE', replaced, ARGV[8]) end\n",
+        "",
+    ),
+    "a commit that deletes one header too few": (
+        "commit",
+        "for i = 13, 12 + entries do",
+        "for i = 14, 12 + entries do",
+    ),
+    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[11])\n", ""),
+    "a commit that leaves payloads behind": ("commit", "for i = at, #KEYS do", "for i = at + 1, #KEYS do"),
+    "a refusal that counts twice when repeated": ("refuse", "local pending = entries == 0", "local pending = true"),
+    "a refusal that does not check the lease": (
+        "refuse",
+        "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
+        "",
+    ),
+    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', ARGV[2])\n", ""),
+    "a chunk appended again when repeated": (
+        "write_chunk",
+        "if index == have then redis.call('XADD', KEYS[1], string.format('%d-0', index + 1), 'c', ARGV[3]) end",
+        "redis.call('XADD', KEYS[1], string.format('%d-0', have + 1), 'c', ARGV[3])",
+    ),
+    "a chunk that lets a committed payload expire": ("write_chunk", "if not kept then redis", "if true then redis"),
+    "a chunk accepted where one is missing": ("write_chunk", "index > have or", "false or"),
+    "a window written without the lease": (
+        "write_window",
+        "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'LEASE', KEYS[1]} end\n",
+        "",
+    ),
+    "a window that does not wake": ("write_window", "if ARGV[3] ~= '' then", "if false then"),
+    "a window refused where memory is short": ("write_window", "redis.call('PERSIST', KEYS[2])\n", ""),
+    "a lease taken from its holder": ("claim", "if holder then return {'OK', 0} end\n", ""),
+    "a lease released by another": ("release", "== ARGV[1] then redis", "then redis"),
+    "an upload announced without its claim": ("announce", "if redis.call('GET', KEYS[1]) ~= ARGV[1]", "if false"),
+    "a state that moves backwards": ("write_state", "if now[1] and tonumber(now[1]) >", "if false and 0 >"),
+}
+"""Name -> (script, text, what stands there instead)."""
+
+
+@lru_cache(maxsize=4)
+def world(seed: int) -> Recorded:
+    """A recorded world, for several tests."""
+    return record(seed)
+
+
+def difference(recorded: Recorded, url: str) -> Difference | None:
+    with asyncio.Runner(loop_factory=fast_loop) as runner:
+        return runner.run(replay(recorded, url))
+
+
+def recorded(story: Callable[[Callable[[str], MemoryBus], WorldStore], Awaitable[None]]) -> Recorded:
+    """A short history made by hand: the story gets a way to connect, and the server."""
+    recorder, store = Recorder(), WorldStore()
+    recorder.watch(store)
+
+    async def main() -> None:
+        clock = VirtualClock()
+        await story(lambda who: recorder.bus(RUN, clock, store, who), store)
+
+    run_virtual(main())
+    return Recorded(0, None, recorder.events, store, 1)
+
+
+# --- worlds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8])
+def test_what_a_world_did_in_memory_it_does_on_redis(seed: int, redis_server: str) -> None:
+    """Call by call the same outcome, and in the end the same content; full, restarts and rewinds included."""
+    assert difference(world(seed), redis_server) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_worlds_with_every_kind_of_fault_do_the_same_on_redis(redis_server: str) -> None:
+    """Whatever can happen to a call or to the server happened in some of them."""
+    fired: Counter[str] = Counter()
+    for seed in range(50):
+        one = record(seed)
+        assert difference(one, redis_server) is None
+        fired.update(one.result.fired)
+    print(dict(fired))
+    assert all(fired[kind] > 0 for kind in Kind), fired
+
+
+# --- the replay would see a difference -----------------------------------------------------------------
+
+
+def altered(recorded: Recorded, index: int, **changes: Any) -> Recorded:
+    events = list(recorded.events)
+    events[index] = dataclasses.replace(events[index], **changes)
+    return dataclasses.replace(recorded, events=events)
+
+
+def test_a_difference_names_the_seed_the_call_both_answers_and_how_to_see_it_again(redis_server: str) -> None:
+    """All that a person needs to begin."""
+    one = world(3)
+    index, call = next(
+        (i, e) for i, e in enumerate(one.events) if isinstance(e, Called) and e.method == "commit" and i > 2000
+    )
+    found = difference(altered(one, index, outcome=LeaseLost("made up")), redis_server)
+    assert found is not None
+    assert (found.seed, found.index, found.redis) == (3, index, "None")
+    text = str(found)
+    assert f"seed 3, event {index}: {call.at_s:.6f} {call.who} commit(commit=Commit(" in text
+    assert "memory: LeaseLost: made up" in text
+    assert "python -m chaos twin 3" in text
+
+
+def test_what_memory_alone_holds_in_the_end_is_a_difference(redis_server: str) -> None:
+    """One for each kind of value, a key too many, an expiry, and an entry that another was put in place of."""
+
+    async def story(connect: Callable[[str], MemoryBus], store: WorldStore) -> None:
+        bus = connect("a")
+        await bus.propose_spec(b"spec")
+        await bus.acquire_lease(0, "0" * 16, 1.0)
+        await bus.offer(samples.header())
+        await bus.fill_shards(0, [Shard(epoch=0, index=0, start=0, stop=9)])
+        claimed = await bus.claim_shard("a.0", 1.0)
+        assert claimed is not None
+        await bus.save_position("a.0", claimed.entry_id, 3)
+
+    one = recorded(story)
+    keys, values, expiries = MemoryBus(RUN, VirtualClock(), one.store).keys, one.store.values, one.store.expiries
+    assert difference(one, redis_server) is None
+    deltas, shards = values[keys.deltas(0)], values[keys.shards]
+    assert isinstance(deltas, Stream)
+    assert isinstance(shards, Stream)
+    for wrong in (
+        {keys.spec: b"another"},
+        {keys.tape(0): Stream()},
+        {keys.deltas(0): dataclasses.replace(deltas, data=[b"another"])},
+        {keys.deltas(0): dataclasses.replace(deltas, ids=[(1, 0)])},
+        {keys.shards: dataclasses.replace(shards, held={})},
+        {keys.shard_positions: {b"1-0": b"3"}},
+        {keys.lease(0): {b"another": b"type"}},
+    ):
+        one.store.values = values | wrong
+        assert next(iter(wrong)) in str(difference(one, redis_server))
+    one.store.values = values
+    one.store.expiries = {}
+    assert keys.lease(0) in str(difference(one, redis_server))
+    one.store.expiries = expiries
+    assert difference(one, redis_server) is None
+
+
+# --- the server's own events -----------------------------------------------------------------------------
+
+
+def test_who_is_gone_is_as_memory_saw_it(redis_server: str) -> None:
+    """The replay takes no time, yet a silent holder is gone there, one that reports is not, and the edge is sharp."""
+    header = samples.report()
+    name, incarnation = header.learner, header.incarnation
+
+    async def story(connect: Callable[[str], MemoryBus], store: WorldStore) -> None:
+        bus = connect("a")
+        await bus.fill_shards(0, [Shard(epoch=0, index=i, start=0, stop=9) for i in range(2)])
+        await bus.write_report(header)
+        first = await bus.claim_shard(f"{name}.{incarnation}", 1.0)
+        assert first is not None
+        await asyncio.sleep(0.999)
+        second = await bus.claim_shard("other.00", 1.0)
+        assert second is not None
+        assert second.entry_id != first.entry_id
+        assert await bus.claim_shard("third.00", 1.0) is None
+        await asyncio.sleep(0.001)
+        taken = await bus.claim_shard("third.00", 1.0)
+        assert taken is not None
+        assert taken.entry_id == first.entry_id
+
+    one = recorded(story)
+    assert difference(one, redis_server) is None
+    index, call = [(i, e) for i, e in enumerate(one.events) if isinstance(e, Called) and e.method == "claim_shard"][-1]
+    assert call.ages is not None
+    younger = Ages(dict.fromkeys(call.ages.seen, 0), call.ages.held)
+    found = difference(altered(one, index, ages=younger), redis_server)
+    assert found is not None
+    assert found.index == index
+
+
+def test_what_expired_was_lost_or_came_back_is_the_same_there(redis_server: str) -> None:
+    """A lapsed lease can be taken, a rewind brings back what was there before, and a full server refuses."""
+
+    async def story(connect: Callable[[str], MemoryBus], store: WorldStore) -> None:
+        bus = connect("a")
+        assert await bus.acquire_lease(0, "a" * 16, 1.0)
+        await bus.write_chunks(bus.keys.initial_payload(0, "a" * 16), 0, [b"one"], 60.0)
+        saved = store.snapshot()
+        await asyncio.sleep(2.0)
+        assert await bus.acquire_lease(0, "b" * 16, 1.0)
+        lost = await bus.offer(samples.header())
+        store.full = True
+        with pytest.raises(BusFull):
+            await bus.offer(samples.header())
+        store.restart(saved)
+        store.full = False
+        await asyncio.sleep(0.5)
+        assert await bus.read_offers(0) == []
+        again = await bus.offer(samples.header())
+        assert await bus.read_offers(0, after=lost) == await bus.read_offers(0)
+        assert (await bus.read_offers(0))[0].entry_id == again
+        store.come_back()
+        assert await bus.acquire_lease(0, "c" * 16, 1.0)
+
+    one = recorded(story)
+    assert {type(event) for event in one.events} == {Called, Expired, Snapshot, Restarted, Full}
+    assert difference(one, redis_server) is None
+    for index, event in enumerate(one.events):
+        if isinstance(event, (Expired, Full)) or event == Restarted(0):
+            left_out = dataclasses.replace(one, events=one.events[:index] + one.events[index + 1 :])
+            if event != Full(False):  # where it is left out, the restart's own restoring is what fails
+                assert difference(left_out, redis_server) is not None, event
+
+
+# --- mutations of the scripts ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_a_script_is_found(name: str, redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 500 seeds, by an outcome or by the content in the end."""
+    mutated, old, new = MUTATIONS[name]
+    real = redis_calls.script
+    text = real(mutated).text.replace(old, new)
+    assert text != real(mutated).text
+    patched = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    monkeypatch.setattr(redis_calls, "script", lambda script: patched if script == mutated else real(script))
+    for seed in range(WITHIN_SEEDS):
+        found = difference(world(seed), redis_server)
+        if found is not None:
+            print(f"{name}: found in seed {seed}, event {found.index}: {found.what[:200]}")
+            return
+    pytest.fail(f"{name}: not found in {WITHIN_SEEDS} seeds")
+
+
+def test_the_command_says_that_a_world_is_the_same_on_redis() -> None:
+    """It brings its own Redis."""
+    done = CliRunner().invoke(app, ["twin", "4"])
+    assert done.exit_code == 0, done.output
+    assert "seed 4" in done.output
+    assert "the same on Redis" in done.output
