@@ -26,7 +26,7 @@ from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import DeltaHeader, LearnerReport, Spec, TapeRecord, WindowView
+from pipeline.messages import DeltaHeader, LearnerReport, Phase, RunState, Spec, TapeRecord, WindowView
 from pipeline.ports import Commit, Refusal
 from pipeline.standing import Standing
 
@@ -94,12 +94,13 @@ class Oracle:
         self._committed: set[tuple[int, int, bytes]] = set()
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
-        self._ever_drained = False
+        self._ever_drained = self._finished = False
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "commit": self._commit,
             "refuse": self._refuse,
             "write_window": self._window,
+            "write_state": self._state,
         }
 
     # --- what the world tells ------------------------------------------------------------------------
@@ -281,15 +282,21 @@ class Oracle:
         if took.grace_s > allowed_s + 0.01 and not self._ever_drained:
             self.broken("a window closes in time", f"{where}: grace {took.grace_s:.2f} s, allowed {allowed_s:.2f} s")
 
-    # --- at the end ------------------------------------------------------------------------------------
-
-    def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
-        """The run is finished: nothing is pending, the manifest is the truth, nothing stays for ever but the heads'."""
-        if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
-            self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
+    def _state(self, link: Link, outcome: Any, state: RunState) -> None:
+        """What was offered before the end is merged or refused by then; one cut off until later may come too late."""
+        if not isinstance(outcome, RunState) or outcome.phase is not Phase.FINISHED or self._finished:
+            return
+        self._finished = True
         for p, fragment in enumerate(self.fragments):
             if fragment.pending:
                 self.broken("a finished run has nothing pending", f"fragment {p}: {len(fragment.pending)}")
+
+    # --- at the end ------------------------------------------------------------------------------------
+
+    def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
+        """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
+        if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
+            self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))

@@ -122,7 +122,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
     settings = SyncSettings(
         fragments=FRAGMENTS,
         sync_interval=chance.one_of((2, 3, 4), "H"),
-        quorum=chance.one_of((1, 1, 2, 2, learners - 1), "K"),
+        quorum=chance.one_of((1, 1, 2, 2, learners - 1, learners), "K"),
         codec=chance.one_of(("bf16", "fp32"), "codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),

@@ -145,8 +145,10 @@ class SyncerService:
 
     async def _until_ended(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
         ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._finished.wait())]
-        done, _ = await asyncio.wait([*ends, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(ends)
+        try:
+            done, _ = await asyncio.wait([*ends, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(ends)
         for task in done:
             task.result()  # a background task ends only by an error
 
@@ -182,12 +184,11 @@ class SyncerService:
     async def _until(self, stop: asyncio.Event, work: Any) -> Any:
         """Result of `work`, or None if `stop` came first."""
         task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await _cancel([stopped])
-            return task.result()
-        await _cancel([task])
-        return None
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            await _cancel([task, stopped])
 
     async def _retrying(self, work: Any) -> None:
         """Run a background coroutine function to its end, again after every outage or unreadable entry."""

@@ -1,0 +1,156 @@
+"""Deliberate defects of the protocol, put in by changing a method's source text for the length of a block."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from pipeline.keys import RunKeys
+from pipeline.memory import MemoryBus
+from syncer.fragment import FragmentState
+from syncer.owner import FragmentOwner
+from syncer.window import Window
+from workers.exchange import Exchange
+from workers.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One defect: in a method of a class, each old text becomes the new one."""
+
+    name: str
+    where: type
+    method: str
+    changes: tuple[tuple[str, str], ...]
+
+
+MUTATIONS = [
+    Mutation(
+        "a commit, refusal or window is written without the lease",
+        MemoryBus,
+        "_owned",
+        (("if self._bytes(key) != nonce.encode():", "if False:"),),
+    ),
+    Mutation(
+        "headers are deleted before the head moves",
+        MemoryBus,
+        "commit",
+        (
+            (
+                "    head = self._owner_checks(",
+                "    self._delete(entries, keys.deltas(p), ())\n    head = self._owner_checks(",
+            ),
+        ),
+    ),
+    Mutation("a commit does not look at the head", MemoryBus, "commit", (("if now != commit.expected:", "if False:"),)),
+    Mutation(
+        "what is committed goes on expiring",
+        MemoryBus,
+        "commit",
+        (("self.store.expiries.pop(s.key, None)", "pass"),),
+    ),
+    Mutation(
+        "a learner counts twice in the quorum",
+        Window,
+        "decide",
+        (("count, missing = len(self._members),", "count, missing = len(self._members) + len(self.late),"),),
+    ),
+    Mutation(
+        "merged bases are forgotten",
+        Window,
+        "_refusal",
+        (("if before is not None and header.base_version <= before.base_version:", "if False:"),),
+    ),
+    Mutation(
+        "a stale delta opens a window",
+        Window,
+        "offer",
+        ((" and header.due and header.base_version == self.version:", " and header.due:"),),
+    ),
+    Mutation("a delta that follows opens a window", Window, "offer", (("and header.due and", "and"),)),
+    Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
+    Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < quorum:", "if not done:"),)),
+    Mutation(
+        "only higher versions are adopted",
+        Exchange,
+        "_look",
+        (
+            (
+                "if self._latest.get(p) != (head.version, head.digest):",
+                "if self._latest.get(p, (-1, b''))[0] < head.version:",
+            ),
+        ),
+    ),
+    Mutation(
+        "after an outage nothing is offered again", Exchange, "_follow", (("self.shared.republish = True", "pass"),)
+    ),
+    Mutation(
+        "a header goes out before the report of its tokens",
+        Exchange,
+        "_send_header",
+        (("self.shared.state = await self._bus.write_report(report)", "pass"),),
+    ),
+    Mutation(
+        "payloads are named by base and attempt only",
+        RunKeys,
+        "delta_payload",
+        (("{incarnation}.{serial}", "{incarnation}"),),
+    ),
+    Mutation(
+        "adopting does not zero the counters",
+        Rounds,
+        "adopt",
+        (("counters.steps = counters.tokens = counters.published_tokens = 0", "counters.published_tokens = 0"),),
+    ),
+    Mutation(
+        "the owner trusts its cache over the bus",
+        FragmentOwner,
+        "_load",
+        (
+            (
+                "if cached is None or (cached.version, cached.digest) != (head.version, head.digest):",
+                "if cached is None:",
+            ),
+        ),
+    ),
+    Mutation(
+        "the momentum is not carried on",
+        FragmentState,
+        "advance",
+        (("self.theta, self.momentum = merged.theta, merged.momentum", "self.theta = merged.theta"),),
+    ),
+]
+
+
+def mutated(mutation: Mutation) -> Callable[..., Any]:
+    """The method with the defect, in its own module's names."""
+    original = inspect.getattr_static(mutation.where, mutation.method)
+    static = isinstance(original, staticmethod)
+    function: FunctionType = original.__func__ if static else original
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in mutation.changes:
+        if source.count(old) != 1:
+            raise AssertionError(f"{mutation.name}: {old!r} is not once in {mutation.where.__name__}.{mutation.method}")
+        source = source.replace(old, new)
+    names = dict(function.__globals__)
+    exec(compile(source, f"<{mutation.name}>", "exec"), names)  # noqa: S102  # our own source, changed on purpose
+    made = names[mutation.method]
+    made.__globals__.update({k: v for k, v in function.__globals__.items() if k != mutation.method})
+    return staticmethod(made) if static else made  # type: ignore[return-value]
+
+
+@contextmanager
+def applied(mutation: Mutation) -> Iterator[None]:
+    """The defect is there inside the block."""
+    original = inspect.getattr_static(mutation.where, mutation.method)
+    setattr(mutation.where, mutation.method, mutated(mutation))
+    try:
+        yield
+    finally:
+        setattr(mutation.where, mutation.method, original)
+
+
+__all__ = ["MUTATIONS", "Mutation", "applied"]

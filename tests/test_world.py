@@ -1,0 +1,91 @@
+"""The simulated world: its seeds keep every promise, repeat exactly, and would show a broken promise."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chaos.campaign import Summary, campaign, done_before, quiet
+from chaos.plan import Kind, plan
+from chaos.shrink import shrink
+from chaos.world import MERGES, run_seed
+from tests.mutations import MUTATIONS, Mutation, applied
+
+SEEDS = 200
+FAILED_ONCE = (3, 5, 6, 24, 33)
+"""Every seed that ever showed a defect."""
+WITHIN_SEEDS = 500
+
+quiet()
+
+
+@pytest.mark.timeout(600)
+def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
+    """Each with at least 200 merges; together they meet with every kind of fault."""
+    summary = Summary()
+    for line in campaign(range(SEEDS), len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
+        assert line["violation"] or line["merges"] >= MERGES
+        summary.add(line)
+    assert summary.violations == {}
+    assert summary.seeds == SEEDS == len(done_before(tmp_path / "results.jsonl"))
+    assert all(summary.fired[kind] > 0 for kind in Kind), Counter(summary.fired)
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE)
+def test_a_seed_that_failed_once_does_not_fail_again(seed: int) -> None:
+    """Each of these showed a defect."""
+    assert run_seed(seed).violation is None
+
+
+def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:
+    """In processes of their own, since the order of sets of strings differs from process to process."""
+    seed = next(s for s in range(100) if len(plan(s).faults) >= 6)
+    code = f"from chaos.campaign import quiet, run_one; quiet(); print(run_one({seed})['digest'])"
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert digests[0] == digests[1] != ""
+    assert run_seed(seed).digest == digests[0].strip()
+    assert run_seed(seed + 1).digest != digests[0].strip()
+
+
+def test_a_violation_is_shrunk_to_the_faults_that_matter() -> None:
+    """The shrunk world breaks the same promise with fewer faults, and its faults alone repeat it."""
+    mutation = named("only higher versions are adopted")
+    with applied(mutation):
+        seed, whole = next((s, r) for s in range(WITHIN_SEEDS) if (r := run_seed(s)).violation is not None)
+        small = shrink(seed)
+        assert small.violation is not None
+        assert whole.violation is not None
+        assert small.violation.promise == whole.violation.promise
+        assert 0 < len(small.struck) < len(whole.struck)
+        assert run_seed(seed, only=small.struck).digest == small.digest
+    assert run_seed(seed).violation is None
+
+
+def named(name: str) -> Mutation:
+    return next(mutation for mutation in MUTATIONS if mutation.name == name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_defect_of_the_protocol_is_found_within_500_seeds(mutation: Mutation) -> None:
+    """The world can fail: each deliberate defect breaks a promise."""
+    with applied(mutation):
+        for seed in range(WITHIN_SEEDS):
+            violation = run_seed(seed).violation
+            if violation is not None:
+                print(f"{mutation.name}: seed {seed}: {violation}")
+                return
+    pytest.fail(f"{mutation.name}: not found within {WITHIN_SEEDS} seeds")
