@@ -347,17 +347,17 @@ class World:
         await self._drain()
 
     async def _until(self, reached: Any) -> bool:
-        """Wait until a condition holds; no progress for long is a violation."""
-        last, since = -1, self.clock.now()
+        """Wait until a condition holds; a fragment that does not go on for long is a violation."""
+        versions = [fragment.version for fragment in self.oracle.fragments]
+        since = [self.clock.now()] * len(versions)
         while not reached():
             await asyncio.sleep(0.05)
-            now = self.clock.now()
-            if self.oracle.merges != last or now < since:
-                last, since = self.oracle.merges, now
-            elif now - since > LIVELY_S:
-                versions = [fragment.version for fragment in self.oracle.fragments]
-                self.oracle.broken("every fragment goes on", f"none did for {LIVELY_S:.0f} s: {versions}")
-                return False
+            for p, fragment in enumerate(self.oracle.fragments):
+                if fragment.version != versions[p]:
+                    versions[p], since[p] = fragment.version, self.clock.now()
+                elif self.clock.now() - since[p] > LIVELY_S:
+                    self.oracle.broken("every fragment goes on", f"{p} did not for {LIVELY_S:.0f} s: {versions}")
+                    return False
         return True
 
     def _calm_down(self) -> None:
