@@ -177,7 +177,9 @@ class Oracle:
         if self._store.values.get(self._keys.lease(p)) != nonce.encode():
             self.broken("a syncer writes under its lease only", f"{link.party}: {what} of fragment {p}")
 
-    def _window(self, link: Link, outcome: Any, p: int, nonce: str, window: WindowView, record: Any) -> None:
+    def _window(
+        self, link: Link, outcome: Any, p: int, nonce: str, expected: Any, window: WindowView, record: Any
+    ) -> None:
         if isinstance(outcome, Exception):
             return
         self._owner_write(link, p, nonce, "window")

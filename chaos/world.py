@@ -423,7 +423,7 @@ def _brief(method: str, args: tuple[Any, ...]) -> str:
             return f"p{commit.record.fragment} version {commit.version} of {who}"
         case "refuse", (p, refusal):
             return f"p{p} {[(r.learner, r.reason.value) for r in refusal.records]}"
-        case "write_window", (p, _, window, _):
+        case "write_window", (p, _, _, window, _):
             return f"p{p} {window.state} attempt {window.attempt} {window.reason}"
         case (("acquire_lease" | "release_lease"), (p, *_)):
             return f"p{p}"

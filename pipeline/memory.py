@@ -274,6 +274,11 @@ class MemoryBus(MemoryCalls):
         self._owned(self.keys.lease(p), nonce)
         return head
 
+    def _expect(self, p: int, head: Hash, expected: tuple[int, bytes] | None) -> None:
+        now = (stored.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
+        if now != expected:
+            raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
+
     def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
         sums = {name: stored.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
         if max(sums.values()) >= stored.COUNTER_LIMIT:
@@ -297,11 +302,9 @@ class MemoryBus(MemoryCalls):
         stored.one_slot((keys.head(p), *(s.key for s in staged), *gone))
         await self._turn()
         head = self._owner_checks(p, commit.nonce, keys.deltas(p), *(s.key for s in staged))
+        self._expect(p, head, commit.expected)
         old_payload = head.get(b"payload", b"").decode()
         old_momentum = head.get(b"momentum", b"").decode()
-        now = (stored.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
-        if now != commit.expected:
-            raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
         sums = self._add(head, {**totals, "rejected_tokens": 0})
         for s in staged:
@@ -321,8 +324,7 @@ class MemoryBus(MemoryCalls):
         stored.one_slot((keys.head(fragment), *refusal.delta_payloads))
         await self._turn()
         head = self._owner_checks(fragment, refusal.nonce, keys.deltas(fragment))
-        if not head:
-            raise HeadMoved(f"fragment {fragment} has no head")
+        self._expect(fragment, head, refusal.expected)
         sums = self._add(head, {"rejected_tokens": refusal.lost_tokens})
         if entries and not any(at in self._stream(keys.deltas(fragment)).ids for at in entries):
             return  # refused before; counted and recorded then
@@ -332,12 +334,16 @@ class MemoryBus(MemoryCalls):
             self._xadd(keys.tape(keys.group(fragment)), encode(record))
 
     async def write_window(
-        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+        self,
+        fragment: int,
+        nonce: str,
+        expected: tuple[int, bytes],
+        window: WindowView,
+        record: WindowChanged | Rewound | None,
     ) -> None:
         """Publish the window."""
         await self._turn()
-        if not self._owner_checks(fragment, nonce):
-            raise HeadMoved(f"fragment {fragment} has no head")
+        self._expect(fragment, self._owner_checks(fragment, nonce), expected)
         self.store.hset(self.keys.head(fragment), {"window": encode(window)})
         if record is not None:
             self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record))

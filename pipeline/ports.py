@@ -7,7 +7,8 @@ Promises that every `Bus` keeps (the contract tests run on all adapters):
 - Entries of one fragment stream, and of one group's tape, are read in the order they were written.
 - Blocking reads (`block_s`) return early with what is there, or an empty list when the time is over; they
   never hold up other calls.
-- A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce inside the same atomic step.
+- A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce and the head inside the same atomic
+  step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -98,6 +99,8 @@ class Refusal:
     """Deltas refused in one atomic step: headers and payloads go, records go on the tape."""
 
     nonce: str
+    expected: tuple[int, bytes]
+    """(version, digest) the head must have: who judged by an older one must look again."""
     entries: tuple[str, ...]
     delta_payloads: tuple[str, ...]
     """Not those that another, accepted header still needs."""
@@ -306,17 +309,24 @@ class Bus(Protocol):
         """Delete refused headers and payloads and record why; none of the headers is there: nothing is done.
 
         Raises:
-            LeaseLost, HeadMoved (there is no head): nothing was changed.
+            LeaseLost, HeadMoved (or there is no head): nothing was changed.
         """
         ...
 
     async def write_window(
-        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+        self,
+        fragment: int,
+        nonce: str,
+        expected: tuple[int, bytes],
+        window: WindowView,
+        record: WindowChanged | Rewound | None,
     ) -> None:
         """Publish the window's state in the head, and on the tape if a record is given.
 
+        expected: (version, digest) the head must have.
+
         Raises:
-            LeaseLost, HeadMoved (there is no head): nothing was changed.
+            LeaseLost, HeadMoved (or there is no head): nothing was changed.
         """
         ...
 

@@ -257,17 +257,21 @@ class RedisBus:
         await self._redis.script(
             "refuse",
             [*self._owned(fragment), *refusal.delta_payloads],
-            *(refusal.nonce, refusal.lost_tokens, len(refusal.entries), *refusal.entries, *records),
+            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, len(refusal.entries), *refusal.entries, *records),
         )
 
     async def write_window(
-        self, fragment: int, nonce: str, window: WindowView, record: WindowChanged | Rewound | None
+        self,
+        fragment: int,
+        nonce: str,
+        expected: tuple[int, bytes],
+        window: WindowView,
+        record: WindowChanged | Rewound | None,
     ) -> None:
         """Publish the window."""
         lease, head, _, tape = self._owned(fragment)
-        await self._redis.script(
-            "write_window", [lease, head, tape], nonce, encode(window), encode(record) if record else ""
-        )
+        args = (nonce, *expected, encode(window), encode(record) if record else "")
+        await self._redis.script("write_window", [lease, head, tape], *args)
 
     async def trim_tape(self, group: int, before: str) -> None:
         """Drop old tape entries."""

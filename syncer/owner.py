@@ -187,7 +187,7 @@ class FragmentOwner:
                 fragment=self._p, version=head.version, was_version=cached.version, unix_s=self._clock.unix()
             )
             self._log.warning("rewound", version=head.version, was_version=cached.version)
-            await self._bus.write_window(self._p, self._nonce, IDLE_VIEW, record)
+            await self._bus.write_window(self._p, self._nonce, (head.version, head.digest), IDLE_VIEW, record)
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
             theta = await self._pull(head.payload)
             if theta.digest != head.digest:
@@ -200,6 +200,12 @@ class FragmentOwner:
         self._window = self._new_window(head)
         self._view = head.window
         return True
+
+    @property
+    def _at(self) -> tuple[int, bytes]:
+        """The head by which this owner judges; a write fails if it is another one by now."""
+        assert self._fragment is not None  # noqa: S101  # loaded before the loop
+        return self._fragment.version, self._fragment.digest
 
     def _new_window(self, head: Head) -> Window:
         sync = self._spec.sync
@@ -225,7 +231,7 @@ class FragmentOwner:
             problem = entry.problem or "the header names another fragment"
             self._log.warning("delta_rejected", reason=RefusalReason.BAD_MESSAGE.value, detail=problem)
             record = self._rejected(None, RefusalReason.BAD_MESSAGE, problem, 0)
-            await self._bus.refuse(self._p, Refusal(self._nonce, (entry.entry_id,), (), (record,)))
+            await self._bus.refuse(self._p, Refusal(self._nonce, self._at, (entry.entry_id,), (), (record,)))
             return
         offer = Offer(entry.entry_id, entry.header)
         answer = self._window.offer(offer, self._clock.now())
@@ -272,7 +278,7 @@ class FragmentOwner:
         self._intake.forget([offer.entry_id])
         payloads = () if still_needed else (key,)
         record = self._rejected(offer, reason, detail, lost)
-        await self._bus.refuse(self._p, Refusal(self._nonce, (offer.entry_id,), payloads, (record,), lost))
+        await self._bus.refuse(self._p, Refusal(self._nonce, self._at, (offer.entry_id,), payloads, (record,), lost))
 
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
         self._intake.timed_out(offer.entry_id for offer in overdue)
@@ -345,7 +351,7 @@ class FragmentOwner:
                 reason=view.reason,
                 unix_s=self._clock.unix(),
             )
-        await self._bus.write_window(self._p, self._nonce, view, record)
+        await self._bus.write_window(self._p, self._nonce, self._at, view, record)
         self._view = view
 
     # --- merging ------------------------------------------------------------------------------------------

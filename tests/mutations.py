@@ -45,7 +45,9 @@ MUTATIONS = [
             ),
         ),
     ),
-    Mutation("a commit does not look at the head", MemoryBus, "commit", (("if now != commit.expected:", "if False:"),)),
+    Mutation(
+        "an owner's write does not look at the head", MemoryBus, "_expect", (("if now != expected:", "if False:"),)
+    ),
     Mutation(
         "what is committed goes on expiring",
         MemoryBus,

@@ -255,7 +255,7 @@ async def test_heads_come_in_the_order_asked_for(bus: Bus) -> None:
 
 
 async def test_a_follower_of_the_tape_misses_nothing_after_its_cursor(bus: Bus, backdoor: Backdoor) -> None:
-    await head_of(bus)
+    at = 0, await head_of(bus)
     ends = await bus.tape_end()
     assert set(ends) == {0}
     assert await bus.read_tape(ends) == []
@@ -264,7 +264,7 @@ async def test_a_follower_of_the_tape_misses_nothing_after_its_cursor(bus: Bus, 
     await asyncio.sleep(0.05)
     records = [WindowChanged(fragment=0, version=0, attempt=i, reason="opened", unix_s=0.0) for i in range(3)]
     for record in records:
-        await other.write_window(0, A, IDLE, record)
+        await other.write_window(0, A, at, IDLE, record)
     got = await read
     while len(got) < 3:
         got += await bus.read_tape({0: got[-1].entry_id}, block_s=5)
@@ -275,9 +275,9 @@ async def test_a_follower_of_the_tape_misses_nothing_after_its_cursor(bus: Bus, 
 
 
 async def test_an_archived_part_of_the_tape_is_dropped_and_the_rest_stays(bus: Bus) -> None:
-    await head_of(bus)
+    at = 0, await head_of(bus)
     for i in range(3):
-        await bus.write_window(0, A, IDLE, WindowChanged(fragment=0, version=0, attempt=i, reason="", unix_s=0.0))
+        await bus.write_window(0, A, at, IDLE, WindowChanged(fragment=0, version=0, attempt=i, reason="", unix_s=0.0))
     entries = [entry.entry_id for entry in await bus.read_tape({0: START})]
     await bus.trim_tape(0, entries[2])
     assert [entry.entry_id for entry in await bus.read_tape({0: START})] == entries[2:]
@@ -407,8 +407,9 @@ async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, back
     assert await bus.acquire_lease(0, A, 50)
     assert await bus.acquire_lease(7, A, 50)
     await bus.commit(commit)
-    await bus.write_window(0, A, IDLE, None)
-    await bus.refuse(0, Refusal(nonce=A, entries=(), delta_payloads=(delta,), records=()))
+    at = 1, commit.digest
+    await bus.write_window(0, A, at, IDLE, None)
+    await bus.refuse(0, Refusal(nonce=A, expected=at, entries=(), delta_payloads=(delta,), records=()))
     await bus.write_state(samples.run_state())
     await bus.write_report(samples.report())
     (head,) = await bus.read_heads([0])
@@ -426,5 +427,7 @@ async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bu
     with pytest.raises(ValueError, match="several cluster slots"):
         await bus.commit(commit)
     with pytest.raises(ValueError, match="several cluster slots"):
-        await bus.refuse(0, Refusal(nonce=A, entries=(), delta_payloads=(bus.keys.deltas(1),), records=()))
+        await bus.refuse(
+            0, Refusal(nonce=A, expected=(0, digest), entries=(), delta_payloads=(bus.keys.deltas(1),), records=())
+        )
     assert backdoor.dump() == before

@@ -132,7 +132,9 @@ async def everything(bus: Bus) -> None:
         entry = await bus.offer(samples.header("l0", fragment=p))
         bad = await bus.offer(samples.header("l1", fragment=p))
         assert [o.entry_id for o in await bus.read_offers(p, block_s=1)] == [entry, bad]
-        await bus.refuse(p, Refusal(NONCE, (bad,), (), (rejected("l1", 5).model_copy(update={"fragment": p}),), 5))
+        await bus.refuse(
+            p, Refusal(NONCE, expected, (bad,), (), (rejected("l1", 5).model_copy(update={"fragment": p}),), 5)
+        )
         commit = await commit_on(bus, expected, p, entries=(entry,), delta_payloads=(delta,))
         await bus.commit(commit)
         with pytest.raises(HeadMoved):
@@ -148,7 +150,9 @@ async def everything(bus: Bus) -> None:
     read = asyncio.ensure_future(bus.read_tape(ends, block_s=10))
     await asyncio.sleep(0.05)
     opened = WindowChanged(fragment=4, version=1, attempt=1, reason="opened", unix_s=0.0)
-    await bus.write_window(4, NONCE, IDLE, opened)
+    (head,) = await bus.read_heads([4])
+    assert head is not None
+    await bus.write_window(4, NONCE, (1, head.digest), IDLE, opened)
     assert [(e.group, e.record) for e in await read] == [(1, opened)]
     assert await bus.read_tape(ends | {1: (await bus.tape_end())[1]}, block_s=0.1) == []
 

@@ -141,7 +141,7 @@ async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
     one = await commit_on(bus, expected)
     await bus.commit(one)
     entry = await bus.offer(samples.header("l9"))
-    await bus.refuse(0, Refusal(NONCE, (entry,), (), (rejected("l9", 70),), lost_tokens=70))
+    await bus.refuse(0, Refusal(NONCE, (1, one.digest), (entry,), (), (rejected("l9", 70),), lost_tokens=70))
     await bus.commit(await commit_on(bus, (1, one.digest)))
     (head,) = await bus.read_heads([0])
     assert head is not None
@@ -180,11 +180,11 @@ async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
 
 
 async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
-    await first_head(bus)
+    expected = await first_head(bus)
     delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await stage(bus, delta)
     bad, good = await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1"))
-    refusal = Refusal(NONCE, (bad,), (delta,), (rejected("l0", 400),), lost_tokens=400)
+    refusal = Refusal(NONCE, expected, (bad,), (delta,), (rejected("l0", 400),), lost_tokens=400)
     await bus.refuse(0, refusal)
     await bus.refuse(0, refusal)  # e.g. after an answer that was lost
     assert [o.entry_id for o in await bus.read_offers(0)] == [good]
@@ -196,11 +196,11 @@ async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
 
 
 async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_changed(bus: Bus) -> None:
-    await first_head(bus)
+    expected = await first_head(bus)
     window = WindowView(state="grace", attempt=1, members=("l0",), expected=2, reason="1 of 2", deadline_unix_s=12.5)
     opened = WindowChanged(fragment=0, version=0, attempt=1, reason="opened", unix_s=1.0)
-    await bus.write_window(0, NONCE, window, opened)
-    await bus.write_window(0, NONCE, window, None)
+    await bus.write_window(0, NONCE, expected, window, opened)
+    await bus.write_window(0, NONCE, expected, window, None)
     (head,) = await bus.read_heads([0])
     assert head is not None
     assert head.window == window
@@ -217,15 +217,17 @@ async def committing(bus: Bus, commit: Commit) -> None:
 
 
 async def refusing(bus: Bus, commit: Commit) -> None:
-    refusal = Refusal(commit.nonce, commit.entries, commit.delta_payloads, (rejected("l0", 9),), lost_tokens=9)
+    assert commit.expected is not None
+    record = rejected("l0", 9)
+    refusal = Refusal(commit.nonce, commit.expected, commit.entries, commit.delta_payloads, (record,), lost_tokens=9)
     await bus.refuse(0, refusal)
 
 
 async def publishing(bus: Bus, commit: Commit) -> None:
+    assert commit.expected is not None
     window = IDLE.model_copy(update={"attempt": 9})
-    await bus.write_window(
-        0, commit.nonce, window, WindowChanged(fragment=0, version=0, attempt=9, reason="", unix_s=0.0)
-    )
+    record = WindowChanged(fragment=0, version=0, attempt=9, reason="", unix_s=0.0)
+    await bus.write_window(0, commit.nonce, commit.expected, window, record)
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,9 @@ ANY_STEP = [
     Case("wrong nonce", LeaseLost, change=lambda c: replace(c, nonce=OTHER)),
     Case("part of the nonce", LeaseLost, change=lambda c: replace(c, nonce=NONCE[:8])),
     Case("lease lapsed", LeaseLost, lambda b, bus: b.delete(bus.keys.lease(0))),
+    Case("digest differs", HeadMoved, change=lambda c: replace(c, expected=(0, bytes(16)))),
+    Case("head moved on", HeadMoved, lambda b, bus: b.hset(bus.keys.head(0), "version", b"7")),
+    Case("head came back", HeadMoved, change=lambda c: later(c, (1, FIRST))),
     Case("no head", HeadMoved, lambda b, bus: b.delete(bus.keys.head(0))),
     Case("lease of another type", BadMessage, lambda b, bus: b.plant(bus.keys.lease(0), "hash")),
     Case("head of another type", BadMessage, lambda b, bus: b.plant(bus.keys.head(0), "string")),
@@ -253,9 +258,6 @@ REMOVING_STEP = [
     Case("total out of bounds", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"%d" % 2**62)),
 ]
 COMMIT_STEP = [
-    Case("digest differs", HeadMoved, change=lambda c: replace(c, expected=(0, bytes(16)))),
-    Case("head moved on", HeadMoved, lambda b, bus: b.hset(bus.keys.head(0), "version", b"7")),
-    Case("head came back", HeadMoved, change=lambda c: later(c, (1, FIRST))),
     Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
     Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
     Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),

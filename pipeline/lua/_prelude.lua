@@ -18,6 +18,12 @@ local function bad_total(key, field, more)
   if not have:match('^%d+$') or tonumber(have) + tonumber(more) >= 2 ^ 62 then return {'TOTAL', key, field} end
 end
 
+-- Nil if a fragment's head is at this version and digest.
+local function head_moved(key, version, digest)
+  local now = redis.call('HMGET', key, 'version', 'digest')
+  if now[1] ~= version or now[2] ~= digest then return {'HEAD', key, now[1]} end
+end
+
 -- Whether the work queue has its consumer group.
 local function has_group(key)
   return redis.call('EXISTS', key) == 1 and #redis.call('XINFO', 'GROUPS', key) > 0
