@@ -69,8 +69,6 @@ class Link:
         self.paused_until = 0.0
         self.cut_until = 0.0
         self._slow: deque[tuple[float, float]] = deque(maxlen=100)
-        self._blocked: dict[asyncio.Task[Any], None] = {}
-        self._broken: set[asyncio.Task[Any]] = set()
         self._in_flight: dict[int, None] = {}
 
     @property
@@ -87,9 +85,7 @@ class Link:
 
     def break_calls(self) -> None:
         """The connection is lost: reads that wait end with an error."""
-        for task in list(self._blocked):
-            self._broken.add(task)
-            task.cancel()
+        self._bus.disconnect()
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._bus, name)
@@ -159,27 +155,8 @@ class Link:
         """The call on the memory bus; its result, or the bus's own error as a value."""
         outcome: Any
         try:
-            if name in BLOCKING:
-                outcome = await self._wait(method(*args, **more))
-            else:
-                outcome = await method(*args, **more)
-        except asyncio.CancelledError:
-            raise
+            outcome = await method(*args, **more)
         except Exception as error:  # shown to the world, then raised to the party
             outcome = error
         self._world.observe(self, name, args, more, outcome)
         return outcome
-
-    async def _wait(self, call: Any) -> Any:
-        """A call that may block on the bus, until the connection breaks."""
-        task = asyncio.ensure_future(call)
-        self._blocked[task] = None
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task in self._broken:
-                return BusUnavailable("the connection was lost")
-            raise
-        finally:
-            self._blocked.pop(task, None)
-            self._broken.discard(task)

@@ -130,6 +130,13 @@ class WorldStore(MemoryStore):
         self.tell(Restarted(next(i for i, one in enumerate(self._saved) if one is saved)))
 
 
+class WorldBus(MemoryBus):
+    """A memory bus behind a link: the link's delay is the way to the server, so a call acts at once."""
+
+    async def _turn(self) -> None:
+        """Give way to nobody."""
+
+
 @dataclass(slots=True)
 class Recorder:
     """Collects the events of one world."""
@@ -143,7 +150,7 @@ class Recorder:
         self.store = store
         store.tell = self.events.append
 
-    def bus(self, run: str, clock: Clock, store: WorldStore, who: str) -> MemoryBus:
+    def bus(self, run: str, clock: Clock, store: WorldStore, who: str) -> WorldBus:
         """A connection whose calls are noted."""
         return RecordedBus(run, clock, store, who, self.events)
 
@@ -152,8 +159,8 @@ AGES = ("claim_shard",)
 """Methods that look at who is gone."""
 
 
-class RecordedBus(MemoryBus):
-    """A memory bus that notes each call as it takes effect."""
+class RecordedBus(WorldBus):
+    """A world's bus that notes each call as it takes effect."""
 
     def __init__(self, run: str, clock: Clock, store: WorldStore, who: str, events: list[Event]) -> None:
         super().__init__(run, clock, store)

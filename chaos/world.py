@@ -16,7 +16,6 @@ import xxhash
 from pipeline.errors import LeaseLost
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
-from pipeline.memory import MemoryBus
 from pipeline.messages import Phase, RunState
 from pipeline.standing import read_standing
 
@@ -25,7 +24,7 @@ from .link import Fate, Link
 from .oracle import Oracle, Surviving, Violation
 from .parties import Party, WorldLearner, WorldSyncer
 from .plan import LEARNERS, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
-from .record import Recorder, WorldStore
+from .record import Recorder, WorldBus, WorldStore
 from .virtual_time import VirtualClock, run_virtual
 
 RUN = "world"
@@ -119,10 +118,13 @@ class World:
 
     def fate(self, party: str, number: int, method: str) -> Fate:
         """What happens to a call."""
-        chance, latency = self.chance, self.plan.latency_s
-        delay_s = latency * chance.between(0.5, 1.5, "latency", party, number)
+        chance = self.chance
+        drawn = chance.integer("call", party, number)
+        delay_s = self.plan.latency_s * (0.5 + (drawn & 0xFFFFFFFF) / 2**32)
+        if self._calm or (drawn >> 32) / 2**32 >= self.plan.message_fault_rate:
+            return Fate(delay_s)
         id_ = f"call-{party}-{number}"
-        if self._calm or chance.share("storm", party, number) >= self.plan.message_fault_rate or not self._may(id_):
+        if not self._may(id_):
             return Fate(delay_s)
         kind = chance.one_of(MESSAGE_KINDS, "fate", party, number)
         self._happened(kind, id_)
@@ -162,10 +164,10 @@ class World:
         before = self._parties.get(party)
         return Link(self._bus(party), self, party, before.link.calls if before else 0)
 
-    def _bus(self, who: str) -> MemoryBus:
+    def _bus(self, who: str) -> WorldBus:
         """A connection to the server."""
         if self._recorder is None:
-            return MemoryBus(RUN, self.clock, self.store)
+            return WorldBus(RUN, self.clock, self.store)
         return self._recorder.bus(RUN, self.clock, self.store, who)
 
     def poisons(self, what: tuple[object, ...]) -> bool:

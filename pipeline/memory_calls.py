@@ -18,7 +18,8 @@ class MemoryCalls:
         self.store = store or MemoryStore()
         self._clock = clock
         self._closed = False
-        self._waiters: set[asyncio.Event] = set()
+        self._breaks = 0
+        self._waiters: dict[asyncio.Event, None] = {}
 
     def use_groups(self, groups: int) -> None:
         """Set the number of fragment groups."""
@@ -32,6 +33,11 @@ class MemoryCalls:
     async def close(self) -> None:
         """End all calls in flight."""
         self._closed = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """The connection breaks: reads that wait end with `BusUnavailable`; the next call finds a new one."""
+        self._breaks += 1
         for waiter in self._waiters:
             waiter.set()
 
@@ -90,19 +96,19 @@ class MemoryCalls:
         found = look()
         if found or block_s <= 0:
             return found
-        waiter = asyncio.Event()
-        self._waiters.add(waiter)
+        waiter, breaks = asyncio.Event(), self._breaks
+        self._waiters[waiter] = None
         self.store.enlist(after, waiter)
         try:
             async with asyncio.timeout(block_s):
                 while not (found := look()):
                     waiter.clear()
                     await waiter.wait()
-                    if self._closed:
-                        raise BusUnavailable("the bus was closed")
+                    if self._breaks != breaks:
+                        raise BusUnavailable("the connection was lost")
         except TimeoutError:
             return []
         finally:
             self.store.discharge(after, waiter)
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
         return found
