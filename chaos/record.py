@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import BusFull
+from pipeline.errors import BusFull, BusUnavailable
 from pipeline.memory import MemoryBus
 from pipeline.memory_store import EntryId, MemoryStore, Stream, Value
 from pipeline.ports import Bus, Clock
@@ -201,7 +201,9 @@ def _noted(name: str) -> Callable[..., Any]:
         del named["self"]
         try:
             outcome = await method(self, *args, **more)
-        except Exception as error:  # a call that is cancelled did nothing
+        except BusUnavailable:
+            raise  # a read that waited when the connection broke: it did nothing
+        except Exception as error:
             self.note(name, named, error)
             raise
         self.note(name, named, outcome)
