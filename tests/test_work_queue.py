@@ -1,6 +1,9 @@
 """The data work queue as `ports.Bus` promises it, on every adapter: who gets which shard, who may say what of it."""
 
 import asyncio
+import random
+import secrets
+from typing import Any
 
 import pytest
 
@@ -9,7 +12,7 @@ from pipeline.messages import ClaimedShard, Shard, ShardQueue
 from pipeline.ports import Bus
 
 from . import samples
-from .backdoor import Backdoor
+from .backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
 
 SHARDS = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(3)]
 L0, L1, L2 = "l0.00000000", "l1.00000000", "l.2.00000000"
@@ -212,3 +215,63 @@ async def test_a_position_that_is_no_number_is_named(bus: Bus, backdoor: Backdoo
     backdoor.hset(bus.keys.shard_positions, one.entry_id, b"far")
     with pytest.raises(BadMessage):
         await bus.save_position(L0, one.entry_id, 4)
+
+
+async def act(bus: Bus, backdoor: Backdoor, op: tuple[Any, ...], entries: dict[int, str]) -> Any:
+    """One operation; shards by their number in the order of the queue, since entry ids differ between servers."""
+    numbers = {at: number for number, at in entries.items()}
+    match op:
+        case ("report", who):
+            return await report(bus, who)
+        case ("silence", who):
+            return silence(backdoor, bus, who)
+        case ("claim", who, known):
+            claimed = await bus.claim_shard(who, SILENT_S, [entries[n] for n in known if n in entries])
+            if claimed is None:
+                return None
+            number = numbers.setdefault(claimed.entry_id, len(entries))
+            entries[number] = claimed.entry_id
+            return number, claimed.shard, claimed.position
+        case ("save", who, number, position) if number in entries:
+            return await bus.save_position(who, entries[number], position)
+        case ("finish", who, number) if number in entries:
+            return await bus.finish_shard(who, entries[number])
+        case ("release", who):
+            return await bus.release_shards(who)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("seed", range(10))
+async def test_both_queues_answer_every_history_alike(seed: int, redis_server: str) -> None:
+    """Whatever is done in whatever order: the same shard to the same learner, at the same position."""
+    run, chance = f"test-{secrets.token_hex(4)}", random.Random(seed)
+    doors = MemoryBackdoor(run), RedisBackdoor(run, redis_server)
+    buses = [await door.connect() for door in doors]
+    entries: list[dict[int, str]] = [{}, {}]
+    shards = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(12)]
+    for bus in buses:
+        await bus.fill_shards(0, shards)
+        await report(bus, L0, L1, L2)
+    took = 0
+    for _ in range(150):
+        who, number = chance.choice((L0, L1, L2)), chance.randrange(12)
+        op = chance.choice(
+            (
+                ("report", who),
+                ("silence", who),
+                ("claim", who, tuple(chance.sample(range(12), chance.randrange(8)))),
+                ("claim", who, tuple(range(12))),
+                ("save", who, number, chance.randrange(10)),
+                ("finish", who, number),
+                ("release", who) if chance.random() < 0.3 else ("report", who),
+            )
+        )
+        answers = [await act(bus, door, op, held) for bus, door, held in zip(buses, doors, entries, strict=True)]
+        assert answers[0] == answers[1], f"seed {seed}: {op}"
+        took += op[0] == "claim" and answers[0] is not None
+        queues = [await bus.read_shards() for bus in buses]
+        assert queues[0] == queues[1], f"seed {seed}: {op}"
+    assert took > 12, "some were taken from others"
+    for bus in buses:
+        await bus.close()
+    doors[1].client.close()
