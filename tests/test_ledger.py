@@ -428,6 +428,7 @@ def test_headers_that_come_twice(tmp_path: Path) -> None:
         assert len(run.refusals(RefusalReason.DUPLICATE) + run.refusals(RefusalReason.ALREADY_MERGED)) > 4
         parts = await run.books()
         assert sum(one.died for one in parts) == 0
+        assert all(one.bus_lost for one in parts), "its failed calls are in its report"
 
     books_of(story, tmp_path)
 
