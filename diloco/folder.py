@@ -5,6 +5,7 @@ run.json          while it is live: where its Redis is, and the pids
 logs/<name>.log   one per process
 checkpoints/      syncer/checkpoint.py
 tape/             the event tape's archive
+learners/<name>/  what each learner saves for its own restart (workers/state_folder.py)
 <name>/           all merged deltas, with --record-deltas <name>
 report.json  loss.png  sample.txt   at the end
 """
@@ -81,6 +82,11 @@ class Folder:
     def recording(self, asked: Path) -> Path:
         """Folder of --record-deltas: a bare name is one in here."""
         return self.path / asked if len(asked.parts) == 1 else asked
+
+    @property
+    def learners(self) -> Path:
+        """What each learner saves for its own restart."""
+        return self.path / "learners"
 
     @property
     def report(self) -> Path:

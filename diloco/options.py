@@ -74,14 +74,17 @@ class RunProcess(
     resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
 
 
-CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "syncer_id", "checkpoint_dir", "tape_dir", "redis_password"})
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir", "redis_password"})
 """Fields of `RunProcess` that are no flags: the launcher sets them for each process, or they are secret."""
 
 ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
 """What a settings file may hold: it can serve all parties of a run."""
 
 
-NOT_OF_BASELINE = ("redis_url", "redis_port", "checkpoint_every", "groups", "record_deltas")
+NOT_OF_BASELINE = (
+    *("redis_url", "redis_port", "checkpoint_every", "groups", "record_deltas"),
+    *("recover", "ramp_steps", "log_losses"),
+)
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
 

@@ -105,7 +105,8 @@ class Launcher:
         many = environment(threads, self._url)
         for number in range(self._settings.learners):
             name = f"learner-{number}"
-            self._children.start(name, ["learner", *config, "--learner-id", name, "--threads", str(threads)], many)
+            own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]
+            self._children.start(name, ["learner", *config, *own], many)
         self._children.start("evaluator", ["evaluator", *config, "--threads", "1"], one)
         self._note_place()
 

@@ -130,6 +130,17 @@ class LearnerSettings(Settings):
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")
+    state_dir: Path | None = Field(
+        None, description="Folder of this learner's own for its moments, counters and random state (default: none)"
+    )
+    state_every: Duration = Field(30.0, gt=0, description="Time between two savings to --state-dir")
+    recover: Literal["auto", "peer", "fresh"] = Field(
+        "auto",
+        description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
+        "fresh; peer: not its own; fresh: neither",
+    )
+    ramp_steps: int = Field(20, ge=0, description="Steps of learning-rate ramp with fresh moments")
+    log_losses: bool = Field(False, description="Append each step's training loss to losses.jsonl in --state-dir")
 
 
 class SyncerSettings(Settings):

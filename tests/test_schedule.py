@@ -38,6 +38,10 @@ def test_a_late_joiner_ramps_up_over_its_own_steps() -> None:
     assert ramp[-1] == ramp[-2] == rate(0.5)
 
 
+def test_recovered_moments_need_no_ramp() -> None:
+    assert learning_rate(0.5, 0, peak=2.0, min_ratio=0.1, warmup=0.1, ramp_steps=0) == rate(0.5)
+
+
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.9))
 def test_it_falls_after_warm_up_and_stays_in_bounds(a: float, b: float, warmup: float) -> None:
     early, late = sorted((a, b))

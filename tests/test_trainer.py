@@ -36,6 +36,7 @@ class FakeLearner:
     budget: ClassVar[int] = 10_000
     spec: ClassVar[Spec | None] = None
     made: ClassVar[list["FakeLearner"]] = []
+    recovered: ClassVar[str] = "start"
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **told: Any) -> None:
         self.model, self.optimizer, self.told = model, optimizer, told
@@ -85,6 +86,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLearner]]:
     monkeypatch.setattr(trainer, "Learner", FakeLearner)
     monkeypatch.setattr(FakeLearner, "spec", None)
     monkeypatch.setattr(FakeLearner, "made", [])
+    monkeypatch.setattr(FakeLearner, "recovered", "start")
     yield FakeLearner
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
@@ -129,6 +131,25 @@ def test_the_learning_rate_follows_the_runs_progress(book: Path) -> None:
     assert rates[0] < 0.001
     assert 0 < peak < len(rates) / 2
     assert rates[-1] == pytest.approx(0.001, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recovered", "ramps"), [("fresh", True), ("start", True), ("peer", False), ("checkpoint", False)]
+)
+def test_only_fresh_moments_get_a_ramp(
+    book: Path, monkeypatch: pytest.MonkeyPatch, recovered: str, ramps: bool
+) -> None:
+    monkeypatch.setattr(FakeLearner, "recovered", recovered)
+    trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
+    rates = FakeLearner.made[0].rates
+    assert rates[0] == pytest.approx(0.001 if ramps else 0.01, rel=0.01)
+    assert rates[10] == pytest.approx(0.01, rel=0.1)
+
+
+def test_the_learner_is_told_what_to_recover_from(book: Path, tmp_path: Path) -> None:
+    trainer.train(settings(book, recover="peer", state_dir=tmp_path, state_every="5s", log_losses=True))
+    told = FakeLearner.made[0].told["recovery"]
+    assert told == trainer.RecoveryOptions("peer", tmp_path, 5.0, True)
 
 
 def test_the_first_learner_says_what_the_run_is(book: Path) -> None:

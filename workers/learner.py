@@ -22,7 +22,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -36,11 +35,14 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusUnavailable, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.ports import Bus
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
 
+from .background import yield_core
 from .exchange import Exchange
 from .parameters import FragmentParameters, tensor_table
+from .recovery import Recovery, RecoveryOptions, Source
 from .rounds import Publication, Rounds
 from .shards import read_blocks
 
@@ -63,6 +65,7 @@ class Learner:
         sync: SyncSettings | None = None,
         trainer: Mapping[str, Any] | None = None,
         leave_s: float = 20.0,
+        recovery: RecoveryOptions | None = None,
     ) -> None:
         """Nothing is connected before `with`.
 
@@ -75,6 +78,8 @@ class Learner:
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
+            recovery: where the optimizer's moments come from after a restart, and where they are saved; default: a
+                peer's, else fresh ones, and nothing is saved.
 
         Raises:
             UsageError: no Redis URL.
@@ -93,6 +98,8 @@ class Learner:
         self._url, self._run, self._leave_s = url, run, leave_s
         self._sync, self._trainer = sync, dict(trainer or {})
         self._spec: Spec | None = None
+        self._recovery_options = recovery or RecoveryOptions()
+        self._recovery: Recovery | None = None
         self._rounds: Rounds | None = None
         self._parameters: FragmentParameters | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,8 +124,8 @@ class Learner:
         """
         entered = time.perf_counter()
         self._check()
-        rounds, exchange = self._rounds, self._exchange
-        assert rounds is not None and exchange is not None  # noqa: S101, PT018  # _check found us joined
+        rounds, exchange, recovery = self._rounds, self._exchange, self._recovery
+        assert rounds is not None and exchange is not None and recovery is not None  # noqa: S101, PT018  # _check
         took = entered - self._returned
         self._times.append(took)
         first = rounds.steps == 0
@@ -130,7 +137,9 @@ class Learner:
             rounds.republish()
         self._hand_over(rounds.publications(exchange.shared.windows), adopted)
         if loss is not None:
-            self._loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
+            loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
+            self._loss = loss
+        recovery.stepped(exchange.shared, self.progress, loss)
         now = time.perf_counter()
         rate = tokens / (now - self._returned)
         self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
@@ -148,6 +157,16 @@ class Learner:
         """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
         state = self._exchange.shared.state if self._exchange else None
         return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+
+    @property
+    def recovered(self) -> Source:
+        """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
+        return self._recovery.source if self._recovery else "start"
+
+    @property
+    def earlier_steps(self) -> int:
+        """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
+        return self._recovery.earlier_steps if self._recovery else 0
 
     @property
     def spec(self) -> Spec:
@@ -210,11 +229,22 @@ class Learner:
         layout = layout_of(spec.tensors)
         self._rounds = Rounds(layout, sync)
         self._parameters = FragmentParameters(self.model, layout)
+        self._recovery = Recovery(
+            self.model,
+            self.optimizer,
+            layout,
+            self._rounds,
+            run=self._run,
+            learner=self.id,
+            incarnation=self.incarnation,
+            options=self._recovery_options,
+        )
         self._thread = threading.Thread(target=self._exchange_thread, args=(spec,), name="exchange", daemon=True)
         self._thread.start()
         self._joined.wait()
         self._check()
         self._spec = spec
+        self._recovery.restore()
         self._hand_over((), self._adopt())
         self._began = self._returned = time.perf_counter()
         return self
@@ -222,17 +252,21 @@ class Learner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(save_state=error is None)
 
-    def close(self) -> None:
-        """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`."""
-        loop, exchange, thread = self._loop, self._exchange, self._thread
-        if thread is None or loop is None or exchange is None or self._rounds is None:
+    def close(self, save_state: bool = True) -> None:
+        """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
+
+        save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+        """
+        loop, exchange, thread, recovery = self._loop, self._exchange, self._thread, self._recovery
+        if thread is None or loop is None or exchange is None or self._rounds is None or recovery is None:
             return
         self._thread = None
         if self._failure is None and thread.is_alive():
             self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
+            recovery.close(exchange.shared, save=save_state and not self.finished)
             self.left_in_order = leaving.result()
             if not self.left_in_order:
                 structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
@@ -278,27 +312,37 @@ class Learner:
             self._joined.set()
 
     async def _exchange_main(self, spec: Spec) -> None:
-        if hasattr(os, "SCHED_BATCH"):
-            # A wake-up of this thread must not take the core from the training thread that caused it.
-            with suppress(OSError):  # where that is not allowed, it only costs a little
-                os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
-        parameters = self._parameters
-        assert parameters is not None  # noqa: S101  # set before the thread starts
+        yield_core()
+        parameters, recovery = self._parameters, self._recovery
+        assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         bus = await self._connect()
         exchange = self._exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report)
         try:
             await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
-            self._joined.set()
             running = asyncio.create_task(exchange.run())
+            helping = asyncio.create_task(self._recover_and_help(spec, bus, exchange, recovery))
             ended = asyncio.create_task(self._ended.wait())
-            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait({running, helping, ended}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (running, helping):
+                if task.done():
+                    task.result()
+                task.cancel()
+            await asyncio.gather(running, helping, return_exceptions=True)
         finally:
             await bus.close()
+
+    async def _recover_and_help(self, spec: Spec, bus: Bus, exchange: Exchange, recovery: Recovery) -> None:
+        """The last part of joining, while the exchange follows the heads already; then the same for others."""
+        assert self._rounds is not None  # noqa: S101  # set before the thread starts
+        rounds, shared = self._rounds, exchange.shared
+        peers = recovery.peers(bus, LoopClock(), spec.sync.chunk_bytes)
+        versions = tuple(base.version for base in shared.adoptions.values())
+        await recovery.find(peers, versions, shared.state)
+        self._joined.set()
+        if peers is not None:
+            await peers.answer(lambda: rounds.steps, recovery.take)
+        await asyncio.Event().wait()
 
     async def _connect(self) -> Any:
         delay = 0.1

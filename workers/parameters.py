@@ -1,9 +1,10 @@
 """Between a model's tensors and the flat float32 vectors that travel.
 
-The training thread calls `FragmentParameters.snapshot` and `overwrite`; both only queue work on a CUDA device,
+The training thread calls `FragmentTensors.snapshot` and `overwrite`; both only queue work on a CUDA device,
 and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -91,17 +92,16 @@ class Snapshot:
         return self._host
 
 
-class FragmentParameters:
-    """Copies fragments out of a model and into it. All parameters live on one device.
+class FragmentTensors:
+    """Copies fragments out of a set of tensors and into it. All of them live on one device.
 
-    float32 parameters in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
+    float32 tensors in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
     the training thread would then wait in line behind the exchange thread to get it back.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        parameters = dict(model.named_parameters())
+    def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
-        self._tensors = [[parameters[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
+        self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
         tensors = [tensor for fragment in self._tensors for tensor in fragment]
         self.device = tensors[0].device
         self._plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
@@ -158,3 +158,10 @@ class FragmentParameters:
             values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             tensor.copy_(values[slot.start : slot.stop].view(tensor.shape))
+
+
+class FragmentParameters(FragmentTensors):
+    """Copies fragments out of a model and into it."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        super().__init__(dict(model.named_parameters()), layout)

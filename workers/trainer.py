@@ -23,6 +23,7 @@ from .recipe import (
     update,
     use_threads,
 )
+from .recovery import RecoveryOptions
 from .schedule import learning_rate
 
 STEPS_PER_SHARD = 8
@@ -109,8 +110,15 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         sync=settings,
         trainer=agreed,
         leave_s=settings.leave_s,
+        recovery=RecoveryOptions(
+            recover=settings.recover,
+            state_dir=settings.state_dir,
+            state_every_s=settings.state_every,
+            log_losses=settings.log_losses,
+        ),
     ) as learner:
         stop.training = True
+        ramp_steps = settings.ramp_steps if learner.recovered in ("start", "fresh") else 0
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         while not (learner.finished or stop.asked):
@@ -123,6 +131,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
                 peak=settings.lr,
                 min_ratio=settings.min_lr_ratio,
                 warmup=settings.warmup,
+                ramp_steps=ramp_steps,
             )
             update(model, optimizer, lr, settings.clip)
             learner.step(step_tokens, loss)

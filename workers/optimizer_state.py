@@ -1,0 +1,208 @@
+"""Between a torch optimizer's state and `Moments`: told apart by shape, copied at step boundaries, put back.
+
+A state that is a floating tensor shaped like its parameter is a moment; one element is a number (Adam's `step`);
+other tensors go along in checkpoints. What an optimizer keeps is known before its first step from a trial step of
+a twin on a parameter of its own.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from pipeline.fragments import Layout
+from pipeline.messages import OptimizerKind
+
+from .moments import Moments, slots
+from .parameters import FragmentTensors, Snapshot
+
+
+def trial_shape(dims: int) -> tuple[int, ...]:
+    """A small shape whose sides all differ."""
+    return tuple(range(2, 2 + dims))
+
+
+def trial_state(optimizer: torch.optim.Optimizer, dims: int) -> dict[str, Any]:
+    """What the optimizer keeps for a parameter, after one step on zero gradients; itself it is left as it was."""
+    group = optimizer.param_groups[0]
+    like = group["params"][0]
+    parameter = nn.Parameter(torch.zeros(trial_shape(dims), dtype=like.dtype, device=like.device))
+    parameter.grad = torch.zeros_like(parameter)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the original
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()
+    twin.param_groups = [{**group, "params": [parameter]}]
+    twin.state = defaultdict(dict)
+    type(optimizer).step(twin)
+    return {name: value for name, value in twin.state[parameter].items() if value is not None}
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+
+
+def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
+
+
+class OptimizerState:
+    """The state of one optimizer, seen through the layout of the model that it trains."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        self._optimizer, self._layout = optimizer, layout
+        self._parameters = dict(model.named_parameters())
+        self._forms: dict[str, Any] = {}
+        """A value of each state, for its type."""
+        self.kind: OptimizerKind | None = None
+        """What the optimizer keeps; None: it cannot be known, or is no tensors and numbers."""
+        try:
+            self.kind = self._find_kind({len(slot.tensor.shape) or 1 for _, slot in slots(layout)})
+        except Exception as error:  # an optimizer of the user's own may do anything in its step
+            structlog.get_logger().warning(
+                "moments_not_recoverable", optimizer=type(optimizer).__qualname__, error=str(error)[:200]
+            )
+
+    def _find_kind(self, dims: set[int]) -> OptimizerKind:
+        """By a trial for each number of dimensions: some optimizers keep other things for vectors."""
+        kind = type(self._optimizer)
+        trials = {trial_shape(n): trial_state(self._optimizer, n) for n in sorted(dims)}
+        self._forms = {name: value for state in trials.values() for name, value in state.items()}
+        for name, value in self._forms.items():
+            if not isinstance(value, (torch.Tensor, int, float)):
+                raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number")
+
+        def everywhere(name: str, test: Callable[[Any, tuple[int, ...]], bool]) -> bool:
+            return all(name in state and test(state[name], shape) for shape, state in trials.items())
+
+        moments = sorted(name for name in self._forms if everywhere(name, _is_moment))
+        numbers = sorted(name for name in self._forms if everywhere(name, lambda value, _: _is_number(value)))
+        try:
+            return OptimizerKind(
+                optimizer=f"{kind.__module__}.{kind.__qualname__}", moments=tuple(moments), numbers=tuple(numbers)
+            )
+        except ValidationError as error:
+            raise TypeError(f"its states cannot be named: {error.errors()[0]['msg']}") from error
+
+    @property
+    def for_peers(self) -> bool:
+        """Peers can give and take all that this optimizer needs."""
+        return self.kind is not None and bool(self.kind.moments) and not self._others()
+
+    def _others(self) -> list[str]:
+        assert self.kind is not None  # noqa: S101  # checked by the callers
+        return sorted(set(self._forms) - {*self.kind.moments, *self.kind.numbers})
+
+    def begin(self) -> "Taking":
+        """Start to copy the state."""
+        assert self.kind is not None  # noqa: S101  # asked by the callers before
+        state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+        return Taking(self.kind, self._layout, self._parameters, state, self._others())
+
+    def load(self, moments: Moments) -> None:
+        """Put checked moments into the optimizer; learning rates and other options stay its own."""
+        saved = self._optimizer.state_dict()
+        by_name = {id(parameter): name for name, parameter in self._parameters.items()}
+        states = self._states(moments)
+        saved["state"] = {
+            number: states[name]
+            for packed, group in zip(saved["param_groups"], self._optimizer.param_groups, strict=True)
+            for number, parameter in zip(packed["params"], group["params"], strict=True)
+            if (name := by_name.get(id(parameter), "")) in states
+        }
+        self._optimizer.load_state_dict(saved)
+
+    def _states(self, moments: Moments) -> dict[str, dict[str, Any]]:
+        """State of each tensor by name; none for one that was never stepped."""
+        states: dict[str, dict[str, Any]] = {}
+        for at, (p, slot) in enumerate(slots(self._layout)):
+            numbers = {name: values[at] for name, values in moments.numbers.items()}
+            if numbers.get("step", 1.0) == 0:
+                continue
+            # a copy each: tensors of their own, aligned as torch's are
+            state: dict[str, Any] = {
+                name: torch.from_numpy(flat[slot.start : slot.stop].copy()).reshape(slot.tensor.shape)
+                for name, flat in moments.flats[p].items()
+            }
+            state |= {name: self._number(name, value) for name, value in numbers.items()}
+            state |= {
+                name: torch.from_numpy(np.array(array)).to(self._forms[name].dtype)
+                for (name, tensor), array in moments.others.items()
+                if tensor == slot.tensor.name
+            }
+            states[slot.tensor.name] = state
+        return states
+
+    def _number(self, name: str, value: float) -> Any:
+        form = self._forms[name]
+        return torch.tensor(value, dtype=form.dtype) if isinstance(form, torch.Tensor) else type(form)(value)
+
+
+class Taking:
+    """A copy of an optimizer's state in the making: one fragment at each step boundary.
+
+    So no step is held up by more than one fragment's copy, and a device never holds two copies of all moments. The
+    fragments are of neighbouring steps, which statistics can bear.
+    """
+
+    def __init__(
+        self,
+        kind: OptimizerKind,
+        layout: Layout,
+        parameters: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, Any]],
+        others: list[str],
+    ) -> None:
+        self._kind, self._layout, self._state, self._other_names = kind, layout, state, others
+        names = [slot.tensor.name for _, slot in slots(layout)]
+        self._tensors = {
+            moment: FragmentTensors(
+                {name: _moment(state[name].get(moment), parameters[name]) for name in names}, layout
+            )
+            for moment in kind.moments
+        }
+        self._snapshots: list[dict[str, Snapshot]] = []
+        self._numbers: dict[str, list[Any]] = {name: [] for name in kind.numbers}
+        self._others: dict[tuple[str, str], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Copy the next fragment (training thread, between two steps); True if it was the last."""
+        p = len(self._snapshots)
+        for slot in self._layout.fragments[p].slots:
+            state = self._state[slot.tensor.name]
+            for name, values in self._numbers.items():
+                value = state.get(name, 0.0)
+                values.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            for name in self._other_names:
+                if name in state:
+                    self._others[name, slot.tensor.name] = state[name].detach().clone()
+        self._snapshots.append({name: tensors.snapshot(p) for name, tensors in self._tensors.items()})
+        return len(self._snapshots) == len(self._layout.fragments)
+
+    def moments(self) -> Moments:
+        """The whole copy; may wait for a device, so never call it in the training thread."""
+        return Moments(
+            kind=self._kind,
+            flats=tuple({name: snapshot.numpy() for name, snapshot in flats.items()} for flats in self._snapshots),
+            numbers={name: tuple(map(float, values)) for name, values in self._numbers.items()},
+            others={key: _array(tensor) for key, tensor in self._others.items()},
+        )
+
+
+def _moment(value: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """A moment; of a parameter that was never stepped, zeros."""
+    return torch.zeros_like(parameter, requires_grad=False) if value is None else value
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    host = tensor.cpu()
+    array: npt.NDArray[Any] = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    return array

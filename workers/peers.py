@@ -1,0 +1,165 @@
+"""Moments from a live peer: asked for on the bus, uploaded once, taken by all who asked. asyncio, no torch.
+
+| asks                                        | answers                                                   |
+|---------------------------------------------|-----------------------------------------------------------|
+| takes a complete offer that is there        | looks for a wish now and then                             |
+| else, if a peer trains, wishes for one      | claims it, holds the claim with an expiry                 |
+| waits: shortly for a claim, longer for data | copies its moments at step boundaries, uploads, announces |
+| checks all of it, or begins fresh           | the offer outlives it, and expires                        |
+
+A donor's death costs its half upload only: the claim lapses, nothing was announced, and the next peer begins under
+a nonce of its own. The copy is one fragment a step, in the donor's training thread; all else is its exchange thread's.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+
+from pipeline.errors import BadPayload, BusError, DilocoError, PeerError
+from pipeline.fragments import Layout
+from pipeline.messages import MomentsOffer, OptimizerKind
+from pipeline.payloads import pull, push
+from pipeline.ports import Bus, Clock
+
+from .moments import Moments, check
+
+LOOK_S = 1.0
+"""Time between a donor's looks at the bus."""
+POLL_S = 0.1
+UNCLAIMED_S = 5.0
+"""Longest wait for a peer to take up the wish."""
+OFFER_S = 30.0
+"""Longest wait of all, once a peer has taken it up."""
+UPLOAD_S = 60.0
+"""A donor gives up after this."""
+WISH_TTL_S, CLAIM_TTL_S, OFFER_TTL_S = 30.0, 3.0, 60.0
+PAYLOAD_TTL_S = UPLOAD_S + 2 * OFFER_TTL_S
+"""Longer than the upload and the offer together: what is announced is there."""
+USEFUL_STEPS = 20
+"""A peer with fewer steps of its own has no moments worth waiting for."""
+LIVE_S = 5.0
+
+log = structlog.get_logger()
+
+
+class Peers:
+    """A learner's dealings with its peers' moments."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, learner: str, layout: Layout, kind: OptimizerKind, chunk_bytes: int
+    ) -> None:
+        self._bus, self._clock, self._learner = bus, clock, learner
+        self._layout, self._kind, self._chunk_bytes = layout, kind, chunk_bytes
+
+    # --- asking -------------------------------------------------------------------------------------
+
+    async def ask(self) -> Moments | None:
+        """Moments of a peer, checked; None if there is no peer, no answer in time, or none that can be used."""
+        try:
+            if not await self._somebody_trains():
+                return None
+            offer = await self._wait()
+            return None if offer is None else await self._fetch(offer)
+        except DilocoError as error:  # whatever it is: fresh moments will do
+            log.warning("moments_not_taken", learner=self._learner, error=str(error))
+            return None
+
+    async def _somebody_trains(self) -> bool:
+        return any(
+            seen.age_s < LIVE_S and not seen.report.left and seen.report.step >= USEFUL_STEPS
+            for seen in await self._bus.read_reports()
+            if seen.report.learner != self._learner
+        )
+
+    async def _wait(self) -> MomentsOffer | None:
+        began = unclaimed = self._clock.now()
+        while True:
+            board, now = await self._bus.read_moments(), self._clock.now()
+            if board.offer is not None:
+                return board.offer
+            if board.claimed:
+                unclaimed = now
+            if now - unclaimed > UNCLAIMED_S or now - began > OFFER_S:
+                log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))
+                return None
+            if board.asked_by is None:
+                await self._bus.ask_moments(self._learner, WISH_TTL_S)
+            await asyncio.sleep(POLL_S)
+
+    async def _fetch(self, offer: MomentsOffer) -> Moments:
+        """Pull an offer.
+
+        Raises:
+            PeerError: it is another model's or optimizer's, or damaged.
+        """
+        if offer.layout != self._layout.digest or offer.kind != self._kind:
+            raise BadPayload(
+                f"{offer.learner} offers moments of {offer.kind.optimizer} {list(offer.kind.moments)}, "
+                f"here is {self._kind.optimizer} {list(self._kind.moments)}"
+            )
+        flats = []
+        for fragment in self._layout.fragments:
+            flat = {}
+            for name in self._kind.moments:
+                key = self._bus.keys.moments_payload(fragment.id, name, offer.nonce)
+                flat[name] = (await pull(self._bus, key, fragment.elements, "fp32", self._chunk_bytes)).array()
+            flats.append(flat)
+        if len(offer.numbers) != len(self._kind.numbers):
+            raise BadPayload(f"numbers of {len(offer.numbers)} names for {len(self._kind.numbers)}")
+        numbers = dict(zip(self._kind.numbers, offer.numbers, strict=True))
+        moments = Moments(self._kind, tuple(flats), numbers)
+        check(moments, self._layout)
+        return moments
+
+    # --- answering ----------------------------------------------------------------------------------
+
+    async def answer(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
+        """Look for wishes and fulfil them, until cancelled.
+
+        Args:
+            steps: inner steps this learner has made.
+            take: a copy of its moments, when the training thread next has made one.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(BusError, PeerError, TimeoutError):  # somebody else may, or the asker begins fresh
+                board = await self._bus.read_moments()
+                wanted = board.asked_by not in (None, self._learner) and board.offer is None and not board.claimed
+                if wanted and steps() >= USEFUL_STEPS:
+                    await self._donate(steps, take)
+
+    async def _donate(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
+        nonce = secrets.token_hex(8)
+        if not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
+            return
+        holding = asyncio.create_task(self._hold(nonce))
+        try:
+            async with asyncio.timeout(UPLOAD_S):
+                moments = await take()
+                for p, flats in enumerate(moments.flats):
+                    for name, flat in flats.items():
+                        key = self._bus.keys.moments_payload(p, name, nonce)
+                        await push(self._bus, key, flat, self._chunk_bytes, PAYLOAD_TTL_S)
+                offer = MomentsOffer(
+                    learner=self._learner,
+                    nonce=nonce,
+                    layout=self._layout.digest,
+                    kind=self._kind,
+                    numbers=tuple(moments.numbers[name] for name in self._kind.numbers),
+                    steps=steps(),
+                )
+                announced = await self._bus.finish_moments(offer, OFFER_TTL_S)
+                log.info("moments_offered", learner=self._learner, announced=announced)
+        finally:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+
+    async def _hold(self, nonce: str) -> None:
+        """Keep the claim for as long as this learner works on it."""
+        while True:
+            await asyncio.sleep(CLAIM_TTL_S / 3)
+            with suppress(BusError):
+                await self._bus.claim_moments(nonce, CLAIM_TTL_S)

@@ -1,0 +1,230 @@
+"""How a learner comes back: the run's heads, then moments from its own checkpoint, else from a peer, else fresh.
+
+Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to
+recover, and nobody is asked. All of it is part of joining; from the first step on, the training thread only copies
+(`stepped`), and other threads write and upload.
+
+Restored with a checkpoint: moments, step counters, torch's CPU and Python's random states (so that a loop that draws
+its data from them does not read its first batches again). Not the data position: the run's work queue gives the
+rest of a lost shard to whoever comes first, and it must be read once, not twice.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+import torch
+from torch import nn
+
+from pipeline.fragments import Layout
+from pipeline.messages import RunState
+from pipeline.ports import Bus, Clock
+
+from .exchange import Shared
+from .moments import Moments
+from .optimizer_state import OptimizerState, Taking
+from .peers import Peers
+from .rounds import Rounds
+from .state_folder import RunIdentity, SavedState, StateFolder, StateRefused
+
+Source = Literal["start", "checkpoint", "peer", "fresh"]
+
+LOSSES_EVERY_S = 1.0
+LOSSES_KEPT = 100_000
+"""Losses that wait to be written, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What a learner recovers from, and what it leaves behind."""
+
+    recover: Literal["auto", "peer", "fresh"] = "auto"
+    """auto: own checkpoint, then a peer, then fresh; peer: no checkpoint; fresh: neither."""
+    state_dir: Path | None = None
+    """A folder of this learner's own; None: nothing is saved."""
+    state_every_s: float = 30.0
+    log_losses: bool = False
+    """Append every step's loss to `losses.jsonl` in `state_dir`."""
+
+
+class Recovery:
+    """One learner's moments: where they come from, who gets a copy."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        layout: Layout,
+        rounds: Rounds,
+        *,
+        run: str,
+        learner: str,
+        incarnation: str,
+        options: RecoveryOptions,
+    ) -> None:
+        self._layout, self._rounds, self._options = layout, rounds, options
+        self._run, self._learner, self._incarnation = run, learner, incarnation
+        self._state = None if optimizer is None else OptimizerState(model, optimizer, layout)
+        self._folder = None if options.state_dir is None else StateFolder(options.state_dir, layout)
+        self.source: Source = "start"
+        self.earlier_steps = self.earlier_tokens = 0
+        """Of the incarnations before this one."""
+        self._found: tuple[SavedState | None, Moments] | None = None
+        self._taking: Taking | None = None
+        self._next_save_s = self._next_losses_s = 0.0
+        self._wish: tuple[asyncio.AbstractEventLoop, asyncio.Future[Taking]] | None = None
+        """Set by the exchange thread, taken by the training thread."""
+        self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
+
+    # --- the exchange thread ----------------------------------------------------------------------------
+
+    async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> None:
+        """Choose where the moments come from and fetch them, while joining; never raises for want of any."""
+        found = None
+        if max(versions) > 0:
+            self.source = "fresh"
+            found = await self._look(peers, state)
+            structlog.get_logger().info("moments_recovered", learner=self._learner, source=self.source)
+        self._found = found
+
+    async def _look(self, peers: Peers | None, state: RunState | None) -> tuple[SavedState | None, Moments] | None:
+        kind = None if self._state is None else self._state.kind
+        if kind is None or self._options.recover == "fresh":
+            return None
+        if self._folder is not None and self._options.recover == "auto":
+            try:
+                saved = await asyncio.to_thread(self._folder.load, self._identity(state), kind)
+            except StateRefused as error:
+                structlog.get_logger().warning("state_refused", learner=self._learner, reason=str(error))
+            else:
+                if saved is not None:
+                    self.source = "checkpoint"
+                    return saved
+        moments = None if peers is None else await peers.ask()
+        if moments is None:
+            return None
+        self.source = "peer"
+        return None, moments
+
+    def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
+        """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it."""
+        if self._state is None or self._state.kind is None or not self._state.for_peers:
+            return None
+        return Peers(bus, clock, self._learner, self._layout, self._state.kind, chunk_bytes)
+
+    async def take(self) -> Moments:
+        """A copy of the moments, once the training thread has made it."""
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[Taking] = loop.create_future()
+        self._wish = loop, taken
+        return await asyncio.to_thread((await taken).moments)
+
+    def _identity(self, state: RunState | None) -> RunIdentity | None:
+        return None if state is None else RunIdentity(run=self._run, started_unix_s=state.started_unix_s)
+
+    # --- the training thread ----------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Put what was found into the optimizer and this process; before the first step."""
+        now = time.monotonic()
+        self._next_save_s, self._next_losses_s = now + self._options.state_every_s, now
+        if self._found is None or self._state is None:
+            return
+        (saved, moments), self._found = self._found, None
+        self._state.load(moments)
+        if saved is not None:
+            self.earlier_steps, self.earlier_tokens = saved.steps, saved.tokens
+            torch.set_rng_state(torch.frombuffer(bytearray(saved.torch_rng), dtype=torch.uint8))
+            random.setstate(saved.python_rng)
+
+    def stepped(self, shared: Shared, progress: float, loss: float | torch.Tensor | None) -> None:
+        """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
+        now = time.monotonic()
+        if self._options.log_losses and self._folder is not None:
+            if loss is not None:
+                self._losses.append((self._rounds.steps, time.time(), progress, loss))
+            if now >= self._next_losses_s and not self._folder.busy:
+                self._next_losses_s = now + LOSSES_EVERY_S
+                self._folder.append_losses(self._loss_lines)
+        if self._taking is None:
+            due = self._folder is not None and now >= self._next_save_s and not self._folder.busy
+            if (due or self._wish is not None) and self._state is not None and self._state.kind is not None:
+                self._taking = self._state.begin()
+        if self._taking is not None and self._taking.advance():
+            taking, self._taking = self._taking, None
+            self._hand_out(taking)
+            if now >= self._next_save_s:
+                self._next_save_s = now + self._options.state_every_s
+                self._save(taking, shared)
+
+    def close(self, shared: Shared, save: bool) -> None:
+        """Training has ended; save once more if this learner may come back, and wait for what is being written."""
+        if self._folder is None:
+            return
+        if self._options.log_losses:
+            self._folder.append_losses(self._loss_lines)
+        if save and self._state is not None and self._state.kind is not None and self._rounds.steps:
+            taking = self._state.begin()
+            while not taking.advance():
+                pass
+            self._save(taking, shared)
+        self._folder.close()
+
+    def _hand_out(self, taking: Taking) -> None:
+        wish, self._wish = self._wish, None
+        if wish is not None:
+            loop, taken = wish
+            loop.call_soon_threadsafe(_answer, taken, taking)
+
+    def _save(self, taking: Taking, shared: Shared) -> None:
+        identity = self._identity(shared.state)
+        if self._folder is None or self._state is None or self._state.kind is None or identity is None:
+            return
+        kind, steps = self._state.kind, self.earlier_steps + self._rounds.steps
+        tokens, shard = self.earlier_tokens + self._rounds.tokens, shared.shard_position
+        torch_rng, python_rng = torch.get_rng_state(), random.getstate()
+
+        def make() -> tuple[SavedState, Moments]:
+            moments = taking.moments()
+            state = SavedState(
+                identity=identity,
+                learner=self._learner,
+                layout=self._layout.digest,
+                kind=kind,
+                moments_file=f"moments-{steps}.safetensors",
+                numbers=dict(moments.numbers),
+                steps=steps,
+                tokens=tokens,
+                torch_rng=torch_rng.numpy().tobytes(),
+                python_rng=python_rng,
+                shard=shard,
+            )
+            return state, moments
+
+        self._folder.save(make)
+
+    def _loss_lines(self) -> list[str]:
+        """In the writer's thread: reading a loss may wait for a device."""
+        lines = []
+        while self._losses:
+            step, unix_s, progress, loss = self._losses.popleft()
+            line = {
+                "incarnation": self._incarnation,
+                "step": step,
+                "unix_s": unix_s,
+                "progress": progress,
+                "loss": float(loss),
+            }
+            lines.append(json.dumps(line))
+        return lines
+
+
+def _answer(taken: "asyncio.Future[Taking]", taking: Taking) -> None:
+    if not taken.done():  # who asked may have given up
+        taken.set_result(taking)

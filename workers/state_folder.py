@@ -1,0 +1,202 @@
+"""A learner's own checkpoint: moments, counters, random state and data position, on its own disk.
+
+    <folder>/state.json                  `SavedState`; names the file below; replaced whole, and last
+    <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer as they are
+    <folder>/losses.jsonl                if asked for: the training loss of every step
+
+All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import safetensors.numpy
+import structlog
+from pydantic import Field, FiniteFloat, ValidationError
+from safetensors import SafetensorError
+
+from pipeline.errors import BadPayload, PeerError
+from pipeline.fragments import Layout
+from pipeline.messages import Count, Digest, Message, OptimizerKind, PartyId, Text
+
+from .background import yield_core
+from .moments import Float32, Moments, check, slots
+
+STATE_FILE = "state.json"
+LOSSES_FILE = "losses.jsonl"
+MAX_STATE_BYTES = 64 * 2**20
+
+
+class StateRefused(PeerError):
+    """A saved state that cannot be used here; the message says why."""
+
+
+class RunIdentity(Message):
+    """A run, and which one of that name."""
+
+    run: Text
+    started_unix_s: FiniteFloat
+
+
+class SavedState(Message):
+    """state.json (bytes as hex)."""
+
+    format: Literal[1] = 1
+    identity: RunIdentity
+    learner: PartyId
+    layout: Digest
+    kind: OptimizerKind
+    moments_file: Annotated[str, Field(pattern=r"^moments-[0-9]+\.safetensors$")]
+    numbers: dict[str, tuple[FiniteFloat, ...]]
+    steps: Count
+    """Inner steps of all the learner's incarnations so far."""
+    tokens: Count
+    torch_rng: bytes
+    """`torch.get_rng_state()`, of the CPU."""
+    python_rng: tuple[int, tuple[int, ...], float | None]
+    """`random.getstate()`."""
+    shard: tuple[str, int] | None
+    """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
+    the rest of it out, to whoever comes first."""
+
+
+class StateFolder:
+    """Where one learner saves its state."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        """The folder is made with the first thing that is written."""
+        self.path, self._layout = path, layout
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="state", initializer=yield_core)
+        self._writing: Future[None] | None = None
+
+    # --- write ----------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        """Save in the background, where `make` is called too: it may wait for a device."""
+        self._writing = self._writer.submit(self._logged, self._save, make)
+
+    def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
+        """Append lines in the background."""
+        self._writing = self._writer.submit(self._logged, self._append, lines)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._writer.shutdown(wait=True)
+
+    def _logged(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except OSError as error:  # a full disk must not end the training
+            structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
+
+    def _save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        state, moments = make()
+        self.path.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            f"{name}/{slot.tensor.name}": flat[slot.start : slot.stop].reshape(slot.tensor.shape)
+            for p, slot in slots(self._layout)
+            for name, flat in moments.flats[p].items()
+        }
+        arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
+        replace(self.path / state.moments_file, safetensors.numpy.save(arrays))
+        replace(self.path / STATE_FILE, state.model_dump_json().encode())
+        for old in self.path.glob("moments-*.safetensors"):
+            if old.name != state.moments_file:
+                old.unlink()
+        structlog.get_logger().debug("state_saved", folder=str(self.path), steps=state.steps)
+
+    def _append(self, lines: Callable[[], Sequence[str]]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOSSES_FILE).open("a") as file:
+            file.writelines(f"{line}\n" for line in lines())
+
+    # --- read -----------------------------------------------------------------------------------------
+
+    def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
+        """What was saved last; None where nothing was.
+
+        Args:
+            identity: the run that this learner has joined; None where that is not known yet.
+            kind: of the optimizer that would go on from it.
+
+        Raises:
+            StateRefused: it is of another run, model or optimizer, or damaged.
+        """
+        path = self.path / STATE_FILE
+        if not path.is_file():
+            return None
+        try:
+            if path.stat().st_size > MAX_STATE_BYTES:
+                raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
+            state = SavedState.model_validate_json(path.read_bytes())
+            self._compare(state, identity, kind)
+            moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
+            check(moments, self._layout)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise StateRefused(f"{path} is damaged: {first['loc']}: {first['msg']}") from error
+        except (OSError, SafetensorError, BadPayload) as error:
+            raise StateRefused(f"{self.path} holds no whole state: {error}") from error
+        return state, moments
+
+    def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
+        if state.identity != identity:
+            raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
+        if state.layout != self._layout.digest:
+            raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
+        if state.kind != kind:
+            raise StateRefused(
+                f"{self.path} was saved for {state.kind.optimizer}, which keeps "
+                f"{[*state.kind.moments, *state.kind.numbers]}; here is {kind.optimizer}, which keeps "
+                f"{[*kind.moments, *kind.numbers]}"
+            )
+
+    def _arrays(self, state: SavedState, arrays: Mapping[str, Any]) -> Moments:
+        """Moments from a file's arrays, by `<name>/<tensor>`.
+
+        Raises:
+            StateRefused: one is missing, or of another shape or type.
+        """
+        flats: list[dict[str, Float32]] = []
+        for fragment in self._layout.fragments:
+            flat = {name: np.empty(fragment.elements, np.float32) for name in state.kind.moments}
+            for slot in fragment.slots:
+                for name in state.kind.moments:
+                    array = arrays.get(f"{name}/{slot.tensor.name}")
+                    if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
+                        raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
+                    flat[name][slot.start : slot.stop] = array.reshape(-1)
+            flats.append(flat)
+        keys = (key.split("/", 1) for key in arrays)
+        others = {(key[0], key[1]): arrays["/".join(key)] for key in keys if key[0] not in state.kind.moments}
+        return Moments(state.kind, tuple(flats), state.numbers, others)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
+    descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
