@@ -19,14 +19,26 @@ from pipeline.ports import Bus, Clock
 Saved = tuple[dict[str, Value], dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Ages:
-    """By what a call could tell who is gone: ages in ms, by the server's clock when the call came."""
+STAMPED = ("seen",)
+"""Hashes (of `RunKeys`) whose values begin with a time of the server, in ms, past or to come."""
+TIMED = ("claim_shard",)
+"""Methods whose outcome depends on such a time, or on how long a shard has been held."""
 
-    seen: Mapping[str, int]
-    """Field of `RunKeys.seen` -> since that report."""
+
+def split_stamp(value: bytes) -> tuple[int, bytes]:
+    """A value of a stamped hash as its time in ms and what stands behind it."""
+    digits = len(value) - len(value.lstrip(b"0123456789"))
+    return int(value[:digits]), value[digits:]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """By what a call could tell who is here and who is gone: times in ms from when it came, past ones negative."""
+
+    stamps: Mapping[str, Mapping[bytes, tuple[int, bytes]]]
+    """Key -> field -> (time, what stands behind it)."""
     held: Mapping[EntryId, tuple[str, int]]
-    """Entry of the work queue -> (its holder, since it was delivered)."""
+    """Entry of the work queue -> (its holder, when it was delivered)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Called:
     """By name."""
     outcome: Any
     """What it returned, or the exception that it raised."""
-    ages: Ages | None
+    times: Times | None
     """For the methods that look at them."""
 
     def __str__(self) -> str:
@@ -155,41 +167,40 @@ class Recorder:
         return RecordedBus(run, clock, store, who, self.events)
 
 
-AGES = ("claim_shard",)
-"""Methods that look at who is gone."""
-
-
 class RecordedBus(WorldBus):
     """A world's bus that notes each call as it takes effect."""
 
     def __init__(self, run: str, clock: Clock, store: WorldStore, who: str, events: list[Event]) -> None:
         super().__init__(run, clock, store)
         self._who, self._events = who, events
-        self._ages: Ages | None = None
+        self._now_ms = 0
+        self._stamped: dict[str, dict[bytes, bytes]] = {}
+        self._held: dict[EntryId, tuple[str, int]] = {}
 
     async def _turn(self) -> None:
         await super()._turn()
-        # From here on the call's work is done, and noted, without giving way.
-        self._ages = self._ages_now()
+        # From here on the call's work is done, and noted, without giving way. It may change these:
+        found = {key: self.store.values.get(key) for key in (getattr(self.keys, name) for name in STAMPED)}
+        shards = self.store.values.get(self.keys.shards)
+        self._now_ms = int(self._clock.unix() * 1000)
+        self._stamped = {key: dict(value) for key, value in found.items() if isinstance(value, dict)}
+        self._held = dict(shards.held) if isinstance(shards, Stream) else {}
 
-    def _ages_now(self) -> Ages:
-        """As the work begins: a claim changes them."""
-        now_ms = int(self._clock.unix() * 1000)
-        seen, shards = self.store.values.get(self.keys.seen), self.store.values.get(self.keys.shards)
-        return Ages(
-            {name.decode(): now_ms - int(at) for name, at in seen.items()} if isinstance(seen, dict) else {},
-            {at: (who, now_ms - since_ms) for at, (who, since_ms) in shards.held.items()}
-            if isinstance(shards, Stream)
-            else {},
-        )
+    def _times(self) -> Times:
+        now_ms = self._now_ms
+        stamps = {}
+        for key, values in self._stamped.items():
+            split = {field: split_stamp(value) for field, value in values.items()}
+            stamps[key] = {field: (at_ms - now_ms, rest) for field, (at_ms, rest) in split.items()}
+        return Times(stamps, {at: (who, since_ms - now_ms) for at, (who, since_ms) in self._held.items()})
 
     def note(self, method: str, args: Mapping[str, Any], outcome: Any) -> None:
         """A call took effect; what its caller may still change is copied."""
         if args.get("block_s") and outcome == []:
             return
         mine = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in args.items()}
-        ages = self._ages if method in AGES else None
-        self._events.append(Called(self._clock.now(), self._who, method, mine, copy(outcome), ages))
+        times = self._times() if method in TIMED else None
+        self._events.append(Called(self._clock.now(), self._who, method, mine, copy(outcome), times))
 
 
 def _noted(name: str) -> Callable[..., Any]:

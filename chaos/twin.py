@@ -4,7 +4,7 @@ Every call of a recorded world is made on a `RedisBus`, one after the other in t
 and must have the same outcome: the same result, or the same exception. In the end both servers must hold the same.
 Entry ids differ (they are times) and are matched in the order in which they were made known. Nothing expires by
 itself here: times to live are LONGER, and what expired in memory is deleted where it did. What depends on the
-server's clock is set just before the call, to what memory saw (`Ages`).
+server's clock is set just before the call, to what memory saw (`Times`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from pipeline.redis_streams import RedisBus
 from pipeline.stored import entry_id
 
 from .plan import plan
-from .record import Ages, Called, Event, Expired, Full, Recorder, Restarted, Snapshot, WorldStore
+from .record import STAMPED, Called, Event, Expired, Full, Recorder, Restarted, Snapshot, Times, WorldStore, split_stamp
 from .world import RUN, Result, run_seed
 
 LONGER = 1000
@@ -146,16 +146,17 @@ class Replay:
             await self._redis.many(("RESTORE", *key) for key in self._snapshots[snapshot])
             await self._set_full(full)
 
-    async def _age(self, ages: Ages) -> None:
-        """Make everybody as old as memory saw it."""
+    async def _set_times(self, times: Times) -> None:
+        """Make everybody as old, or as soon gone, as memory saw it."""
         seconds, micros = await self._redis.command("TIME")
-        now_ms, keys = int(seconds) * 1000 + int(micros) // 1000, self._keys
+        now_ms, shards = int(seconds) * 1000 + int(micros) // 1000, self._keys.shards
         commands: list[tuple[Any, ...]] = []
-        for name, age_ms in ages.seen.items():
-            commands.append(("HSET", keys.seen, name, now_ms - LONGER * age_ms))
-        for at, (who, age_ms) in ages.held.items():
-            entry = self._entries[keys.shards].redis("{}-{}".format(*at))
-            commands.append(("XCLAIM", keys.shards, "learners", who, 0, entry, "IDLE", LONGER * age_ms))
+        for key, fields in times.stamps.items():
+            for name, (ahead_ms, rest) in fields.items():
+                commands.append(("HSET", key, name, b"%d%s" % (now_ms + LONGER * ahead_ms, rest)))
+        for at, (who, ahead_ms) in times.held.items():
+            entry = self._entries[shards].redis("{}-{}".format(*at))
+            commands.append(("XCLAIM", shards, "learners", who, 0, entry, "IDLE", -LONGER * ahead_ms))
         if commands:
             await self._redis.many(commands)
 
@@ -180,8 +181,8 @@ class Replay:
                 await self._set_full(full)
 
     async def _call(self, call: Called) -> None:
-        if call.ages is not None:
-            await self._age(call.ages)
+        if call.times is not None:
+            await self._set_times(call.times)
         try:
             outcome: Any = await getattr(self.bus, call.method)(**self._arguments(call.method, call.args))
         except Exception as error:  # an outcome like any other
@@ -293,8 +294,9 @@ class Replay:
         elif isinstance(memory, dict) and key == self._keys.shard_positions:
             shards = self._entries[self._keys.shards]
             self._equal({shards.redis(at.decode()).encode(): position for at, position in memory.items()}, redis)
-        elif isinstance(memory, dict) and key == self._keys.seen:
-            self._equal(memory.keys(), redis.keys())  # the values are times
+        elif isinstance(memory, dict) and key in {getattr(self._keys, name) for name in STAMPED}:
+            behind = [{name: split_stamp(value)[1] for name, value in one.items()} for one in (memory, redis)]
+            self._equal(*behind)
         else:
             self._equal(memory, redis)
 

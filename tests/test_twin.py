@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from chaos.__main__ import app
 from chaos.campaign import quiet
 from chaos.plan import Kind
-from chaos.record import Ages, Called, Expired, Full, Recorder, Restarted, Snapshot, WorldStore
+from chaos.record import Called, Expired, Full, Recorder, Restarted, Snapshot, WorldStore
 from chaos.twin import Difference, Recorded, record, replay
 from chaos.virtual_time import VirtualClock, run_virtual
 from chaos.world import RUN
@@ -229,9 +229,10 @@ def test_who_is_gone_is_as_memory_saw_it(redis_server: str) -> None:
     one = recorded(story)
     assert difference(one, redis_server) is None
     index, call = [(i, e) for i, e in enumerate(one.events) if isinstance(e, Called) and e.method == "claim_shard"][-1]
-    assert call.ages is not None
-    younger = Ages(dict.fromkeys(call.ages.seen, 0), call.ages.held)
-    found = difference(altered(one, index, ages=younger), redis_server)
+    assert call.times is not None
+    assert call.times.stamps
+    now = {key: dict.fromkeys(fields, (0, b"")) for key, fields in call.times.stamps.items()}
+    found = difference(altered(one, index, times=dataclasses.replace(call.times, stamps=now)), redis_server)
     assert found is not None
     assert found.index == index
 
