@@ -23,7 +23,7 @@ from pipeline.stored import entry_id
 
 from .plan import plan
 from .record import STAMPED, Called, Event, Expired, Full, Recorder, Restarted, Snapshot, Times, WorldStore, split_stamp
-from .world import RUN, Result, run_seed
+from .world import MERGES, RUN, Result, run_seed
 
 LONGER = 1000
 """Virtual seconds pass in no time and real ones while calls are made: all spans are multiplied, so that only the
@@ -339,10 +339,10 @@ class Recorded:
     groups: int
 
 
-def record(seed: int) -> Recorded:
-    """Run a world and keep what its server did."""
+def record(seed: int, merges: int = MERGES) -> Recorded:
+    """Run a world, with at least so many merges, and keep what its server did."""
     recorder = Recorder()
-    result = run_seed(seed, recorder=recorder)
+    result = run_seed(seed, merges=merges, recorder=recorder)
     return Recorded(seed, result, recorder.events, recorder.store, plan(seed).spec.sync.groups)
 
 

@@ -74,7 +74,9 @@ class RedisBus:
     # --- the run as a whole ----------------------------------------------------------------------
     async def propose_spec(self, spec: bytes) -> bytes:
         """Set the spec once."""
-        _, holds = await self._redis.many([("SET", self.keys.spec, spec, "NX"), ("GET", self.keys.spec)])
+        holds = await self.read_spec()  # SET, even with NX, is refused where memory is short
+        if holds is None:
+            _, holds = await self._redis.many([("SET", self.keys.spec, spec, "NX"), ("GET", self.keys.spec)])
         if holds is None:
             raise BusUnavailable("the spec vanished as it was set")
         return bytes(holds)

@@ -418,6 +418,13 @@ async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, back
     assert await bus.read_offers(0) == []
 
 
+async def test_a_spec_that_is_set_is_told_where_memory_is_short(bus: Bus, backdoor: Backdoor) -> None:
+    """A learner can come back to a run whose Redis is full."""
+    await bus.propose_spec(b"first")
+    backdoor.fill_memory()
+    assert await bus.propose_spec(b"second") == b"first"
+
+
 async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bus, backdoor: Backdoor) -> None:
     """It would pass unnoticed on a single node and fail on a cluster."""
     bus.use_groups(2)
