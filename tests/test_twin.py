@@ -74,7 +74,7 @@ MUTATIONS = {
         "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
         "",
     ),
-    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', ARGV[2])\n", ""),
+    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', ARGV[4])\n", ""),
     "a chunk appended again when repeated": (
         "write_chunk",
         "if index == have then redis.call('XADD', KEYS[1], string.format('%d-0', index + 1), 'c', ARGV[3]) end",
@@ -87,7 +87,17 @@ MUTATIONS = {
         "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'LEASE', KEYS[1]} end\n",
         "",
     ),
-    "a window that does not wake": ("write_window", "if ARGV[3] ~= '' then", "if false then"),
+    "a window that does not wake": ("write_window", "if ARGV[5] ~= '' then", "if false then"),
+    "a refusal on a head that is not the one it was judged by": (
+        "refuse",
+        "wrong = head_moved(head, ARGV[2], ARGV[3]) or",
+        "wrong =",
+    ),
+    "a window on a head that is not its own": (
+        "write_window",
+        "wrong = head_moved(KEYS[2], ARGV[2], ARGV[3])\nif wrong then return wrong end\n",
+        "",
+    ),
     "a window refused where memory is short": ("write_window", "redis.call('PERSIST', KEYS[2])\n", ""),
     "a lease taken from its holder": ("claim", "if holder then return {'OK', 0} end\n", ""),
     "a lease released by another": ("release", "== ARGV[1] then redis", "then redis"),
@@ -276,16 +286,27 @@ def test_what_expired_was_lost_or_came_back_is_the_same_there(redis_server: str)
 # --- mutations of the scripts ------------------------------------------------------------------------------
 
 
+def mutant(name: str) -> tuple[str, Script]:
+    """The name of the script that is mutated, and what it has become."""
+    mutated, old, new = MUTATIONS[name]
+    text = redis_calls.script(mutated).text.replace(old, new)
+    return mutated, Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_changes_its_script(name: str) -> None:
+    """One that does not would prove nothing; the slow tests come too late to say so."""
+    mutated, script = mutant(name)
+    assert script.text != redis_calls.script(mutated).text
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_a_script_is_found(name: str, redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 500 seeds, by an outcome or by the content in the end."""
-    mutated, old, new = MUTATIONS[name]
-    real = redis_calls.script
-    text = real(mutated).text.replace(old, new)
-    assert text != real(mutated).text
-    patched = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    real, (mutated, patched) = redis_calls.script, mutant(name)
+    assert patched.text != real(mutated).text
     monkeypatch.setattr(redis_calls, "script", lambda script: patched if script == mutated else real(script))
     for seed in range(WITHIN_SEEDS):
         found = difference(world(seed, SHORT), redis_server)
