@@ -19,9 +19,9 @@ from pipeline.ports import Bus, Clock
 Saved = tuple[dict[str, Value], dict[str, float]]
 
 
-STAMPED = ("seen",)
+STAMPED = ("seen", "syncers")
 """Hashes (of `RunKeys`) whose values begin with a time of the server, in ms, past or to come."""
-TIMED = ("claim_shard",)
+TIMED = ("claim_shard", "announce_syncer", "read_syncers")
 """Methods whose outcome depends on such a time, or on how long a shard has been held."""
 
 

@@ -34,7 +34,7 @@ class RunKeys:
 
     @property
     def state(self) -> str:
-        """Hash: `rank` (0 running, 1 draining, 2 finished) and `blob` (msgpack `RunState`)."""
+        """Hash: `rank` (position of the phase in `Phase`) and `blob` (msgpack `RunState`)."""
         return self._run("state")
 
     @property
@@ -71,6 +71,11 @@ class RunKeys:
     def shard_epoch(self) -> str:
         """Number of epochs put on the queue so far."""
         return self._run("shard-epoch")
+
+    @property
+    def syncers(self) -> str:
+        """Hash: nonce of a syncer -> server time in ms until which it counts as here, a blank, its name."""
+        return self._run("syncers")
 
     @property
     def init_claim(self) -> str:

@@ -95,14 +95,14 @@ class MemoryBus(MemoryCalls):
             if before and decode(LearnerReport, before).number > report.number:
                 return stored.decode_state(state)
         self.store.hset(self.keys.learners, {name: encode(report)})
-        self.store.hset(self.keys.seen, {name: b"%d" % int(self._clock.unix() * 1000)})
+        self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
         return stored.decode_state(state)
 
     async def read_reports(self) -> list[SeenReport]:
         """All reports with their ages."""
         await self._turn()
         seen = self._hash(self.keys.seen)
-        return stored.seen_reports(int(self._clock.unix() * 1000), self._hash(self.keys.learners), seen)
+        return stored.seen_reports(self._unix_ms(), self._hash(self.keys.learners), seen)
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()
@@ -258,6 +258,36 @@ class MemoryBus(MemoryCalls):
         if self._bytes(self.keys.lease(fragment)) == nonce.encode():
             self.store.delete(self.keys.lease(fragment))
 
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        """Holders of leases."""
+        await self._turn()
+        found = (self._bytes(self.keys.lease(p)) for p in fragments)
+        return [None if holder is None else holder.decode(errors="replace") for holder in found]
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        """Say that a syncer is here."""
+        await self._turn()
+        now_ms, found = self._unix_ms(), self._hash(self.keys.syncers)
+        live = {*stored.live_syncers(now_ms, found), nonce}
+        for other in [other for other in found if other.decode(errors="replace") not in live]:
+            del found[other]
+        until_ms = now_ms + max(1, round(1000 * ttl_s))
+        self.store.hset(self.keys.syncers, {nonce: f"{until_ms} {name}".encode()})
+        return tuple(sorted(live))
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        """Say that a syncer is gone."""
+        await self._turn()
+        found = self._hash(self.keys.syncers)
+        found.pop(nonce.encode(), None)
+        if not found:
+            self.store.delete(self.keys.syncers)
+
+    async def read_syncers(self) -> dict[str, str]:
+        """Syncers that are here."""
+        await self._turn()
+        return stored.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
+
     async def read_offers(
         self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
@@ -388,7 +418,7 @@ class MemoryBus(MemoryCalls):
         known_ids = {stored.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
-        seen, now_ms = self._hash(self.keys.seen), int(self._clock.unix() * 1000)
+        seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
         if stream.delivered is None:
             return None
         taken = choose(stream.held, seen, consumer, known_ids, max(1, round(1000 * silent_s)), now_ms)
@@ -425,7 +455,7 @@ class MemoryBus(MemoryCalls):
     async def release_shards(self, consumer: str) -> None:
         """Give back all shards of a consumer."""
         await self._turn()
-        held, now_ms = self._queue()[0].held, int(self._clock.unix() * 1000)
+        held, now_ms = self._queue()[0].held, self._unix_ms()
         held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
 
     async def read_shards(self) -> ShardQueue:

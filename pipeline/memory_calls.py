@@ -47,6 +47,9 @@ class MemoryCalls:
         if self._closed:
             raise BusUnavailable("the bus is closed")
 
+    def _unix_ms(self) -> int:
+        return int(self._clock.unix() * 1000)
+
     def _bytes(self, key: str) -> bytes | None:
         value: bytes | None = self.store.get(key, bytes, self._clock.now())
         return value
@@ -77,7 +80,7 @@ class MemoryCalls:
     def _xadd(self, key: str, data: bytes, at: EntryId | None = None) -> str:
         stream = self.store.stream(key)
         if at is None:
-            now = (int(self._clock.unix() * 1000), 0)
+            now = (self._unix_ms(), 0)
             at = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
         self.store.wake(key)
         return stream.append(at, data)

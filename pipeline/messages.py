@@ -290,6 +290,9 @@ class Phase(StrEnum):
 
     RUNNING = "running"
     DRAINING = "draining"
+    """Learners publish their last deltas, which are merged."""
+    CLOSING = "closing"
+    """No merge begins any more: the syncers give their fragments back, and one of them ends the run."""
     FINISHED = "finished"
 
     @property

@@ -291,6 +291,22 @@ class Bus(Protocol):
         """Give the lease back, if it is still ours."""
         ...
 
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        """The nonces under which leases are held, in the order asked for; None where one is free."""
+        ...
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        """Say that a syncer is here for another `ttl_s`; returns the nonces of all that are, in order."""
+        ...
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        """Say that a syncer is gone."""
+        ...
+
+    async def read_syncers(self) -> dict[str, str]:
+        """Nonce -> name of all syncers that are here, in order of the nonces."""
+        ...
+
     async def read_offers(
         self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:

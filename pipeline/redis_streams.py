@@ -217,6 +217,25 @@ class RedisBus:
         """Give the lease back."""
         await self._redis.script("release", [self.keys.lease(fragment)], nonce)
 
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        """Holders of leases."""
+        found = await self._redis.many(("GET", self.keys.lease(p)) for p in fragments)
+        return [None if holder is None else holder.decode(errors="replace") for holder in found]
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        """Say that a syncer is here."""
+        (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], nonce, name, to_ms(ttl_s))
+        return tuple(sorted(one.decode(errors="replace") for one in live))
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        """Say that a syncer is gone."""
+        await self._redis.command("HDEL", self.keys.syncers, nonce)
+
+    async def read_syncers(self) -> dict[str, str]:
+        """Syncers that are here."""
+        now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
+        return stored.live_syncers(int(now_ms), _pairs(found))
+
     async def read_offers(
         self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:

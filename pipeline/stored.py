@@ -118,6 +118,16 @@ def decode_count(what: str, blob: bytes | None) -> int:
     return int(blob or 0)
 
 
+def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Nonce -> name of those whose time is not over; what cannot be read is as good as nothing."""
+    live = {}
+    for nonce, value in sorted(found.items()):
+        until_ms, blank, name = value.partition(b" ")
+        if blank and until_ms.isdigit() and int(until_ms) > now_ms:
+            live[nonce.decode(errors="replace")] = name.decode(errors="replace")
+    return live
+
+
 def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> list[SeenReport]:
     """Stored reports with their ages, by name; one that cannot be read is as good as none."""
     found = []

@@ -313,6 +313,55 @@ async def test_renewing_a_lease_prolongs_it(bus: Bus, backdoor: Backdoor) -> Non
     assert 40 < (backdoor.ttl_s(bus.keys.lease(0)) or 0) <= 50
 
 
+async def test_the_holders_of_leases_are_read_in_the_order_asked_for(bus: Bus) -> None:
+    await bus.acquire_lease(2, A, 10)
+    await bus.acquire_lease(0, B, 10)
+    assert await bus.read_leases([0, 1, 2]) == [B, None, A]
+    await bus.release_lease(0, B)
+    assert await bus.read_leases([0]) == [None]
+    assert await bus.read_leases([]) == []
+
+
+async def test_a_syncer_is_here_until_its_time_is_over_or_it_withdraws(bus: Bus) -> None:
+    assert await bus.read_syncers() == {}
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+    assert await bus.announce_syncer(A, "one", 0.15) == (A, B)
+    assert await bus.read_syncers() == {A: "one", B: "two"}
+    await asyncio.sleep(0.2)
+    assert await bus.read_syncers() == {B: "two"}
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+    assert await bus.announce_syncer(A, "one", 10) == (A, B)
+    await bus.withdraw_syncer(B)
+    await bus.withdraw_syncer(B)
+    assert await bus.read_syncers() == {A: "one"}
+
+
+async def test_announcing_a_syncer_again_prolongs_its_time(bus: Bus) -> None:
+    await bus.announce_syncer(A, "one", 0.2)
+    await bus.announce_syncer(A, "one", 10)
+    await asyncio.sleep(0.25)
+    assert await bus.announce_syncer(B, "two", 10) == (A, B)
+
+
+async def test_a_syncer_is_announced_even_where_memory_is_short(bus: Bus, backdoor: Backdoor) -> None:
+    """Who cannot say that it is here would have its fragments taken away."""
+    backdoor.fill_memory()
+    assert await bus.announce_syncer(A, "one", 0.1) == (A,)
+    await asyncio.sleep(0.15)
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+
+
+async def test_what_is_no_syncer_in_their_table_is_dropped(bus: Bus, backdoor: Backdoor) -> None:
+    for field, value in (("strange", b"\xff"), ("short", b"99999999999999"), ("x", b"soon one")):
+        backdoor.hset(bus.keys.syncers, field, value)
+    assert await bus.read_syncers() == {}
+    assert await bus.announce_syncer(A, "one", 10) == (A,)
+    assert list(backdoor.dump()[bus.keys.syncers][0]) == [A.encode()]
+    backdoor.plant(bus.keys.syncers, "string")
+    with pytest.raises(BadMessage):
+        await bus.announce_syncer(A, "one", 10)
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------
 
 
