@@ -11,11 +11,13 @@ unless the run is finished. Each fragment is consistent in itself, and checked b
 """
 
 import asyncio
+import errno
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -146,26 +148,37 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
             _sync(file)
         _sync(temporary)
         temporary.chmod(0o755)
-        name, taken = f"checkpoint-{state.run.tokens}", 1
-        while (directory / name).exists():
-            taken += 1
-            name = f"checkpoint-{state.run.tokens}.{taken}"
-        temporary.rename(directory / name)
+        name = _rename(temporary, directory, f"checkpoint-{state.run.tokens}")
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    pointer = directory / ".latest.new"
+    pointer = directory / f".latest.{name}"
     pointer.write_text(name + "\n")
     _sync(pointer)
     pointer.rename(directory / "latest")
     _sync(directory)
-    found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
-    # File times are coarse: among equals the longer name, then the higher number, is the newer one.
-    found.sort(key=lambda folder: ((folder / "state.json").stat().st_mtime_ns, len(folder.name), folder.name))
-    for folder in found[:-KEPT]:
-        if folder.name != name:
-            shutil.rmtree(folder)
+    with suppress(FileNotFoundError):  # another syncer drops them at the same time
+        found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
+        # File times are coarse: among equals the longer name, then the higher number, is the newer one.
+        found.sort(key=lambda folder: ((folder / "state.json").stat().st_mtime_ns, len(folder.name), folder.name))
+        for folder in found[:-KEPT]:
+            if folder.name != name:
+                shutil.rmtree(folder)
     return directory / name
+
+
+def _rename(temporary: Path, directory: Path, name: str) -> str:
+    """Give a whole checkpoint its name, or the next one that is free: another syncer may write here too."""
+    taken = 1
+    while True:
+        free = name if taken == 1 else f"{name}.{taken}"
+        try:
+            temporary.rename(directory / free)
+            return free
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        taken += 1
 
 
 async def save_checkpoint(
@@ -258,6 +271,26 @@ def _flatten(file: Path, layout: FragmentLayout, tensors: Mapping[str, Float32])
     return flat
 
 
+def _read_state(folder: Path) -> SavedState:
+    try:
+        return SavedState.model_validate_json((folder / "state.json").read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise UsageError(f"{folder / 'state.json'}: {where}: {first['msg']}") from error
+
+
+def is_saved(directory: Path, run: RunState) -> bool:
+    """Whether the newest checkpoint in `directory` is of this state's manifest."""
+    try:
+        saved = _read_state(find_checkpoint(directory)).run
+    except UsageError:
+        return False
+    return (saved.phase, saved.manifest) == (run.phase, run.manifest)
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and check a checkpoint (see `find_checkpoint` for what `path` may be).
 
@@ -265,14 +298,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         UsageError: naming the file and what is wrong with it.
     """
     folder = find_checkpoint(path)
-    try:
-        state = SavedState.model_validate_json((folder / "state.json").read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "file"
-        raise UsageError(f"{folder / 'state.json'}: {where}: {first['msg']}") from error
+    state = _read_state(folder)
     layout = layout_of(state.spec.tensors)
     if len(state.fragments) != len(layout.fragments):
         raise UsageError(

@@ -56,7 +56,7 @@ RandomHex = Callable[[int], str]
 
 
 class FragmentOwner:
-    """Serves one fragment for as long as its lease is held."""
+    """Serves one fragment while its lease is held; a merge in hand is ended first when the lease is given back."""
 
     def __init__(
         self,
@@ -81,7 +81,10 @@ class FragmentOwner:
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
         self.lease = asyncio.Event()
-        """Set while the lease is held."""
+        """Set while the lease is held, and is not to be given back."""
+        self.idle = asyncio.Event()
+        """Set while this owner does nothing for which it needs the lease."""
+        self.idle.set()
         self.wake = asyncio.Event()
         """Set to have the window decide anew."""
         self._fragment: FragmentState | None = None
@@ -104,9 +107,11 @@ class FragmentOwner:
         delay = BACKOFF_S[0]
         while not self._watch.frozen:
             await self._lease_or_freeze()
+            if not self._serving:
+                continue
+            self.idle.clear()
             try:
                 await self._serve()
-                return
             except LeaseLost:
                 self._log.warning("lease_lost")
                 self._metrics.lease_losses.inc()
@@ -116,10 +121,22 @@ class FragmentOwner:
             except (BusUnavailable, BusFull, PeerError) as error:  # among them a payload that is gone: its head moved
                 self._log.warning("fragment_reloading", error=str(error), retry_s=delay)
                 self._metrics.bus_errors.inc()
+                self.idle.set()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
                 continue
+            finally:
+                self.idle.set()
             delay = BACKOFF_S[0]
+
+    def forget(self) -> None:
+        """Another syncer serves the fragment now: what is cached is of no more use."""
+        self._fragment = self._head = None
+
+    @property
+    def _serving(self) -> bool:
+        """Whether a merge may begin."""
+        return self.lease.is_set() and not self._watch.frozen
 
     async def _lease_or_freeze(self) -> None:
         while not (self.lease.is_set() or self._watch.frozen):
@@ -137,7 +154,7 @@ class FragmentOwner:
         arrived: deque[Offered] = deque()
         reader = asyncio.create_task(self._read(arrived))
         try:
-            while not self._watch.frozen:
+            while self._serving:
                 self.wake.clear()
                 while arrived:
                     await self._offered(arrived.popleft())
@@ -152,12 +169,11 @@ class FragmentOwner:
                     self._start_downloads()
                 else:
                     await self._sleep(reader, decision.until)
-            if self._watch.finishing:
-                await self._refuse_leftovers()
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             await self._intake.close()
+            self._window = None
 
     async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
         if reader.done():
@@ -172,10 +188,10 @@ class FragmentOwner:
     # --- loading ----------------------------------------------------------------------------------------
 
     async def _load(self) -> bool:
-        """Make the cached state equal to the head on the bus; False if the run ended before version 0."""
+        """Make the cached state equal to the head on the bus; False if told to stop before version 0."""
         sync = self._spec.sync
         while (head := (await self._bus.read_heads([self._p]))[0]) is None:
-            if self._watch.frozen:
+            if not self._serving:
                 return False
             if not await commit_initial(
                 self._bus, self._clock, self._layout, sync, nonce=self._nonce, syncer=self._syncer
@@ -284,15 +300,6 @@ class FragmentOwner:
         self._intake.timed_out(offer.entry_id for offer in overdue)
         for offer in overdue:
             await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
-
-    async def _refuse_leftovers(self) -> None:
-        """The run is over: what is still on the stream will never be merged."""
-        for entry in await self._bus.read_offers(self._p, START, 0.0):
-            if entry.header is not None:
-                offer = Offer(entry.entry_id, entry.header)
-                await self._reject(
-                    offer, RefusalReason.RUN_FINISHED, "the run is finished", max(0, entry.header.tokens)
-                )
 
     # --- downloads ----------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """The syncer as a whole: agrees on the spec, holds leases, keeps the run's state, drains and finishes it.
 
-One `FragmentOwner` task a fragment does the merging. The owner of fragment 0 is the lead: it alone moves the
-run from running to draining to finished. asyncio; the bus, the clock and the offloading of heavy work are
-injected, so that the same code runs in virtual time.
+One `FragmentOwner` task a fragment does the merging while this syncer has the fragment's lease; `leases` shares the
+fragments with other syncers. The owner of fragment 0 is the lead: it moves the run from running to draining to
+closing, and `closing` ends it. asyncio; the bus, the clock and the offloading of heavy work are injected, so that the
+same code runs in virtual time.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import secrets
 import socket
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,8 +27,10 @@ from pipeline.settings import SyncerProcess, SyncSettings, agree
 from pipeline.status import read_status
 
 from .archive import TapeArchive
-from .checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from .checkpoint import is_saved, load_checkpoint, restore_checkpoint, save_checkpoint
+from .closing import POLL_S, finish_run
 from .intake import Offload
+from .leases import Leases, holding, release_all
 from .metrics import Metrics
 from .owner import FragmentOwner, RandomHex
 from .recording import Recorder
@@ -61,7 +65,9 @@ class SyncerService:
         """False once a shutdown took longer than its budget."""
         self._offload, self._random_hex = offload, random_hex
         self._watch: RunWatch | None = None
-        self._finished = asyncio.Event()
+        self._leases: Leases | None = None
+        self._closing = asyncio.Event()
+        """No merge begins any more: the run is closing, or finished."""
         self._log = structlog.get_logger()
 
     # --- what the HTTP side asks --------------------------------------------------------------------
@@ -117,34 +123,44 @@ class SyncerService:
         self.metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in self.owners))
         self.spec = spec
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
-        archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir) if self.settings.tape_dir else None
-        background = [self._retrying(self._keep_leases), self._retrying(self._keep_watch)]
+        self._leases = leases = Leases(self.bus, self.clock, self.owners, self.nonce, self.id, self.settings.lease_s)
+        archive = None
+        if self.settings.tape_dir:
+            archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir, self.nonce, self._leads)
+        background = [
+            self._retrying(leases.keep, min(1.0, self.settings.lease_s / 6)),
+            self._retrying(self._keep_watch),
+        ]
         background.append(self._retrying(archive.follow if archive else self._keep_tape_short))
         if self.settings.checkpoint_dir and self.settings.checkpoint_every:
             background.append(self._retrying(self._keep_checkpoints))
         tasks = [asyncio.create_task(work) for work in background]
         serving = [asyncio.create_task(owner.run()) for owner in self.owners]
+        bound: list[asyncio.Task[None]] = []
         try:
             await self._until_ended(stop, [*tasks, *serving])
-            async with asyncio.timeout(self.settings.shutdown_s if stop.is_set() else None):
-                await self._let_go(serving, watch)
-                await _cancel(tasks)
-                await self._retrying(self._conclude)
+            async with asyncio.timeout(None) as limit:
+                bound.append(asyncio.create_task(self._bound(stop, limit)))
+                await self._end(stop, tasks, serving, watch)
                 if archive:
                     await self._retrying(archive.finish)
         except TimeoutError:
             self._log.error("shutdown_overrun", after_s=self.settings.shutdown_s, safe="all committed versions")
             self.in_order = False
         finally:
-            await _cancel([*tasks, *serving])
+            await _cancel([*tasks, *serving, *bound])
             if archive:
                 archive.close()
             with suppress(BusError):
-                for owner in self.owners:
-                    await self.bus.release_lease(owner.id, self.nonce)
+                await release_all(self.bus, self.nonce, len(self.owners))
+                await self.bus.withdraw_syncer(self.nonce)
+
+    def _leads(self) -> bool:
+        """Whether this syncer serves fragment 0."""
+        return self.owners[0].lease.is_set()
 
     async def _until_ended(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-        ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._finished.wait())]
+        ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._closing.wait())]
         try:
             done, _ = await asyncio.wait([*ends, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -152,34 +168,48 @@ class SyncerService:
         for task in done:
             task.result()  # a background task ends only by an error
 
-    async def _let_go(self, serving: list[asyncio.Task[None]], watch: RunWatch) -> None:
-        """Let merges in hand be committed, and no more begin; if the run is over, the rest is refused."""
+    async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
+        """A syncer that was told to stop has so much time, and no more."""
+        await stop.wait()
+        limit.reschedule(asyncio.get_running_loop().time() + self.settings.shutdown_s)
+
+    async def _end(
+        self, stop: asyncio.Event, tasks: list[asyncio.Task[None]], serving: list[asyncio.Task[None]], watch: RunWatch
+    ) -> None:
+        """Let merges in hand be committed and give everything back; see the run to its end if it is closing."""
+        assert self._leases is not None  # noqa: S101  # set by run
+        saves = self._leads() or len(self._leases.syncers) <= 1
         watch.frozen = True
-        watch.finishing = self._finished.is_set()
         for owner in self.owners:
             owner.wake.set()
+        await self._retrying(self._leases.part)
         await asyncio.wait(serving)
-
-    async def _conclude(self) -> None:
-        """Write the manifest if the run is over, and the last checkpoint."""
-        watch = self._watch
-        assert watch is not None  # noqa: S101  # set by run
-        heads = await self.bus.read_heads(range(len(self.owners)))
-        complete = [head for head in heads if head is not None]
-        state = await self.bus.read_state()
-        if watch.finishing and state is not None and state.phase is not Phase.FINISHED:
-            manifest = tuple((head.version, head.digest) for head in complete)
-            finished = state.model_copy(
-                update={"phase": Phase.FINISHED, "tokens": watch.tokens(), "manifest": manifest}
+        await _cancel(tasks)
+        if self._closing.is_set():
+            finishing = partial(
+                finish_run, self.bus, self.clock, self.nonce, len(self.owners), self.settings.lease_s, stop
             )
-            await self.bus.write_state(finished)
-            self._log.info("run_finished", tokens=finished.tokens, outer_steps=sum(h.version for h in complete))
-        if self.settings.checkpoint_dir and len(complete) == len(self.owners):
-            try:
-                await self._checkpoint()
-            except OSError as error:
-                self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
-                self.in_order = False
+            finished = await self._retrying(finishing)
+            if finished is not None and self.settings.checkpoint_dir:
+                await self._retrying(partial(self._save_finished, self.settings.checkpoint_dir, finished))
+        elif self.settings.checkpoint_dir and saves:
+            await self._retrying(self._save_stopped)
+
+    async def _save_stopped(self) -> None:
+        """The checkpoint of a syncer that is told to stop, if the run has begun."""
+        if all(await self.bus.read_heads(range(len(self.owners)))):
+            await self._last_checkpoint()
+
+    async def _save_finished(self, directory: Path, state: RunState) -> None:
+        """The last checkpoint, unless another syncer saved it there: one after the other, whoever is left."""
+        if len(state.manifest) < len(self.owners):
+            return  # it was stopped before all fragments had a version
+        while not await self.bus.acquire_lease(0, self.nonce, self.settings.lease_s):  # noqa: ASYNC110  # on the bus
+            await asyncio.sleep(min(POLL_S, self.settings.lease_s / 3))
+        async with holding(self.bus, [0], self.nonce, self.settings.lease_s):
+            if not await self._offload(is_saved, directory, state):
+                await self._last_checkpoint()
+        await self.bus.release_lease(0, self.nonce)
 
     async def _until(self, stop: asyncio.Event, work: Any) -> Any:
         """Result of `work`, or None if `stop` came first."""
@@ -190,16 +220,15 @@ class SyncerService:
         finally:
             await _cancel([task, stopped])
 
-    async def _retrying(self, work: Any) -> None:
-        """Run a background coroutine function to its end, again after every outage or unreadable entry."""
+    async def _retrying(self, work: Any, retry_s: float = 1.0) -> Any:
+        """Run a coroutine function to its end, again after every outage or unreadable entry."""
         while True:
             try:
-                await work()
-                return
+                return await work()
             except (BusError, PeerError, OSError) as error:
                 self.metrics.bus_errors.inc()
-                self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
-                await asyncio.sleep(1.0)
+                self._log.warning("bus_unavailable", error=str(error), retry_s=retry_s)
+                await asyncio.sleep(retry_s)
 
     # --- start ------------------------------------------------------------------------------------------
 
@@ -208,10 +237,8 @@ class SyncerService:
         waiting, resuming = False, self.settings.resume is not None
         while True:
             try:
-                if resuming:
-                    await self._resume()
-                    resuming = False
-                data = await self.bus.read_spec()
+                resuming = resuming and not await self._resume()
+                data = None if resuming else await self.bus.read_spec()
             except BusUnavailable as error:
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
@@ -226,8 +253,10 @@ class SyncerService:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self) -> None:
+    async def _resume(self) -> bool:
         """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
+
+        Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
 
         A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
         """
@@ -241,29 +270,22 @@ class SyncerService:
                 if state is None or not state.base_tokens:
                     raise UsageError("the run was started before: resume under a --run name that is not in use")
                 self._log.info("already_restored", base_tokens=state.base_tokens)
-                return
+                return True
         checkpoint = await self._offload(load_checkpoint, path)
         spec = checkpoint.spec
         if "tokens" in self.settings.model_fields_set:
             spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         self.bus.use_groups(spec.sync.groups)
-        for p in range(spec.sync.fragments):
+        fragments = range(spec.sync.fragments)
+        for p in fragments:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
-                raise UsageError(f"fragment {p} is leased by another syncer: only one may resume a checkpoint")
-        holding = asyncio.create_task(self._hold(spec.sync.fragments))
-        try:
+                return False
+        async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
             await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
-        finally:
-            await _cancel([holding])
+        await release_all(self.bus, self.nonce, len(fragments))
         self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
-
-    async def _hold(self, fragments: int) -> None:
-        """Keep leases while a large checkpoint is being restored."""
-        while True:
-            await asyncio.sleep(self.settings.lease_s / 3)
-            for p in range(fragments):
-                await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s)
+        return True
 
     async def _check_memory(self, layout: Layout) -> None:
         assert layout.fragments  # noqa: S101  # a spec has at least one tensor
@@ -281,28 +303,19 @@ class SyncerService:
 
     # --- background -------------------------------------------------------------------------------------
 
-    async def _keep_leases(self) -> None:
-        while True:
-            for owner in self.owners:
-                held = await self.bus.acquire_lease(owner.id, self.nonce, self.settings.lease_s)
-                if held != owner.lease.is_set():
-                    self._log.info("lease_taken" if held else "lease_lost", fragment=owner.id)
-                    (owner.lease.set if held else owner.lease.clear)()
-            await asyncio.sleep(self.settings.lease_s / 3)
-
     async def _keep_watch(self) -> None:
         watch = self._watch
         assert watch is not None  # noqa: S101  # set before the background starts
         warned = ""
-        while not self._finished.is_set():
+        while not self._closing.is_set():
             began = self.clock.now()
             reports = await self.bus.read_reports()
             latency = self.clock.now() - began
             state = await self.bus.read_state()
-            if self.owners[0].lease.is_set():
+            if self._leads():
                 state = await self._lead(watch, state)
-            if state is not None and state.phase is Phase.FINISHED:  # by another syncer, or before this one started
-                self._finished.set()
+            if state is not None and state.phase.rank >= Phase.CLOSING.rank:
+                self._closing.set()
             if watch.refresh(reports, state, latency):
                 for owner in self.owners:
                     owner.wake.set()
@@ -312,7 +325,7 @@ class SyncerService:
             await asyncio.sleep(WATCH_S)
 
     async def _lead(self, watch: RunWatch, state: RunState | None) -> RunState:
-        """Move the run forward: count tokens, drain at the budget, finish when drained."""
+        """Move the run forward: count tokens, drain at the budget, close it when drained."""
         now = self.clock.unix()
         if state is None:
             assert self.spec is not None  # noqa: S101  # known before the background starts
@@ -333,13 +346,11 @@ class SyncerService:
         if draining and state.drain_deadline_unix_s is None:
             update["drain_deadline_unix_s"] = now + self.settings.drain_s
         state = state.model_copy(update=update)
-        if state.phase is not Phase.FINISHED:
-            state = await self.bus.write_state(state)
         if state.phase is Phase.DRAINING and state.drain_deadline_unix_s is not None:
             overdue = now >= state.drain_deadline_unix_s + 2 * WATCH_S
             if overdue or await self._drained(watch):
-                self._finished.set()
-        return state
+                state = state.model_copy(update={"phase": Phase.CLOSING})
+        return state if state.phase is Phase.FINISHED else await self.bus.write_state(state)
 
     async def _drained(self, watch: RunWatch) -> bool:
         """Everybody has left (or died), and nothing is pending."""
@@ -353,6 +364,8 @@ class SyncerService:
     async def _keep_checkpoints(self) -> None:
         while True:
             await asyncio.sleep(self.settings.checkpoint_every)
+            if not self._leads():
+                continue
             try:
                 await self._checkpoint()
             except (UsageError, OSError) as error:  # not all fragments are there yet, or the disk is full
@@ -362,6 +375,8 @@ class SyncerService:
         """Without an archive the tape is for waking only: what is old goes."""
         while True:
             await asyncio.sleep(TAPE_KEPT_S / 10)
+            if not self._leads():  # which may have an archive
+                continue
             for group, end in (await self.bus.tape_end()).items():
                 newest_ms = int(end.partition("-")[0])
                 await self.bus.trim_tape(group, f"{max(0, newest_ms - int(TAPE_KEPT_S * 1000))}-0")
@@ -370,6 +385,13 @@ class SyncerService:
         assert self.spec is not None and self.settings.checkpoint_dir is not None  # noqa: S101, PT018
         path = await save_checkpoint(self.bus, self.spec, self.settings.checkpoint_dir, self.clock, self._offload)
         self._log.info("checkpoint_saved", path=str(path))
+
+    async def _last_checkpoint(self) -> None:
+        try:
+            await self._checkpoint()
+        except OSError as error:
+            self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+            self.in_order = False
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]] | list[asyncio.Future[Any]]) -> None:

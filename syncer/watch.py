@@ -22,9 +22,7 @@ class RunWatch:
     latency_s: float = 0.0
     """Round trip of a control message, smoothed."""
     frozen: bool = False
-    """No merge may begin any more: this syncer stops, or the manifest is being read."""
-    finishing: bool = False
-    """The run itself is over: what is pending will never be merged."""
+    """No merge may begin any more: this syncer stops, or the run is closing."""
     quorum_warning: str = ""
 
     @property

@@ -266,7 +266,7 @@ def test_a_slow_end_is_still_an_end() -> None:
         read_heads = service.bus.read_heads
 
         async def slowly(fragments: Sequence[int]) -> list[Head | None]:
-            if service._finished.is_set():
+            if service._closing.is_set():
                 await asyncio.sleep(5.0)
             return await read_heads(fragments)
 
@@ -280,11 +280,11 @@ def test_a_slow_end_is_still_an_end() -> None:
     run_virtual(main())
 
 
-def test_a_shutdown_that_overruns_its_budget_says_so_and_ends() -> None:
+def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Path) -> None:
     """What is committed is safe; the process does not hang, and its exit status shows it."""
 
     async def main() -> None:
-        world = VirtualRun(shutdown_s=3.0)
+        world = VirtualRun(shutdown_s=3.0, checkpoint_dir=tmp_path)
         service = world.start_syncer()
         learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
         await world.until_version(2)

@@ -177,7 +177,7 @@ class VirtualRun:
 
     def start_syncer(self, **settings: Any) -> SyncerService:
         bus = MemoryBus(RUN, self.clock, self.store)
-        process = SyncerProcess(syncer_id="syncer", **(self.settings | settings))
+        process = SyncerProcess(**({"syncer_id": "syncer"} | self.settings | settings))
         service = SyncerService(bus, self.clock, process, Metrics(), offload=inline)
         self.stop = asyncio.Event()
         self.syncer = asyncio.create_task(service.run(self.stop))

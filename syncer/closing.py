@@ -1,0 +1,114 @@
+"""The end of a run that several syncers may share: one of them refuses the rest and writes the manifest. asyncio.
+
+When the run is closing, every syncer lets its merges in hand be committed, gives its leases back and comes here.
+Whoever gets the lease of fragment 0 gathers all of them (a dead syncer's lapse); with all in one hand nobody can
+commit any more. If that one dies, its leases lapse too, and the next one does the same again.
+"""
+
+import asyncio
+
+import structlog
+
+from pipeline.messages import Head, Phase, RefusalReason, Rejected, RunState
+from pipeline.ports import Bus, Clock, Offered, Refusal
+
+from .leases import holding, release_all
+
+POLL_S = 0.25
+
+
+async def finish_run(
+    bus: Bus, clock: Clock, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event
+) -> RunState | None:
+    """Wait until the closing run is finished, and finish it unless another syncer does; None if `stop` came first.
+
+    Raises:
+        BusError: call it again.
+    """
+    while not stop.is_set():
+        state = await bus.read_state()
+        if state is not None and state.phase is Phase.FINISHED:
+            return state
+        if state is not None and await _gather(bus, nonce, fragments, lease_s, stop):
+            async with holding(bus, range(fragments), nonce, lease_s):
+                finished = await _finish(bus, clock, nonce, fragments)
+            await release_all(bus, nonce, fragments)
+            return finished
+        await asyncio.sleep(min(POLL_S, lease_s / 3))
+    return None
+
+
+async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
+    """Take all leases, the first one first; False (and none held) if another syncer has that one, or at `stop`."""
+    if not await bus.acquire_lease(0, nonce, lease_s):
+        return False
+    while True:
+        held = await asyncio.gather(*(bus.acquire_lease(p, nonce, lease_s) for p in range(fragments)))
+        if all(held):
+            return True
+        if stop.is_set() or not held[0]:
+            await release_all(bus, nonce, fragments)
+            return False
+        await asyncio.sleep(min(POLL_S, lease_s / 3))
+
+
+async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int) -> RunState:
+    """With all leases held: refuse what is pending, write the manifest."""
+    for head in await bus.read_heads(range(fragments)):
+        if head is not None:
+            await _refuse_leftovers(bus, clock, nonce, head)
+    while True:
+        state = await bus.read_state()
+        assert state is not None  # noqa: S101  # seen by the caller; a state never goes
+        heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
+        manifest = tuple((head.version, head.digest) for head in heads)
+        # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.
+        if state.phase is Phase.FINISHED and state.manifest == manifest:
+            break
+        tokens = state.base_tokens + sum(seen.report.tokens for seen in await bus.read_reports())
+        update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
+        await bus.write_state(state.model_copy(update=update))
+    outer_steps = sum(head.version for head in heads)
+    structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
+    return state
+
+
+async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
+    """What is still on a fragment's stream will never be merged."""
+    counted = {(one.learner, one.incarnation, one.base_version) for one in head.merged}
+    while offers := await bus.read_offers(head.fragment):
+        records = []
+        for entry in offers:
+            h = entry.header
+            training = (h.learner, h.incarnation, h.base_version) if h is not None else None
+            lost = max(0, h.tokens) if h is not None and training not in counted else 0
+            counted |= {training} if training else set()
+            records.append(_rejected(head, entry, lost, clock.unix()))
+        keys = {
+            bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
+            for entry in offers
+            if (h := entry.header) is not None
+        }
+        entries = tuple(entry.entry_id for entry in offers)
+        lost_tokens = sum(record.lost_tokens for record in records)
+        at = (head.version, head.digest)
+        await bus.refuse(head.fragment, Refusal(nonce, at, entries, tuple(keys), tuple(records), lost_tokens))
+        structlog.get_logger().warning("deltas_rejected", fragment=head.fragment, reason="run_finished", n=len(records))
+
+
+def _rejected(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:
+    h = entry.header
+    return Rejected(
+        fragment=head.fragment,
+        version=head.version,
+        learner=h.learner if h else "",
+        incarnation=h.incarnation if h else "",
+        base_version=h.base_version if h else 0,
+        attempt=h.attempt if h else 0,
+        steps=h.steps if h else 0,
+        tokens=h.tokens if h else 0,
+        lost_tokens=lost,
+        reason=RefusalReason.RUN_FINISHED if h else RefusalReason.BAD_MESSAGE,
+        detail="the run is finished" if h else entry.problem[:500],
+        unix_s=unix_s,
+    )

@@ -1,0 +1,183 @@
+"""Which fragments this syncer serves: keeps their leases, and shares the fragments with the other syncers. asyncio.
+
+Every third of a lease time: prolong what is held; then say that this syncer is here, which tells who else is; then
+give back what is above its quota (`sharing`), or take free leases up to it. An owner that shall stop ends a merge in
+hand first, with its lease prolonged meanwhile, and only then is the lease given back; what is pending stays on the
+fragment's stream, from which the successor rebuilds the window. A syncer that dies says nothing any more: its leases
+and its presence end within a lease time, and the others find them free within a third of one.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+import structlog
+
+from pipeline.messages import Phase
+from pipeline.ports import Bus, Clock
+
+from .owner import FragmentOwner
+from .sharing import excess, wanted
+
+
+class Leases:
+    """One syncer's leases, from its start until it parts."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, owners: Sequence[FragmentOwner], nonce: str, name: str, lease_s: float
+    ) -> None:
+        """`owners`: of all fragments, in order; each serves while its `lease` is set."""
+        self._bus, self._clock, self._owners = bus, clock, owners
+        self._nonce, self._name, self._lease_s = nonce, name, lease_s
+        self.syncers: tuple[str, ...] = ()
+        """Nonces of the syncers that are here, this one included, as last seen."""
+        self._held: dict[int, float] = {}
+        """Fragment -> when its lease was last taken or prolonged, as of before the call."""
+        self._stopping: set[int] = set()
+        """Of those held: given back once their owners have stopped."""
+        self._parting = False
+        self._pass = asyncio.Lock()
+        self._log = structlog.get_logger()
+
+    async def keep(self) -> None:
+        """Until `part`; after an error, call it again.
+
+        Raises:
+            BusError: some leases may not have been prolonged.
+        """
+        while not self._parting:
+            due = self._clock.now() + self._lease_s / 3
+            async with self._pass:
+                await self._prolong()
+                await self._share()
+            await self._give_back(due)
+
+    async def part(self) -> None:
+        """Give every lease back as soon as its owner has stopped, and say that this syncer is gone.
+
+        Raises:
+            BusError: call it again; what is not given back ends by itself.
+        """
+        self._parting = True
+        async with self._pass:  # what is being taken is given back too
+            self._stop(self._held)
+        while self._held:
+            due = self._clock.now() + self._lease_s / 3
+            await self._prolong()
+            await self._give_back(due)
+        await self._bus.withdraw_syncer(self._nonce)
+
+    # --- held leases ------------------------------------------------------------------------------------
+
+    async def _prolong(self) -> None:
+        """All that is held, at once: a lease must not lapse because there are many."""
+        began = self._clock.now()
+        for p in [p for p, since in self._held.items() if began - since > self._lease_s]:
+            self._lose(p)  # others may have held it in between: its owner must read everything again
+        held = sorted(self._held)
+        calls = (self._bus.acquire_lease(p, self._nonce, self._lease_s) for p in held)
+        errors: list[BaseException] = []
+        for p, answer in zip(held, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                errors.append(answer)
+            elif not answer:
+                self._lose(p)
+            elif p in self._held:  # not given back meanwhile
+                self._held[p] = began
+                if p not in self._stopping:
+                    self._owners[p].lease.set()  # its owner may have met with a lapse
+        if errors:
+            raise errors[0]
+
+    def _lose(self, p: int) -> None:
+        self._log.warning("lease_lost", fragment=p)
+        self._stop([p])
+        del self._held[p]
+        self._stopping.discard(p)
+
+    def _stop(self, fragments: Iterable[int]) -> None:
+        for p in fragments:
+            self._stopping.add(p)
+            self._owners[p].lease.clear()
+            self._owners[p].wake.set()
+
+    async def _give_back(self, until: float) -> None:
+        """Until a time, release each lease whose owner has stopped; returns early when a parting syncer has none."""
+        parting = self._parting
+        while (left_s := until - self._clock.now()) > 0 and self._parting is parting and (self._held or not parting):
+            stopped = [p for p in sorted(self._stopping) if self._owners[p].idle.is_set()]
+            for p in stopped:  # from here on nobody prolongs it
+                self._stopping.discard(p)
+                self._held.pop(p, None)
+                self._owners[p].forget()
+                self._log.info("lease_given_back", fragment=p)
+            await asyncio.gather(*(self._bus.release_lease(p, self._nonce) for p in stopped))
+            if not stopped:
+                await self._pause(left_s)
+
+    async def _pause(self, limit_s: float) -> None:
+        """Until an owner that shall stop has stopped, or the time is over."""
+        if not self._stopping:
+            await asyncio.sleep(limit_s)
+            return
+        stops = [asyncio.ensure_future(self._owners[p].idle.wait()) for p in sorted(self._stopping)]
+        try:
+            await asyncio.wait(stops, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for stop in stops:
+                stop.cancel()
+
+    # --- sharing ------------------------------------------------------------------------------------------
+
+    async def _share(self) -> None:
+        """Compare what is held with the quota among the syncers that are here; give back, or take."""
+        state = await self._bus.read_state()
+        if self._parting or (state is not None and state.phase.rank >= Phase.CLOSING.rank):
+            return  # who ends the run needs all leases
+        syncers = await self._bus.announce_syncer(self._nonce, self._name, self._lease_s)
+        if syncers != self.syncers:
+            self._log.info("syncers_changed", syncers=len(syncers))
+        self.syncers = syncers
+        sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
+        self._stop(excess(self._held.keys() - self._stopping, *sharing))
+        if not wanted(self._held, range(len(self._owners)), *sharing):
+            return
+        holders = await self._bus.read_leases(range(len(self._owners)))
+        free = [
+            p
+            for p, holder in enumerate(holders)
+            # Ours without being held: the answer to our call was lost. An owner must have stopped to begin anew.
+            if holder in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set()
+        ]
+        while not self._parting and (some := wanted(self._held, free, *sharing)):
+            began = self._clock.now()
+            calls = (self._bus.acquire_lease(p, self._nonce, self._lease_s) for p in some)
+            for p, taken in zip(some, await asyncio.gather(*calls), strict=True):
+                if taken:
+                    self._held[p] = began
+                    self._owners[p].lease.set()
+                    self._log.info("lease_taken", fragment=p)
+            free = free[len(some) :]
+
+
+@asynccontextmanager
+async def holding(bus: Bus, fragments: Iterable[int], nonce: str, lease_s: float) -> AsyncIterator[None]:
+    """Prolong leases, which are held already, for as long as the block takes; should that fail, they lapse."""
+
+    async def prolong() -> None:
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            await asyncio.gather(*(bus.acquire_lease(p, nonce, lease_s) for p in ids), return_exceptions=True)
+
+    ids = tuple(fragments)
+    task = asyncio.create_task(prolong())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def release_all(bus: Bus, nonce: str, fragments: int) -> None:
+    """Give back what is held of all leases."""
+    await asyncio.gather(*(bus.release_lease(p, nonce) for p in range(fragments)))

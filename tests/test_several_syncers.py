@@ -1,0 +1,475 @@
+"""Several syncers of one run: sharing, taking over, restarting and ending together. Virtual time, memory bus."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.virtual_time import run_virtual
+from diloco.tape import read_archive
+from pipeline.messages import Committed, Phase, Rejected, RunState
+from pipeline.ports import Bus
+from syncer.checkpoint import find_checkpoint, load_checkpoint
+from syncer.service import SyncerService
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+LEASE_S = 5.0
+P = 6
+ENDLESS = 10**9
+
+
+class Syncer:
+    """One life of a syncer in a world."""
+
+    def __init__(self, world: VirtualRun, name: str, **settings: Any) -> None:
+        self.service: SyncerService = world.start_syncer(syncer_id=name, **settings)
+        assert world.syncer is not None
+        self.task, self.stop = world.syncer, world.stop
+
+    @property
+    def held(self) -> set[int]:
+        return {owner.id for owner in self.service.owners if owner.lease.is_set()}
+
+    @property
+    def bus(self) -> Bus:
+        return self.service.bus
+
+    async def end(self) -> None:
+        """As SIGTERM."""
+        self.stop.set()
+        await self.task
+
+    async def kill(self) -> None:
+        """As SIGKILL: nothing that it says is heard any more."""
+        await self.bus.close()
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def slow_merges(syncer: Syncer, takes_s: float) -> None:
+    """Merges take a while; nothing else does."""
+
+    async def offload(work: Any, *args: Any) -> Any:
+        if getattr(work, "__name__", "") == "merge":
+            await asyncio.sleep(takes_s)
+        return work(*args)
+
+    syncer.service._offload = offload
+
+
+async def until(reached: Callable[[], bool], limit_s: float) -> float:
+    """Seconds until a condition holds."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.timeout(limit_s):
+        while not reached():
+            await asyncio.sleep(0.01)
+    return loop.time() - began
+
+
+def saved(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("checkpoint-*")]
+
+
+def archives(folder: Path) -> list[Path]:
+    return list(folder.glob("*.msgpack"))
+
+
+def learners_of(world: VirtualRun, n: int = 2) -> list[VirtualLearner]:
+    return [VirtualLearner(f"l{i}", world, 0.1 + 0.01 * i, f"{i:016x}").start() for i in range(n)]
+
+
+def check_books(world: VirtualRun, heads: list[Any], learners: list[VirtualLearner]) -> None:
+    """Trained = merged + overwritten + rejected, to the token-element."""
+    elements = [f.elements for f in learners[0].exchange._fragments]
+    trained = sum(learner.rounds.tokens for learner in learners) * sum(elements)
+    overwritten = sum(learner.rounds.overwritten for learner in learners)
+    merged = sum(h.merged_tokens * n for h, n in zip(heads, elements, strict=True))
+    rejected = sum(h.rejected_tokens * n for h, n in zip(heads, elements, strict=True))
+    assert merged + overwritten + rejected == trained
+
+
+async def nothing_left(world: VirtualRun) -> None:
+    """No header, no lease, no syncer."""
+    count = world.spec.sync.fragments
+    assert [await world.bus.read_offers(p) for p in range(count)] == [[]] * count
+    assert await world.bus.read_leases(range(count)) == [None] * count
+    assert await world.bus.read_syncers() == {}
+
+
+async def ask_to_drain(world: VirtualRun) -> None:
+    state = await world.bus.read_state()
+    assert state is not None
+    await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
+
+
+# --- sharing -------------------------------------------------------------------------------------------
+
+
+def test_fragments_are_shared_anew_whenever_a_syncer_comes_or_goes() -> None:
+    """Each has its quota within a lease time, the lead stays, and every fragment is merged on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        learners = learners_of(world)
+        await world.until_version(1)
+        assert a.held == set(range(P))
+        b = Syncer(world, "b")
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), LEASE_S)
+        c = Syncer(world, "c")
+        await until(lambda: [len(s.held) for s in (a, b, c)] == [2, 2, 2], LEASE_S)
+        assert 0 in a.held
+        assert a.held | b.held | c.held == set(range(P))
+        version = min(await world.versions())
+        await world.until_version(version + 2, 10.0)
+        await c.end()
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), LEASE_S)
+        version = min(await world.versions())
+        await world.until_version(version + 2, 10.0)
+        by = {r.syncer for r in await world.tape() if isinstance(r, Committed) and r.contributions}
+        assert by == {"a", "b", "c"}
+        for party in learners:
+            await party.kill()
+        await a.end()
+        await b.end()
+
+    run_virtual(main())
+
+
+def test_a_merge_in_hand_is_committed_before_its_fragment_is_given_back() -> None:
+    """A syncer joins while the other is in merges that take longer than a poll: none of them is lost."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        slow_merges(a, 3.0)
+        learners = learners_of(world)
+        await world.until_version(1)
+        b = Syncer(world, "b")
+        given = asyncio.Event()
+        release = a.bus.release_lease
+
+        async def noted(fragment: int, nonce: str) -> None:
+            assert a.service.owners[fragment].idle.is_set()
+            given.set()
+            await release(fragment, nonce)
+
+        a.bus.release_lease = noted  # type: ignore[method-assign]
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), 3 * LEASE_S)
+        assert given.is_set()
+        version = min(await world.versions())
+        await world.until_version(version + 1, 20.0)
+        registry = a.service.metrics.registry
+        assert registry.get_sample_value("diloco_lease_losses_total") == 0
+        for party in learners:
+            await party.kill()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.2, 1.6])
+def test_a_dead_syncers_fragments_are_taken_over_within_two_lease_times(after_s: float) -> None:
+    """Wherever in its period it dies: its leases end within one lease time, and a third of one later all are taken."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a, b = Syncer(world, "a"), Syncer(world, "b")
+        learners = learners_of(world)
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+        await asyncio.sleep(after_s)
+        orphans, before = sorted(b.held), await world.versions()
+        await b.kill()
+        took_s = await until(lambda: a.held == set(range(P)), 2 * LEASE_S)
+        assert LEASE_S * 2 / 3 - 0.1 <= took_s <= LEASE_S * 4 / 3 + 0.1
+        await asyncio.sleep(2.0)
+        after = await world.versions()
+        assert all(after[p] > before[p] for p in orphans)
+        assert max(learner.longest_step_s for learner in learners) < 0.15
+        for party in learners:
+            await party.kill()
+        await a.end()
+
+    run_virtual(main())
+
+
+def test_many_fragments_on_a_slow_bus_lose_no_lease() -> None:
+    """Leases are prolonged at once: 40 of them one after the other, at 0.2 s each, would take longer than one lasts."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=40, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        acquire = a.bus.acquire_lease
+
+        async def slowly(fragment: int, nonce: str, ttl_s: float) -> bool:
+            await asyncio.sleep(0.2)
+            return await acquire(fragment, nonce, ttl_s)
+
+        a.bus.acquire_lease = slowly  # type: ignore[method-assign]
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(1)
+        b = Syncer(world, "b")
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            holders = await world.bus.read_leases(range(40))
+            assert holders.count(None) == 0 or len(a.held) + len(b.held) < 40
+            assert len(a.held) >= 20
+        await learner.kill()
+        await a.end()
+        await b.end()
+
+    run_virtual(main())
+
+
+def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
+    """Heads rise throughout, nothing is refused, and at the end every token is accounted for."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS, sync_interval=8))
+        lives = [Syncer(world, "a"), Syncer(world, "b")]
+        learners = learners_of(world, 3)
+        await until(lambda: [len(s.held) for s in lives] == [3, 3], 2 * LEASE_S)
+        await world.until_version(1)
+        offered: set[tuple[int, str]] = set()
+        for learner in learners:
+            offer = learner.exchange._bus.offer
+
+            async def noted(header: Any, offer: Any = offer) -> str:
+                entry: str = await offer(header)
+                offered.add((header.fragment, entry))
+                return entry
+
+            learner.exchange._bus.offer = noted  # type: ignore[method-assign]
+        taken: set[tuple[int, str]] = set()
+
+        def note(syncer: Syncer) -> None:
+            commit = syncer.bus.commit
+
+            async def noted(one: Any) -> None:
+                await commit(one)
+                taken.update((one.record.fragment, entry) for entry in one.entries)
+
+            syncer.bus.commit = noted  # type: ignore[method-assign]
+
+        for syncer in lives:
+            note(syncer)
+        for i in range(2):
+            before = await world.versions()
+            await lives[i].end()
+            await asyncio.sleep(2.0)
+            lives[i] = Syncer(world, f"{lives[i].service.id}2")
+            note(lives[i])
+            await until(lambda: [len(s.held) for s in lives] == [3, 3], 2 * LEASE_S)
+            await asyncio.sleep(1.0)
+            gained = [now - was for now, was in zip(await world.versions(), before, strict=True)]
+            assert min(gained) >= 2
+            there = {(p, o.entry_id) for p in range(P) for o in await world.bus.read_offers(p)}
+            assert offered - there <= taken  # no header left its stream but by a commit
+        assert not [r for r in await world.tape() if isinstance(r, Rejected)]
+        assert len(offered) > 100
+        await ask_to_drain(world)
+        await world.finish(*learners)
+        await asyncio.gather(*(s.task for s in lives))
+        check_books(world, await world.heads(), learners)
+        await nothing_left(world)
+
+    run_virtual(main())
+
+
+# --- ending --------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_several_syncers_ends_by_itself_and_every_token_is_accounted_for() -> None:
+    """All of them end, one manifest names the heads, and nothing is left on the bus."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=9_000, sync_interval=8))
+        syncers = [Syncer(world, name) for name in "abc"]
+        learners = learners_of(world, 3)
+        async with asyncio.timeout(300):
+            await asyncio.gather(*(s.task for s in syncers), *(one.task for one in learners if one.task))
+        state = await world.bus.read_state()
+        heads = await world.heads()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert [(h.version, h.digest) for h in heads] == list(state.manifest)
+        check_books(world, heads, learners)
+        await nothing_left(world)
+
+    run_virtual(main())
+
+
+def test_a_merge_in_hand_elsewhere_is_in_the_manifest() -> None:
+    """The lead closes an overdue run while another syncer merges: that merge is committed, and then comes the end."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS), drain_s=1.0)
+        syncers = [Syncer(world, "a"), Syncer(world, "b")]
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in syncers] == [1, 1], 2 * LEASE_S)
+        await world.until_version(2)
+        other = next(s for s in syncers if 0 not in s.held)
+        (p,) = other.held
+        started, phases = asyncio.Event(), []
+
+        async def offload(work: Any, *args: Any) -> Any:
+            if work.__name__ == "merge":
+                started.set()
+                await asyncio.sleep(4.0)
+                state = await world.bus.read_state()
+                assert state is not None
+                phases.append(state.phase)
+            return work(*args)
+
+        other.service.owners[p]._offload = offload
+        await asyncio.wait_for(started.wait(), 5.0)
+        was = (await world.versions())[p]
+        for learner in learners:
+            await learner.kill()
+        await ask_to_drain(world)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(s.task for s in syncers))
+        state = await world.bus.read_state()
+        assert phases[0] is Phase.CLOSING
+        assert state is not None
+        assert state.manifest == tuple((h.version, h.digest) for h in await world.heads())
+        assert state.manifest[p][0] == was + 1
+        await nothing_left(world)
+
+    run_virtual(main())
+
+
+def dies_at(syncer: Syncer, phase: Phase, after: bool) -> asyncio.Event:
+    """Kill a syncer where it writes a phase, just before or just after it took effect; set when it happened."""
+    died, write = asyncio.Event(), syncer.bus.write_state
+
+    async def deadly(state: RunState) -> RunState:
+        if state.phase is phase and not died.is_set():
+            if after:
+                await write(state)
+            died.set()
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(syncer.kill()))
+            await asyncio.Event().wait()
+        return await write(state)
+
+    syncer.bus.write_state = deadly  # type: ignore[method-assign]
+    return died
+
+
+@pytest.mark.parametrize("phase", [Phase.CLOSING, Phase.FINISHED])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_syncer_that_dies_while_it_ends_the_run_is_replaced_by_the_next(
+    phase: Phase, after: bool, tmp_path: Path
+) -> None:
+    """The others, or one that is started anew, write the manifest and the last checkpoint."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2, tokens=2_000), checkpoint_dir=tmp_path)
+        syncers = [Syncer(world, "a"), Syncer(world, "b")]
+        deaths = [dies_at(s, phase, after) for s in syncers]
+        learners = learners_of(world)
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(one.task for one in learners if one.task))
+            await asyncio.gather(*(s.task for s in syncers), return_exceptions=True)
+        assert any(death.is_set() for death in deaths)
+        anew = Syncer(world, "c")
+        async with asyncio.timeout(30):
+            await anew.task
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert [(h.version, h.digest) for h in await world.heads()] == list(state.manifest)
+        assert load_checkpoint(tmp_path).state.manifest == state.manifest
+        assert await world.bus.read_leases([0, 1]) == [None, None]
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_is_told_to_stop_leaves_the_end_to_the_others() -> None:
+    """In the middle of the drain it gives its fragments back; the run is finished by who is left."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a, b = Syncer(world, "a"), Syncer(world, "b")
+        learners = learners_of(world)
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+        lead, other = (a, b) if 0 in a.held else (b, a)
+        await ask_to_drain(world)
+        await lead.end()
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.DRAINING
+        assert lead.service.in_order
+        async with asyncio.timeout(60):
+            await asyncio.gather(other.task, *(one.task for one in learners if one.task))
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        check_books(world, await world.heads(), learners)
+
+    run_virtual(main())
+
+
+# --- what they leave on disk -----------------------------------------------------------------------------
+
+
+def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
+    """Syncers that share a folder do not save the same state twice; when one is told to stop, only the lead saves."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path)
+        a, b, c = (Syncer(world, name) for name in "abc")
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in (a, b, c)] == [2, 2, 2], 2 * LEASE_S)
+        lead = next(s for s in (a, b, c) if 0 in s.held)
+        first, second = (s for s in (a, b, c) if s is not lead)
+        await first.end()
+        assert not saved(tmp_path)
+        await lead.end()
+        assert len(saved(tmp_path)) == 1
+        await ask_to_drain(world)
+        d = Syncer(world, "d")
+        async with asyncio.timeout(60):
+            await asyncio.gather(second.task, d.task, *(one.task for one in learners if one.task))
+        assert len(saved(tmp_path)) == 2
+        state = await world.bus.read_state()
+        assert state is not None
+        assert load_checkpoint(find_checkpoint(tmp_path)).state == state
+
+    run_virtual(main())
+
+
+def test_two_checkpoints_of_the_same_moment_do_not_get_into_each_others_way(tmp_path: Path) -> None:
+    """A name that another syncer has taken meanwhile is left alone."""
+    from syncer.checkpoint import _rename
+
+    for text in ("one", "two", "three"):
+        folder = tmp_path / f".writing-{text}"
+        folder.mkdir()
+        (folder / "state.json").write_text(text)
+        _rename(folder, tmp_path, "checkpoint-5")
+    found = {path.name: (path / "state.json").read_text() for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-5": "one", "checkpoint-5.2": "two", "checkpoint-5.3": "three"}
+
+
+def test_no_record_of_the_tape_is_lost_with_a_syncer(tmp_path: Path) -> None:
+    """Each archives all of it: whoever is killed, the folder holds every record once."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=9_000), tape_dir=tmp_path)
+        a, b = Syncer(world, "a"), Syncer(world, "b")
+        learners = learners_of(world)
+        await world.until_version(3)
+        lead, other = (a, b) if 0 in a.held else (b, a)
+        await lead.kill()
+        await asyncio.sleep(3.0)
+        anew = Syncer(world, "c")
+        async with asyncio.timeout(120):
+            await asyncio.gather(other.task, anew.task, *(one.task for one in learners if one.task))
+        archived = read_archive(tmp_path)
+        assert archived == sorted(await world.tape(), key=lambda record: record.unix_s)
+        assert len({path.name.split("-")[1] for path in archives(tmp_path)}) == 3
+
+    run_virtual(main())
