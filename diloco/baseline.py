@@ -63,6 +63,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, An
         "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},
         "elapsed_s": last["elapsed_s"],
         "learners": [_learner(row) for row in last["learners"]],
+        "syncers": [],
         "fragments": [],
         "evaluation": evaluation,
         "warnings": [],

@@ -124,6 +124,12 @@ def _fragment_table(status: Status) -> Table:
     return table
 
 
+def _syncers(status: Status) -> str:
+    """'3, a leads'."""
+    lead = next((one["id"] for one in status["syncers"] if one["leads"]), None)
+    return f"{len(status['syncers'])}, {escape(lead) if lead else 'nobody'} leads"
+
+
 def _summary(status: Status) -> Table:
     lost = sum(value for cause, value in status["tokens_lost"].items() if cause != "pending")
     evaluation = status["evaluation"]
@@ -133,6 +139,8 @@ def _summary(status: Status) -> Table:
         ("lost", f"{count(lost)} tokens"),
         ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
     ]
+    if len(status["syncers"]) > 1:
+        facts.append(("syncers", _syncers(status)))
     grid = Table.grid(padding=(0, 3))
     grid.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts))
     return grid
@@ -177,6 +185,7 @@ def plain_line(status: Status) -> str:
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",
+        *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
         f"{duration(status['elapsed_s'])} gone",
         f"{duration(time_left(status))} left",
     ]

@@ -44,9 +44,8 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
     report = build(outcome)
     picture = folder.path / "loss.png"
-    kept = [
-        event for event in report["events"] if event["name"] in ("learner_killed", "learner_started", "learner_died")
-    ]
+    shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
+    kept = [event for event in report["events"] if event["name"] in shown]
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {len(report['learners'])} learners: global validation loss"
     draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)

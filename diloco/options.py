@@ -36,6 +36,7 @@ class RunSettings(Settings):
     """The one-machine launcher."""
 
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
+    syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     method: Literal["diloco", "data-parallel"] = Field(
         "diloco", description="diloco, or the baseline that averages gradients at every step"
     )
@@ -64,7 +65,12 @@ class RunProcess(
         None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
     )
     threads: int | None = Field(None, ge=1, description="Torch threads of each learner (default: cores // learners)")
-    http_port: int = Field(0, ge=0, le=65535, description="Port of the syncer's HTTP side; 0 takes a free one")
+    http_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the syncer's HTTP side, of several syncers the first one's; 0 takes free ones",
+    )
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     record_deltas: Path | None = Field(
         None,
@@ -82,7 +88,7 @@ ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.mod
 
 
 NOT_OF_BASELINE = (
-    *("redis_url", "redis_port", "checkpoint_every", "groups", "record_deltas"),
+    *("redis_url", "redis_port", "syncers", "checkpoint_every", "groups", "record_deltas"),
     *("recover", "ramp_steps", "log_losses"),
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
@@ -117,6 +123,8 @@ def check(settings: RunProcess) -> None:
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
             "cannot join; give more --learners, a smaller --quorum, or --redis-port so that others can join"
         )
+    if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
+        raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
     if settings.redis_url is not None and settings.redis_port is not None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
 

@@ -5,7 +5,7 @@ How a run ends:
 - by its budget: the syncer drains and finishes it, the other processes end by themselves;
 - by Ctrl-C (or SIGTERM): the launcher asks for the drain, and the rest is the same;
 - by a second Ctrl-C: everything is killed at once, without report;
-- by an error: a process that died at the start, a syncer that died at any time, or no learner left.
+- by an error: a learner that died at the start, no syncer left, or no learner left.
 """
 
 import asyncio
@@ -100,7 +100,11 @@ class Launcher:
             syncer += ["--record-deltas", str(self._folder.recording(self._settings.record_deltas))]
         if self._settings.resume is not None:
             syncer += ["--resume", str(self._settings.resume)]
-        self._children.start("syncer", ["syncer", *config, "--syncer-id", "syncer", *syncer], one)
+        for number in range(self._settings.syncers):
+            name = f"syncer-{number}" if self._settings.syncers > 1 else "syncer"
+            port = self._settings.http_port and self._settings.http_port + number
+            own = ["--syncer-id", name, "--http-port", str(port)]
+            self._children.start(name, ["syncer", *config, *own, *syncer], one)
         threads = threads_for(self._settings.learners, self._settings.threads)
         many = environment(threads, self._url)
         for number in range(self._settings.learners):
@@ -143,6 +147,7 @@ class Launcher:
                     return
             if self._drained_from_s is not None:
                 give_up_s = self._drained_from_s + self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
+                give_up_s += 2 * self._settings.lease_s  # of a syncer that died in the end
             if give_up_s is not None and self._clock.now() > give_up_s:
                 self._warn("the run did not finish its drain in time: SIGTERM to its processes")
                 self._children.terminate()
@@ -151,7 +156,7 @@ class Launcher:
 
     def _take(self, status: Status) -> None:
         now = self._clock.now()
-        if self._drained_from_s is None and status["phase"] == Phase.DRAINING:
+        if self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
         if status["phase"] == Phase.RUNNING:
             self._steps.add(status["learners"], now)
@@ -167,11 +172,7 @@ class Launcher:
 
     async def _check(self, status: Status) -> None:
         training = status["phase"] in ("waiting", Phase.RUNNING)
-        syncer = self._children["syncer"]
-        if not syncer.alive and status["phase"] != Phase.FINISHED:
-            state = await self._bus.read_state()  # it may have finished the run since the status was read
-            if syncer.status != 0 or state is None or state.phase is not Phase.FINISHED:
-                raise ChildDied(syncer.obituary())
+        await self._check_syncers(status)
         for child in (*self._children.named("learner-"), self._children["evaluator"]):
             if child.alive or child.reported:
                 continue
@@ -186,6 +187,23 @@ class Launcher:
         waiting_for_restart = self._killed is not None and self._restarted is None
         if training and not waiting_for_restart and not self._anybody(status):
             raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
+
+    async def _check_syncers(self, status: Status) -> None:
+        """The death of one of several is a warning: the others take its fragments over."""
+        ours = self._children.named("syncer")
+        gone = [child for child in ours if not (child.alive or child.reported)]
+        if not gone or status["phase"] == Phase.FINISHED:
+            return
+        state = await self._bus.read_state()  # they may have finished the run since the status was read
+        if state is not None and state.phase is Phase.FINISHED:
+            return
+        elsewhere = {one["id"] for one in status["syncers"]} - {child.name for child in ours}
+        for child in gone:
+            if not elsewhere and not any(one.alive for one in ours):
+                raise ChildDied(child.obituary())
+            child.reported = True
+            self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+            await self._event("syncer_died", child.name, child.ending())
 
     def _anybody(self, status: Status) -> bool:
         """A learner is left: one of ours, or one that joined from elsewhere."""
@@ -269,7 +287,7 @@ class Launcher:
             for left in await _gone(children, MARGIN_S):
                 self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
                 left.kill_group()
-        for child in (self._children["syncer"], self._children["evaluator"]):
+        for child in (*self._children.named("syncer"), self._children["evaluator"]):
             if child.status != 0 and not child.reported:
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 

@@ -19,7 +19,7 @@ from .locate import locate, open_bus
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
-    """Records of an archived tape (`*.msgpack`, one file a fragment group); each one once.
+    """Records of an archived tape (`*.msgpack`, one file for each fragment group and writer); each one once.
 
     By time, but those of one group always in the order of their tape: the clocks of several syncers may differ.
     A record cut short at the end of a file is left out: its writer was killed in the middle of it.
@@ -27,13 +27,13 @@ def read_archive(folder: Path) -> list[TapeRecord]:
     Raises:
         BadMessage: a record is damaged.
     """
+    tapes = [[decode_tape(packed) for packed in _records(file)] for file in sorted(folder.glob("*.msgpack"))]
     found: dict[TapeRecord, float] = {}
-    for file in sorted(folder.glob("*.msgpack")):
+    # Each syncer archives what is there when it starts and all that comes: who started first knows most.
+    for tape in sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s):
         now_s = -math.inf
-        for packed in _records(file):
-            record = decode_tape(packed)
-            if record not in found:  # a restarted syncer archives from the start again
-                now_s = found[record] = max(now_s, record.unix_s)
+        for record in tape:
+            now_s = max(now_s, found.setdefault(record, max(now_s, record.unix_s)))
     return sorted(found, key=found.__getitem__)
 
 

@@ -9,7 +9,7 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 (`pipeline.ledger`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .codec import decode
@@ -101,6 +101,18 @@ def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s
     return max(0.0, now_unix_s - silent_s - state.started_unix_s)
 
 
+def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Who serves which fragments; the one of fragment 0 leads."""
+    return [
+        {
+            "id": name,
+            "leads": holders[:1] == [nonce],
+            "fragments": [p for p, holder in enumerate(holders) if holder == nonce],
+        }
+        for nonce, name in sorted(syncers.items(), key=lambda item: (item[1], item[0]))
+    ]
+
+
 def build_status(
     run: str,
     spec: Spec | None,
@@ -111,9 +123,12 @@ def build_status(
     bus_warnings: Sequence[str],
     now_unix_s: float,
     live_s: float = LIVE_S,
+    syncers: Mapping[str, str] | None = None,
+    holders: Sequence[str | None] = (),
 ) -> dict[str, Any]:
     """The status from its parts; see `tests/test_status.py` for the shape.
 
+    `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held.
     Before a spec and a state exist the phase is "waiting", and the shape is the same.
     """
     present = [head for head in heads if head is not None]
@@ -137,6 +152,7 @@ def build_status(
         "tokens_lost": lost,
         "elapsed_s": _elapsed_s(state, reports, now_unix_s),
         "learners": [_learner(seen, live_s) for seen in reports],
+        "syncers": _syncers(syncers or {}, holders),
         "fragments": [_fragment(head, quorum, now_unix_s) for head in present],
         "evaluation": None
         if evaluation is None
@@ -176,8 +192,22 @@ async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> dict[st
         bus.use_groups(spec.sync.groups)
         # Totals of heads before those of reports: what was merged was reported as trained earlier.
         heads = await bus.read_heads(range(spec.sync.fragments))
+    syncers = await bus.read_syncers()
+    holders = await bus.read_leases(range(len(heads)))
     reports = await bus.read_reports()
     state = await bus.read_state()
     evaluation = await _last_evaluation(bus, clock)
     info = await bus.info()
-    return build_status(bus.keys.run, spec, state, reports, heads, evaluation, info.warnings, clock.unix(), live_s)
+    return build_status(
+        bus.keys.run,
+        spec,
+        state,
+        reports,
+        heads,
+        evaluation,
+        info.warnings,
+        clock.unix(),
+        live_s,
+        syncers,
+        holders,
+    )

@@ -56,6 +56,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "tokens_lost": {"overwritten": 21_000, "rejected": 0, "died": 3000, "pending": 80_000},
         "elapsed_s": 81.0,
         "learners": [learner("learner-0"), learner("learner-1", step=398)],
+        "syncers": [{"id": "syncer", "leads": True, "fragments": [0, 1]}],
         "fragments": [
             fragment(0, state="grace", members=["learner-0", "learner-1", "learner-2"], deadline_in_s=0.21),
             fragment(1, state="collecting", members=["learner-3"]),
@@ -172,3 +173,13 @@ def test_numbers_are_short():
         "3.20G",
     ]
     assert [duration(s) for s in (None, 5, 125, 3723)] == ["-", "0:05", "2:05", "1:02:03"]
+
+
+def test_several_syncers_are_counted_and_the_lead_is_named():
+    """One syncer is not worth a word; while the lead's lease is free, nobody leads."""
+    two = [{"id": "a", "leads": False, "fragments": [1]}, {"id": "b", "leads": True, "fragments": [0]}]
+    assert "syncer" not in text_of(status()) + plain_line(status())
+    assert "syncers 2, b leads" in plain_line(status(syncers=two))
+    assert "syncers 2, b leads" in text_of(status(syncers=two), 140)
+    two[1]["leads"] = False
+    assert "syncers 2, nobody leads" in plain_line(status(syncers=two))

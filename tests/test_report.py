@@ -289,6 +289,17 @@ def test_an_archive_is_read_in_order_and_each_record_once(tmp_path):
     assert read_archive(tmp_path) == RECORDS
 
 
+def test_archives_of_several_syncers_make_one_tape_in_order(tmp_path):
+    """One was killed, one began late; a record whose syncer's clock is behind stays where its tape has it."""
+    ahead = committed(0, 5, ("a", "0" * 8, 10), unix_s=50.0)
+    behind = committed(0, 6, ("a", "0" * 8, 10), unix_s=49.0)
+    tape = [*(committed(0, v, ("a", "0" * 8, 10), unix_s=10.0 * v) for v in range(1, 5)), ahead, behind]
+    (tmp_path / "0-aa.msgpack").write_bytes(b"".join(map(encode, tape[:5])))
+    (tmp_path / "0-bb.msgpack").write_bytes(b"".join(map(encode, tape[2:])))
+    (tmp_path / "0-cc.msgpack").write_bytes(b"")
+    assert read_archive(tmp_path) == tape
+
+
 def test_a_record_cut_short_is_left_out_and_a_damaged_one_refused(tmp_path):
     whole = b"".join(map(encode, RECORDS))
     (tmp_path / "0.msgpack").write_bytes(whole[:-3])

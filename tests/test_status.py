@@ -67,6 +67,17 @@ def test_the_shape_is_the_documented_one_and_json():
     assert (empty["phase"], empty["progress"], empty["warnings"]) == ("waiting", 0.0, [])
 
 
+def test_it_says_which_syncer_serves_which_fragment():
+    """The one of fragment 0 leads; a lease of a syncer that is gone is nobody's."""
+    found = build(syncers={"0b": "a", "0a": "b"}, holders=["0a", "0b", None, "0c", "0a"])["syncers"]
+    assert found == [
+        {"id": "a", "leads": False, "fragments": [1]},
+        {"id": "b", "leads": True, "fragments": [0, 4]},
+    ]
+    assert build(syncers={"0a": "b"}, holders=["0c"])["syncers"] == [{"id": "b", "leads": False, "fragments": []}]
+    assert build()["syncers"] == []
+
+
 def test_merged_tokens_count_each_fragment_by_its_share():
     """Fragment 0 is 3/4 of the model: 1000 tokens in it and 200 in fragment 1 are 800 tokens of the model."""
     heads = [samples.head(0, merged_tokens=1000, version=2), samples.head(1, merged_tokens=203, version=5)]
