@@ -114,7 +114,7 @@ class Replay:
         self._keys = self.bus.keys
         self._entries: defaultdict[str, _Entries] = defaultdict(_Entries)
         self._snapshots: dict[int, list[tuple[bytes, int, bytes]]] = {}
-        self._full = False
+        self._full: bool | None = None  # as it was found
 
     # --- the server ---------------------------------------------------------------------------------
 
@@ -128,6 +128,8 @@ class Replay:
         return sorted(found)
 
     async def _set_full(self, full: bool) -> None:
+        if self._full is full:
+            return
         self._full = full
         await self._redis.command("CONFIG", "SET", "maxmemory", 1 if full else 0)
 
@@ -141,7 +143,7 @@ class Replay:
         """A new server knows no scripts; it loads what it has, whether there is room or not."""
         await self._redis.command("SCRIPT", "FLUSH")
         if snapshot is not None:
-            full = self._full
+            full = bool(self._full)
             await self.clear()
             await self._redis.many(("RESTORE", *key) for key in self._snapshots[snapshot])
             await self._set_full(full)

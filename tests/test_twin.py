@@ -239,6 +239,23 @@ def test_who_is_gone_is_as_memory_saw_it(redis_server: str) -> None:
     assert found.index == index
 
 
+def test_which_syncers_are_here_is_as_memory_saw_it(redis_server: str) -> None:
+    """One whose time is over is gone there too, one whose time is nearly over is not."""
+
+    async def story(connect: Callable[[str], MemoryBus], store: WorldStore) -> None:
+        bus = connect("a")
+        first, second = "a" * 16, "b" * 16
+        await bus.announce_syncer(first, "one", 1.0)
+        await asyncio.sleep(0.999)
+        assert await bus.announce_syncer(second, "two", 1.0) == (first, second)
+        await asyncio.sleep(0.001)
+        store.full = True  # which does not keep anybody from telling the time
+        assert await bus.read_syncers() == {second: "two"}
+        assert await bus.announce_syncer(second, "two", 1.0) == (second,)
+
+    assert difference(recorded(story), redis_server) is None
+
+
 def test_what_expired_was_lost_or_came_back_is_the_same_there(redis_server: str) -> None:
     """A lapsed lease can be taken, a rewind brings back what was there before, and a full server refuses."""
 
