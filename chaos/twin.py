@@ -160,7 +160,7 @@ class Replay:
             entry = self._entries[shards].redis("{}-{}".format(*at))
             commands.append(("XCLAIM", shards, "learners", who, 0, entry, "IDLE", -LONGER * ahead_ms))
         if commands:
-            full = self._full
+            full = bool(self._full)
             await self._set_full(False)
             await self._redis.many(commands)
             await self._set_full(full)
