@@ -9,7 +9,7 @@ twice, of a delta that is stale by more than one or was not offered; weights >= 
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
 refused is still on its stream; a learner's reported tokens cover its header's; only committed values are adopted;
-at the end the ledger closes to the token-element.
+a shard leaves the queue when all of it was read; at the end the ledger closes to the token-element.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,23 @@ from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import DeltaHeader, LearnerReport, Phase, RunState, Spec, TapeRecord, WindowView
+from pipeline.messages import (
+    ClaimedShard,
+    DeltaHeader,
+    LearnerReport,
+    Phase,
+    RunState,
+    Shard,
+    Spec,
+    TapeRecord,
+    WindowView,
+)
 from pipeline.ports import Commit, Refusal
 from pipeline.standing import Standing
 
 from . import reference
 from .link import Link
+from .plan import BLOCKS, SHARD_BLOCKS
 
 Float64 = npt.NDArray[np.float64]
 
@@ -95,12 +106,17 @@ class Oracle:
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
+        self._read: set[tuple[int, int]] = set()
+        """(epoch, block) that a learner has read."""
+        self._shards: dict[str, Shard] = {}
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "commit": self._commit,
             "refuse": self._refuse,
             "write_window": self._window,
             "write_state": self._state,
+            "claim_shard": self._claimed,
+            "finish_shard": self._finished_shard,
         }
 
     # --- what the world tells ------------------------------------------------------------------------
@@ -113,6 +129,10 @@ class Oracle:
         """A learner put a global into its model."""
         if (fragment, version, digest) not in self._committed:
             self.broken("only committed values are adopted", f"{learner}: fragment {fragment} version {version}")
+
+    def read_block(self, epoch: int, block: int) -> None:
+        """A learner trained on it."""
+        self._read.add((epoch, block))
 
     def draining(self) -> None:
         """From now on windows may close below the quorum."""
@@ -293,12 +313,40 @@ class Oracle:
             if fragment.pending:
                 self.broken("a finished run has nothing pending", f"fragment {p}: {len(fragment.pending)}")
 
+    # --- data shards -----------------------------------------------------------------------------------
+
+    def _claimed(self, link: Link, outcome: Any, *args: Any) -> None:
+        if isinstance(outcome, ClaimedShard):
+            self._shards[outcome.entry_id] = outcome.shard
+
+    def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
+        queue = self._stream(self._keys.shards)
+        if not isinstance(outcome, Exception) and queue is not None and stored.entry_id(entry_id) not in queue.ids:
+            self._check_read(self._shards[entry_id])
+
+    def _check_read(self, shard: Shard) -> None:
+        missed = [at for at in range(shard.start, shard.stop) if (shard.epoch, at) not in self._read]
+        if missed:
+            self.broken("every shard is read to its end", f"epoch {shard.epoch} shard {shard.index}: not {missed}")
+
+    def _check_shards(self) -> None:
+        """What left the queue was read; all else of the epochs queued so far is still there."""
+        queue, epochs = self._stream(self._keys.shards), self._store.values.get(self._keys.shard_epoch)
+        waiting = [stored.decode_shard(data) for data in queue.data] if queue else []
+        there = {(shard.epoch, shard.index) for shard in waiting}
+        for epoch in range(int(epochs) if isinstance(epochs, bytes) else 0):
+            for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):
+                if (epoch, index) not in there:
+                    stop = min(start + SHARD_BLOCKS, BLOCKS)
+                    self._check_read(Shard(epoch=epoch, index=index, start=start, stop=stop))
+
     # --- at the end ------------------------------------------------------------------------------------
 
     def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
         """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
         if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
             self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
+        self._check_shards()
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))

@@ -6,7 +6,8 @@ its steps and for nothing else.
 """
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,11 +21,12 @@ from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from workers.exchange import Exchange
 from workers.rounds import Publication, Rounds
+from workers.shards import read_blocks
 
 from .chance import Chance
 from .link import Link
 from .oracle import Oracle
-from .plan import LEASE_S, LIVENESS_S, Plan
+from .plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, Plan
 from .virtual_time import VirtualClock
 
 LEAVE_S = 4.0
@@ -134,12 +136,20 @@ class WorldLearner(Party):
         await exchange.join(world.spec, world.layout, lambda p: self.values[p].copy())
         running = asyncio.create_task(exchange.run())
         exchange.stepped([], self._adopt())
+        shared.shards_wanted = BLOCKS, SHARD_BLOCKS
+        exchange.want_shards()
+        order: Iterator[tuple[int, int]] | None = None
         try:
             while not (self.stop or (shared.state is not None and shared.state.phase is not Phase.RUNNING)):
                 if running.done():
                     running.result()
                 await asyncio.sleep(self._step_takes_s())
                 await self.paused()
+                if order is None and not shared.shards.empty():
+                    first = shared.shards.get_nowait()
+                    order = read_blocks(shared, first, exchange.finish_shard, random.Random(self.incarnation))
+                if order is not None:
+                    world.oracle.read_block(*next(order))
                 self._train()
                 adopted = self._adopt()
                 if shared.republish:

@@ -21,6 +21,8 @@ LIVENESS_S = 0.8
 FAULTS_UNTIL_S = 12.0
 """Planned faults begin before this, in virtual seconds."""
 LEARNERS, SYNCERS = 4, 3
+BLOCKS, SHARD_BLOCKS = 60, 7
+"""Data blocks of an epoch, and of a shard; a step reads one."""
 RULES: tuple[Literal["rda", "mean"], ...] = ("rda", "rda", "mean")
 
 
@@ -56,7 +58,7 @@ PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.DELTA_POISONED)]
 CRASH_POINTS = {
     Kind.LEARNER_KILLED: (
         *("claim_initial", "write_chunks", "finish_initial", "write_report", "offer", "read_heads", "read_chunks"),
-        *("claim_shard", "save_position", "finish_shard", "fill_shards", "read_tape", "tape_end"),
+        *("claim_shard", "save_position", "finish_shard", "release_shards", "fill_shards", "read_tape", "tape_end"),
     ),
     Kind.SYNCER_KILLED: (
         *("acquire_lease", "write_chunks", "commit", "commit", "refuse", "write_window", "read_offers", "read_heads"),

@@ -38,6 +38,8 @@ CRASH_WITHIN_S = 2.0
 """A party that does not come to its crash point in this time is killed where it is."""
 LOST_S = 1.0
 """How much a bus loses that comes back without its last second."""
+MOST_CALLS = 100_000
+"""Several times what any world needs: above it somebody is busy for nothing."""
 SHOWN = 400
 """Events kept for a trace."""
 
@@ -83,6 +85,7 @@ class World:
         self._wake = asyncio.Event()
         self._calm = False
         self._down_until = 0.0
+        self._effects = 0
         self._digest = xxhash.xxh3_128()
         self._trace: deque[str] = deque(maxlen=SHOWN)
         self._parties: dict[str, Party] = {}
@@ -150,6 +153,9 @@ class World:
             self.fired[Kind.TWO_HOLDERS] += 1
             if method == "commit":
                 self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
+        self._effects += 1
+        if self._effects > MOST_CALLS:
+            self.oracle.broken("nobody is busy for nothing", f"{self._effects} calls, the last one {method}")
         brief = type(outcome).__name__ if isinstance(outcome, Exception) else ""
         self.note(link.party, method, f"{_brief(method, args)} {brief}")
         self.oracle.observe(link, method, args, outcome)
