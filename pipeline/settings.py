@@ -139,7 +139,7 @@ class LearnerSettings(Settings):
         description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
         "fresh; peer: not its own; fresh: neither",
     )
-    ramp_steps: int = Field(20, ge=0, description="Steps of learning-rate ramp with fresh moments")
+    ramp_steps: int = Field(20, ge=0, description="Steps of learning-rate ramp after joining with fresh moments")
     log_losses: bool = Field(False, description="Append each step's training loss to losses.jsonl in --state-dir")
 
 

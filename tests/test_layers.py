@@ -15,9 +15,10 @@ MAY_IMPORT = {
     "syncer": {"pipeline", "syncer"},
     "workers": {"pipeline", "workers"},
     "chaos": {"pipeline", "syncer", "workers", "chaos"},
-    "diloco": {"pipeline", "syncer", "workers", "chaos", "diloco"},
+    "bench": {"pipeline", "syncer", "workers", "chaos", "bench"},
+    "diloco": {"pipeline", "syncer", "workers", "chaos", "bench", "diloco"},
 }
-OURS = {*MAY_IMPORT, "tests", "bench", "examples"}
+OURS = {*MAY_IMPORT, "tests", "examples"}
 
 ONLY_IN = {
     "torch": ("workers/",),

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -42,7 +43,7 @@ from pipeline.settings import SyncSettings
 from .background import yield_core
 from .exchange import Exchange
 from .parameters import FragmentParameters, tensor_table
-from .recovery import Recovery, RecoveryOptions, Source
+from .recovery import Recover, Recovery, RecoveryOptions, Source
 from .rounds import Publication, Rounds
 from .shards import read_blocks
 
@@ -65,7 +66,10 @@ class Learner:
         sync: SyncSettings | None = None,
         trainer: Mapping[str, Any] | None = None,
         leave_s: float = 20.0,
-        recovery: RecoveryOptions | None = None,
+        state_dir: str | Path | None = None,
+        state_every_s: float = 30.0,
+        recover: Recover = "auto",
+        log_losses: bool = False,
     ) -> None:
         """Nothing is connected before `with`.
 
@@ -78,8 +82,11 @@ class Learner:
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
-            recovery: where the optimizer's moments come from after a restart, and where they are saved; default: a
-                peer's, else fresh ones, and nothing is saved.
+            state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
+                random states; a restart goes on from it. None: they come from a live peer, else begin fresh.
+            state_every_s: time between two savings.
+            recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing.
+            log_losses: append the loss of each step to `state_dir`/losses.jsonl.
 
         Raises:
             UsageError: no Redis URL.
@@ -98,7 +105,8 @@ class Learner:
         self._url, self._run, self._leave_s = url, run, leave_s
         self._sync, self._trainer = sync, dict(trainer or {})
         self._spec: Spec | None = None
-        self._recovery_options = recovery or RecoveryOptions()
+        folder = None if state_dir is None else Path(state_dir)
+        self._recovery_options = RecoveryOptions(recover, folder, state_every_s, log_losses)
         self._recovery: Recovery | None = None
         self._rounds: Rounds | None = None
         self._parameters: FragmentParameters | None = None

@@ -33,6 +33,7 @@ from .peers import Peers
 from .rounds import Rounds
 from .state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 
+Recover = Literal["auto", "peer", "fresh"]
 Source = Literal["start", "checkpoint", "peer", "fresh"]
 
 LOSSES_EVERY_S = 1.0
@@ -44,7 +45,7 @@ LOSSES_KEPT = 100_000
 class RecoveryOptions:
     """What a learner recovers from, and what it leaves behind."""
 
-    recover: Literal["auto", "peer", "fresh"] = "auto"
+    recover: Recover = "auto"
     """auto: own checkpoint, then a peer, then fresh; peer: no checkpoint; fresh: neither."""
     state_dir: Path | None = None
     """A folder of this learner's own; None: nothing is saved."""

@@ -23,8 +23,7 @@ from .recipe import (
     update,
     use_threads,
 )
-from .recovery import RecoveryOptions
-from .schedule import learning_rate
+from .schedule import FRESH_MOMENTS_STEPS, learning_rate
 
 STEPS_PER_SHARD = 8
 """Inner steps of data a learner claims at a time: rare enough for the bus, little enough to lose."""
@@ -110,15 +109,13 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         sync=settings,
         trainer=agreed,
         leave_s=settings.leave_s,
-        recovery=RecoveryOptions(
-            recover=settings.recover,
-            state_dir=settings.state_dir,
-            state_every_s=settings.state_every,
-            log_losses=settings.log_losses,
-        ),
+        state_dir=settings.state_dir,
+        state_every_s=settings.state_every,
+        recover=settings.recover,
+        log_losses=settings.log_losses,
     ) as learner:
         stop.training = True
-        ramp_steps = settings.ramp_steps if learner.recovered in ("start", "fresh") else 0
+        ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": settings.ramp_steps}.get(learner.recovered, 0)
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         while not (learner.finished or stop.asked):
