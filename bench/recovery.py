@@ -25,7 +25,7 @@ WAYS = {
     "fresh, no ramp": ["--recover", "fresh", "--ramp-steps", "0"],
 }
 """Flags of each way."""
-SPANS = ((1, 5), (6, 10), (11, 20), (21, 50), (51, 100))
+SPANS = ((1, 5), (6, 10), (11, 20), (21, 50), (51, 80))
 """Steps after the restart over which the table averages."""
 
 

@@ -174,3 +174,29 @@ def test_what_an_optimizer_could_not_go_on_from_is_refused(fault: str) -> None:
     bad = Moments(good.kind, tuple(flats[:1] if fault == "fragments" else flats), numbers)
     with pytest.raises(BadPayload):
         check(bad, layout(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_copy_is_of_its_step_and_goes_back_to_the_device() -> None:
+    """Moments and `step`, both on the device, are not torn by the next step, and the optimizer goes on from them."""
+    model = nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = OptimizerState(model, optimizer, layout(model))
+    for count in range(1, 6):
+        model(torch.ones(4, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        taking = state.begin()
+        while not taking.advance():
+            pass
+        kept = {name: dict(optimizer.state[t]) for name, t in model.named_parameters()}
+        kept = {name: {key: value.clone() for key, value in one.items()} for name, one in kept.items()}
+        optimizer.step()
+        moments = taking.moments()
+        assert set(moments.numbers["step"]) == {float(2 * count - 1)}
+        state.load(moments)
+        for name, tensor in model.named_parameters():
+            now = optimizer.state[tensor]
+            assert all(torch.equal(now[key], kept[name][key]) for key in kept[name])
+            assert now["exp_avg"].is_cuda
+        optimizer.step()

@@ -142,6 +142,19 @@ def test_several_that_ask_at_once_are_served_by_one_upload() -> None:
     scene(play)
 
 
+def test_a_wish_that_came_too_late_for_an_offer_causes_no_second_upload() -> None:
+    """Set between a look at the bus and the announcement: the offer that is there serves it too."""
+
+    async def play(world: World) -> None:
+        await world.trains("l0", 3.0)
+        assert value_of(await world.party("l1").ask()) == 3.0
+        await world.bus.ask_moments("l2", module.OFFER_TTL_S)
+        await asyncio.sleep(module.OFFER_TTL_S / 2)
+        assert len(world.uploads) == 4
+
+    scene(play)
+
+
 def test_nobody_is_asked_where_nobody_trains() -> None:
     """No peer, one that has left, and ones too young to have moments: no wish, no waiting."""
 
