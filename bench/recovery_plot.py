@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 COLOURS = {"checkpoint": "#1f5f99", "peer": "#27803b", "fresh": "#c77d0a", "fresh, no ramp": "#c0392b"}
 SHOWN_BEFORE, SHOWN_AFTER = 40, 100
+SHOWN_FROM = 0.6
+"""Share of the tokens before the kill from which the held-out loss is shown."""
 SMOOTHED = 5
 """Steps in the running mean."""
 
@@ -91,9 +93,10 @@ def _draw_steps(axes: Axes, trials: Sequence[Curves], runs: dict[str, list[Curve
 def _draw_tokens(axes: Axes, trials: Sequence[Curves], runs: dict[str, list[Curves]]) -> None:
     for way, mine in runs.items():
         for number, trial in enumerate(mine):
-            x, y = zip(*((at / 1e6, loss) for at, loss in trial.evaluations if at), strict=True)
+            shown = [(at / 1e6, loss) for at, loss in trial.evaluations if at >= SHOWN_FROM * trial.killed_tokens]
+            x, y = zip(*shown, strict=True)
             label = way if not number else None
-            axes.plot(x, y, color=COLOURS[way], marker="o", markersize=2.5, linewidth=1.0, label=label)
+            axes.plot(x, y, color=COLOURS[way], marker="o", markersize=2, linewidth=0.9, alpha=0.8, label=label)
     for name, values in (
         ("killed", [trial.killed_tokens for trial in trials]),
         ("started again", [trial.restarted_tokens for trial in trials]),
@@ -113,6 +116,5 @@ def _draw_tokens(axes: Axes, trials: Sequence[Curves], runs: dict[str, list[Curv
         )
     axes.set_xlabel("trained tokens of the run (millions)")
     axes.set_ylabel("held-out loss (nats per token)")
-    axes.set_title("global parameters", fontsize=11)
-    axes.set_ylim(top=min(4.0, axes.get_ylim()[1]))
+    axes.set_title("global parameters of the run, one line a run", fontsize=11)
     axes.legend(fontsize=8)
