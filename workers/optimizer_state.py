@@ -36,7 +36,6 @@ def trial_state(optimizer: torch.optim.Optimizer, dims: int) -> dict[str, Any]:
     parameter.grad = torch.zeros_like(parameter)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler's wrapper, bound to the original
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
     twin.param_groups = [{**group, "params": [parameter]}]
