@@ -318,6 +318,70 @@ def test_a_syncer_that_dies_ends_the_run(tmp_path: Path) -> None:
     run.left_nothing_running()
 
 
+def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None:
+    """One is stopped and started anew, then the other is killed and started anew: the run ends as if nothing was."""
+    arguments = ["--learners", 2, "--syncers", 2, "--tokens", 200_000, "--pace", "100ms", "--lease-s", "2s"]
+    late: list[subprocess.Popen[str]] = []
+    with started(tmp_path / "out", *arguments) as run:
+
+        def start(name: str) -> None:
+            command = [sys.executable, "-m", "diloco", "syncer", "--config", str(run.out / "settings.toml")]
+            command += ["--redis-url", str(locate(BusSettings(), run.out).redis_url), "--syncer-id", name]
+            command += ["--checkpoint-dir", str(run.out / "checkpoints"), "--tape-dir", str(run.out / "tape")]
+            command += ["--http-port", "0"]
+            log = (run.out / "logs" / f"{name}.log").open("w")
+            late.append(subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment(), cwd=ROOT))
+            log.close()
+
+        def share(*names: str) -> None:
+            """Wait until these, and nobody else, serve all fragments, and each has been merged by its new owner."""
+
+            def there() -> bool:
+                syncers = run.status()["syncers"]
+                served = [p for one in syncers for p in one["fragments"]]
+                return {one["id"] for one in syncers if one["fragments"]} == set(names) and sorted(served) == [
+                    *range(4)
+                ]
+
+            wait_for(there, 30)
+            before = [fragment["version"] for fragment in run.status()["fragments"]]
+            after = [was + 2 for was in before]
+            wait_for(lambda: all(f["version"] >= v for f, v in zip(run.status()["fragments"], after, strict=True)), 30)
+
+        try:
+            run.reaches(5_000)
+            share("syncer-0", "syncer-1")
+            os.kill(run.pids["syncer-0"], signal.SIGTERM)
+            share("syncer-1")
+            start("again-0")
+            share("again-0", "syncer-1")
+            os.kill(run.pids["syncer-1"], signal.SIGKILL)
+            share("again-0")
+            start("again-1")
+            share("again-0", "again-1")
+            output = run.end()
+            assert [one.wait(30) for one in late] == [0, 0]
+        finally:
+            for one in late:
+                one.kill()
+                one.wait()
+    assert "syncer-0 ended with status 0" in output
+    assert "syncer-1 was killed by SIGKILL" in output
+    assert [event["who"] for event in run.report["events"] if event["name"] == "syncer_died"] == [
+        "syncer-0",
+        "syncer-1",
+    ]
+    assert run.report["tokens"] >= 200_000
+    assert run.report["tokens_lost"]["unaccounted"] == 0
+    assert Path(run.report["checkpoint"]).is_dir()
+    merged = [record for record in read_archive(run.out / "tape") if isinstance(record, Committed)]
+    assert {record.syncer for record in merged if record.contributions} >= {"syncer-1", "again-0", "again-1"}
+    for fragment in range(4):
+        versions = [record.version for record in merged if record.fragment == fragment]
+        assert versions == list(range(len(versions)))
+    wait_for(lambda: not any(is_running(pid) for pid in run.pids.values()), 10)
+
+
 def test_the_baseline_runs_from_the_same_command(tmp_path: Path) -> None:
     arguments = ["--method", "data-parallel", "--learners", 2, "--tokens", 60_000]
     with started(tmp_path / "out", *arguments) as run:

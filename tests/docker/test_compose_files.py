@@ -52,3 +52,29 @@ def test_builds_need_nothing_that_an_old_builder_lacks():
     """The Dockerfile is one for the classic builder too: no frontend line, no mounts, no heredocs."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     assert not re.search(r"^#\s*syntax\s*=|--mount|<<", text, re.MULTILINE | re.IGNORECASE)
+
+
+def service(name: str) -> str:
+    """The lines of one service in compose.yaml."""
+    found = re.search(rf"^  {name}:\n((?: {{4}}.*\n|\n)+)", (ROOT / "compose.yaml").read_text(), re.MULTILINE)
+    assert found, f"there is no service {name}"
+    return found[1]
+
+
+@pytest.mark.parametrize("name", ["syncer", "learner"])
+def test_what_is_scaled_has_nothing_that_only_one_container_can_have(name):
+    """No name of its own, and no single port of this machine: `--scale` must work."""
+    text = service(name)
+    assert "container_name" not in text
+    assert "DILOCO_SYNCER_ID" not in text
+    for line in re.findall(r"^ *ports:.*", text, re.MULTILINE):
+        first, last = map(int, re.findall(r"127\.0\.0\.1:\$\{\w+:-(\d+)-(\d+)\}:\d+\"", line)[0])
+        assert last - first >= 10
+
+
+def test_all_syncers_share_one_volume_for_checkpoints_and_tape():
+    """Whoever takes the lead saves where the one before did; each archives the tape into files of its own."""
+    text = service("syncer")
+    (folder,) = re.findall(r'volumes: \["checkpoints:(.*)"\]', text)
+    for name in ("DILOCO_CHECKPOINT_DIR", "DILOCO_TAPE_DIR"):
+        assert re.search(rf"{name}: {folder}/", text)
