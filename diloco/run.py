@@ -38,7 +38,7 @@ from .tape import read_archive
 
 TICK_S = 0.5
 SILENT_BUS_S = 60.0
-"""Redis may be away this long before the launcher gives up."""
+"""Redis, or the last syncer on another machine, may be away this long before the launcher gives up."""
 EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
@@ -86,6 +86,8 @@ class Launcher:
         self._killed: Killed | None = None
         self._restarted: Moment | None = None
         self._drained_from_s: float | None = None
+        self._unserved_since: float | None = None
+        """Since when there has been no syncer, neither ours nor elsewhere."""
         self._warnings: list[str] = []
         self.stopped = False
 
@@ -191,16 +193,22 @@ class Launcher:
     async def _check_syncers(self, status: Status) -> None:
         """The death of one of several is a warning: the others take its fragments over."""
         ours = self._children.named("syncer")
+        elsewhere = {one["id"] for one in status["syncers"]} - {child.name for child in ours}
+        left = bool(elsewhere) or any(child.alive for child in ours)
         gone = [child for child in ours if not (child.alive or child.reported)]
-        if not gone or status["phase"] == Phase.FINISHED:
+        if left:
+            self._unserved_since = None
+        if status["phase"] == Phase.FINISHED or (left and not gone):
             return
         state = await self._bus.read_state()  # they may have finished the run since the status was read
         if state is not None and state.phase is Phase.FINISHED:
             return
-        elsewhere = {one["id"] for one in status["syncers"]} - {child.name for child in ours}
+        if not left:
+            # One elsewhere may have been cut off for a moment; of ours we know that they are dead.
+            self._unserved_since = self._unserved_since or self._clock.now()
+            if gone or self._clock.now() > self._unserved_since + SILENT_BUS_S:
+                raise ChildDied((gone or ours)[-1].obituary())
         for child in gone:
-            if not elsewhere and not any(one.alive for one in ours):
-                raise ChildDied(child.obituary())
             child.reported = True
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             await self._event("syncer_died", child.name, child.ending())

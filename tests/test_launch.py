@@ -166,6 +166,8 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"redis_port": 1, "method": "data-parallel"}, "--redis-port"),
         ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
         ({"groups": 2, "method": "data-parallel"}, "--groups"),
+        ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
+        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):

@@ -38,6 +38,7 @@ PURE = (
     "syncer/merge.py",
     "syncer/outer.py",
     "syncer/fragment.py",
+    "syncer/sharing.py",
     "workers/schedule.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}

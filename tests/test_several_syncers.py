@@ -9,7 +9,7 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from diloco.tape import read_archive
-from pipeline.messages import Committed, Phase, Rejected, RunState
+from pipeline.messages import Committed, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 from syncer.service import SyncerService
@@ -387,6 +387,55 @@ def test_a_syncer_that_dies_while_it_ends_the_run_is_replaced_by_the_next(
     run_virtual(main())
 
 
+def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_refuses_the_rest() -> None:
+    """However late it hears of it: it takes no lease before. Training that was offered twice is lost once."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2, quorum=2, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(0)
+        async with asyncio.timeout(10):
+            while not all([await world.bus.read_offers(p) for p in range(2)]):
+                await asyncio.sleep(0.05)
+        await learner.kill()
+        await a.kill()
+        pending = [(await world.bus.read_offers(p))[0].header for p in range(2)]
+        tokens = []
+        for header in pending:
+            assert header is not None
+            await world.bus.offer(header.model_copy(update={"attempt": header.attempt + 1}))
+            tokens.append(header.tokens)
+        state = await world.bus.read_state()
+        assert state is not None
+        await world.bus.write_state(state.model_copy(update={"phase": Phase.CLOSING}))
+        await asyncio.sleep(2 * LEASE_S)
+        late = Syncer(world, "late")
+        read_reports = late.bus.read_reports
+
+        async def slowly() -> Any:
+            await asyncio.sleep(3.0)
+            return await read_reports()
+
+        late.bus.read_reports = slowly  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert late.held == set()
+        async with asyncio.timeout(30):
+            await late.task
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert [version for version, _ in state.manifest] == [0, 0]
+        refused = [r for r in await world.tape() if isinstance(r, Rejected)]
+        assert [(r.fragment, r.reason, r.lost_tokens) for r in refused] == [
+            (p, RefusalReason.RUN_FINISHED, lost) for p in range(2) for lost in (tokens[p], 0)
+        ]
+        assert [head.rejected_tokens for head in await world.heads()] == tokens
+        await nothing_left(world)
+
+    run_virtual(main())
+
+
 def test_a_syncer_that_is_told_to_stop_leaves_the_end_to_the_others() -> None:
     """In the middle of the drain it gives its fragments back; the run is finished by who is left."""
 
@@ -471,5 +520,32 @@ def test_no_record_of_the_tape_is_lost_with_a_syncer(tmp_path: Path) -> None:
         archived = read_archive(tmp_path)
         assert archived == sorted(await world.tape(), key=lambda record: record.unix_s)
         assert len({path.name.split("-")[1] for path in archives(tmp_path)}) == 3
+
+    run_virtual(main())
+
+
+def test_several_syncers_may_be_told_to_resume_the_same_checkpoint(tmp_path: Path) -> None:
+    """One restores it, the others wait for that and join; the run goes on from there."""
+
+    async def main() -> None:
+        first = VirtualRun(sync_spec(fragments=P, tokens=2_000), checkpoint_dir=tmp_path)
+        a = Syncer(first, "a")
+        learners = learners_of(first)
+        async with asyncio.timeout(120):
+            await asyncio.gather(a.task, *(one.task for one in learners if one.task))
+        before = await first.versions()
+        world = VirtualRun(sync_spec(fragments=P, tokens=4_000), resume=tmp_path, tokens=4_000)
+        syncers = [Syncer(world, name) for name in "bcd"]
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 0.8 * LEASE_S)
+        installed = [r for r in await world.tape() if isinstance(r, Committed) and not r.contributions]
+        assert sorted((r.fragment, r.version) for r in installed) == list(enumerate(before))
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(s.task for s in syncers), *(one.task for one in learners if one.task))
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert state.base_tokens >= 2_000
+        assert all(now > was for now, was in zip(await world.versions(), before, strict=True))
 
     run_virtual(main())
