@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from pipeline.errors import BusUnavailable
@@ -28,6 +29,8 @@ class Fate:
     lost: bool = False
     reply_lost: bool = False
     twice: bool = False
+    late_s: float = 0.0
+    """Above 0: its caller gives up, and it takes effect so much later all the same."""
 
 
 class Surroundings(Protocol):
@@ -51,6 +54,10 @@ class Surroundings(Protocol):
 
     def observe(self, link: "Link", method: str, args: tuple[Any, ...], more: dict[str, Any], outcome: Any) -> None:
         """A call took effect; an outcome that is an exception was raised by the bus."""
+        ...
+
+    def later(self, delay_s: float, effect: Callable[[], Awaitable[None]]) -> None:
+        """Have a call take effect on its own."""
         ...
 
     def overtaken(self, party: str) -> None:
@@ -113,7 +120,9 @@ class Link:
         try:
             await self._travel(fate.delay_s)
             world.crash_point(self, name, after=False)
-            if fate.lost or not self._reaches():
+            if fate.late_s:
+                self._world.later(fate.late_s, partial(self._late, name, method, args, more))
+            if fate.lost or fate.late_s or not self._reaches():
                 await self._travel(HANGS_S)
                 raise BusUnavailable("no answer: the call was lost")
             epoch = world.epoch
@@ -147,6 +156,10 @@ class Link:
             await asyncio.sleep(left_s)
         if self.dead:
             raise BusUnavailable("dead")
+
+    async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+        if self._world.bus_up:
+            await self._effect(name, method, args, more | {"block_s": 0.0} if name in BLOCKING else more)
 
     def _reaches(self) -> bool:
         return self._world.bus_up and asyncio.get_running_loop().time() >= self.cut_until

@@ -46,13 +46,21 @@ class Kind(StrEnum):
     MESSAGE_LOST = "message_lost"
     REPLY_LOST = "reply_lost"
     MESSAGE_DUPLICATED = "message_duplicated"
+    MESSAGE_LATE = "message_late"
     # What follows from the others, and is counted because it must be seen to happen.
     MESSAGES_REORDERED = "messages_reordered"
     LEASE_EXPIRED_IN_MERGE = "lease_expired_in_merge"
     TWO_HOLDERS = "two_holders"
 
 
-MESSAGE_KINDS = (Kind.MESSAGE_DELAYED, Kind.MESSAGE_LOST, Kind.REPLY_LOST, Kind.MESSAGE_DUPLICATED)
+MESSAGE_KINDS = (
+    Kind.MESSAGE_DELAYED,
+    Kind.MESSAGE_LOST,
+    Kind.REPLY_LOST,
+    Kind.MESSAGE_DUPLICATED,
+    Kind.MESSAGE_LATE,
+)
+"""The last one: a call that takes effect after its caller gave up, even if it is dead by then."""
 PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.DELTA_POISONED)]
 
 CRASH_POINTS = {
@@ -101,6 +109,8 @@ class Plan:
     """Share of calls that meet with a fault of their own."""
     slow_merge_rate: float
     poison_rate: float
+    piece_bytes: int
+    """How much of a payload one call carries."""
     faults: tuple[Fault, ...]
 
     @property
@@ -154,7 +164,7 @@ def plan(seed: int) -> Plan:
     learners = chance.one_of((3, 4), "learners")
     sync = _sync(chance, learners)
     faults = [_fault(chance, number) for number in range(chance.one_of((0, 3, 6, 9, 12), "faults"))]
-    stormy = chance.one_of((0.0, 0.002, 0.01, 0.03), "storm")
+    stormy = chance.one_of((0.0, 0.002, 0.01, 0.02), "storm")
     return Plan(
         seed=seed,
         spec=Spec(sync=sync, tensors=_tensors(chance, sync.merge), trainer={}),
@@ -166,6 +176,7 @@ def plan(seed: int) -> Plan:
         message_fault_rate=stormy,
         slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
+        piece_bytes=chance.one_of((16, 32, 4096), "piece"),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 

@@ -8,11 +8,14 @@ drained and must finish with its books closed. The same seed gives the same dige
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
+from pipeline import payloads
 from pipeline.errors import LeaseLost
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
@@ -93,6 +96,7 @@ class World:
         self._calls: Counter[str] = Counter()
         self._armed: dict[str, Fault] = {}
         self._striking: set[asyncio.Task[None]] = set()
+        self._arriving: set[asyncio.Task[None]] = set()
 
     # --- what happens is written down ------------------------------------------------------------------
 
@@ -138,6 +142,7 @@ class World:
             lost=kind is Kind.MESSAGE_LOST,
             reply_lost=kind is Kind.REPLY_LOST,
             twice=kind is Kind.MESSAGE_DUPLICATED,
+            late_s=chance.between(0.4, 1.5, "late", party, number) if kind is Kind.MESSAGE_LATE else 0.0,
         )
 
     def crash_point(self, link: Link, method: str, after: bool) -> None:
@@ -159,6 +164,16 @@ class World:
         brief = type(outcome).__name__ if isinstance(outcome, Exception) else ""
         self.note(link.party, method, f"{_brief(method, args)} {brief}")
         self.oracle.observe(link, method, args, outcome)
+
+    def later(self, delay_s: float, effect: Callable[[], Awaitable[None]]) -> None:
+        """Have a call take effect on its own, whatever became of its caller."""
+
+        async def arrive() -> None:
+            await asyncio.sleep(delay_s)
+            await effect()
+
+        self._arriving.add(task := asyncio.create_task(arrive()))
+        task.add_done_callback(self._arriving.discard)
 
     def overtaken(self, party: str) -> None:
         """A call was answered before one made earlier."""
@@ -461,4 +476,15 @@ def run_seed(
         await world.live()
         return world.result()
 
-    return run_virtual(main())
+    with _pieces(plan(seed).piece_bytes):
+        return run_virtual(main())
+
+
+@contextmanager
+def _pieces(size_bytes: int) -> Iterator[None]:
+    """Small payloads travel in several calls too, so that a party can be killed between them."""
+    usual, payloads.PIECE_BYTES = payloads.PIECE_BYTES, size_bytes
+    try:
+        yield
+    finally:
+        payloads.PIECE_BYTES = usual
