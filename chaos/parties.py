@@ -137,7 +137,7 @@ class WorldLearner(Party):
         running = asyncio.create_task(exchange.run())
         exchange.stepped([], self._adopt())
         shared.shards_wanted = BLOCKS, SHARD_BLOCKS
-        exchange.want_shards()
+        exchange.claims.want()
         order: Iterator[tuple[int, int]] | None = None
         try:
             while not (self.stop or (shared.state is not None and shared.state.phase is not Phase.RUNNING)):
@@ -147,7 +147,7 @@ class WorldLearner(Party):
                 await self.paused()
                 if order is None and not shared.shards.empty():
                     first = shared.shards.get_nowait()
-                    order = read_blocks(shared, first, exchange.finish_shard, random.Random(self.incarnation))
+                    order = read_blocks(shared, first, exchange.claims.finish, random.Random(self.incarnation))
                 if order is not None:
                     world.oracle.read_block(*next(order))
                 self._train()

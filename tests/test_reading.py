@@ -13,7 +13,7 @@ import pytest
 from chaos.virtual_time import run_virtual
 from pipeline.errors import BusUnavailable
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from workers.exchange import SILENT_S
+from workers.claims import SILENT_S
 
 DATA = (64, 8)
 """Blocks in an epoch, blocks in a shard."""

@@ -16,11 +16,11 @@ import torch
 from pipeline.fragments import layout_of
 from pipeline.settings import SyncSettings
 from workers import state_folder
-from workers.exchange import Shared
 from workers.moments import Moments
 from workers.parameters import tensor_table
 from workers.recovery import Recovery, RecoveryOptions
 from workers.rounds import Rounds
+from workers.shared import Shared
 from workers.state_folder import StateFolder, StateRefused
 
 from . import samples

@@ -255,7 +255,7 @@ def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
 
         for name in ("write_report", "finish_shard", "offer", "add_event"):
             setattr(learner.exchange._bus, name, away)
-        learner.exchange.finish_shard("1-0")
+        learner.exchange.claims.finish("1-0")
         async with asyncio.timeout(30):
             assert not await learner.exchange.leave(3.0)
         await learner.kill()

@@ -4,8 +4,8 @@ import itertools
 import random
 
 from pipeline.messages import ClaimedShard, Shard
-from workers.exchange import Shared
 from workers.shards import read_blocks
+from workers.shared import Shared
 
 
 def claimed(index: int, position: int = 0) -> ClaimedShard:

@@ -129,10 +129,10 @@ class VirtualLearner:
         """The order of blocks, once the first shard is here."""
         shared = self.exchange.shared
         shared.shards_wanted = self.data
-        self.exchange.want_shards()
+        self.exchange.claims.want()
         while shared.shards.empty():
             await asyncio.sleep(0.01)
-        return read_blocks(shared, shared.shards.get(), self.exchange.finish_shard, random.Random(self.incarnation))
+        return read_blocks(shared, shared.shards.get(), self.exchange.claims.finish, random.Random(self.incarnation))
 
     def train(self) -> None:
         for values in self.values:

@@ -10,10 +10,8 @@ retried for as long as it lasts.
 """
 
 import asyncio
-import queue
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,20 +22,19 @@ from pipeline import codec
 from pipeline.errors import BadPayload, BusError, BusUnavailable, PayloadIncomplete, PeerError, SpecMismatch, UsageError
 from pipeline.fragments import Layout
 from pipeline.messages import (
-    ClaimedShard,
     DeltaHeader,
     Event,
     Head,
     InitialUpload,
     LearnerReport,
-    RunState,
-    Shard,
     Spec,
 )
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock
 
+from .claims import ShardClaims
 from .rounds import Base, OpenWindow, Publication
+from .shared import Shared
 
 Float32 = npt.NDArray[np.float32]
 Offload = Callable[..., Awaitable[Any]]
@@ -52,32 +49,7 @@ DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
-PREFETCHED_SHARDS = 4
-"""Shards held by a learner, the one it reads included."""
-SILENT_S = 10.0
-"""A learner that has not reported for this long is taken for dead: others read its shards on."""
 SLOW_PULL_S = 60.0
-
-
-@dataclass(slots=True)
-class Shared:
-    """What the training thread and the exchange thread show each other. Each field has one writer."""
-
-    # written by the exchange
-    adoptions: dict[int, Base] = field(default_factory=dict)
-    """Newest global of each fragment not adopted yet; the training side pops it."""
-    windows: dict[int, OpenWindow] = field(default_factory=dict)
-    state: RunState | None = None
-    republish: bool = False
-    """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
-    shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
-    # written by the training side
-    shard_position: tuple[str, int] | None = None
-    """Entry id of the shard in hand and blocks of it already read."""
-    shard_handed_out: tuple[str, int] | None = None
-    """The same with the block last handed out: what was read when no step is under way."""
-    shards_wanted: tuple[int, int] | None = None
-    """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""
 
 
 def compare(spec: Spec, held: Spec) -> None:
@@ -135,7 +107,10 @@ class Exchange:
         self._latest: dict[int, tuple[int, bytes]] = {}
         """(version, digest) last handed to the training side."""
         self._wanted: dict[int, Head] = {}
-        self._pull_wake, self._report_wake, self._shard_wake = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._looks = 0
+        self._looked: dict[int, int] = {}
+        """Number of the look by which each fragment's head was last known."""
+        self._pull_wake, self._report_wake = asyncio.Event(), asyncio.Event()
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Callable[[], Float32]]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._header_wake = asyncio.Event()
@@ -149,12 +124,7 @@ class Exchange:
         """A call failed; all heads must be read anew."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._consumer = f"{learner}.{incarnation}"
-        self._held: set[str] = set()
-        """Entry ids of the shards that this learner has claimed and not acknowledged."""
-        self._finished_shards: list[str] = []
-        self._leaving = False
-        self._shards_returned = asyncio.Event()
+        self.claims = ShardClaims(bus, f"{learner}.{incarnation}", self.shared)
 
     # --- joining ----------------------------------------------------------------------------------------
 
@@ -214,7 +184,7 @@ class Exchange:
     async def run(self) -> None:
         """Work until cancelled; ends early only by a bug."""
         async with asyncio.TaskGroup() as group:
-            for work in (self._follow, self._pull_wanted, self._offer, self._upload, self._report, self._claim):
+            for work in (self._follow, self._pull_wanted, self._offer, self._upload, self._report, self.claims.keep):
                 group.create_task(self._forever(work))
 
     def stepped(self, publications: Iterable[tuple[Publication, Callable[[], Float32]]], adopted: bool) -> None:
@@ -234,24 +204,14 @@ class Exchange:
         if adopted:
             self._report_wake.set()
 
-    def want_shards(self) -> None:
-        """`Shared.shards_wanted` was set, or a shard was taken."""
-        self._shard_wake.set()
-
-    def finish_shard(self, entry_id: str) -> None:
-        """A shard was read to its end."""
-        self._finished_shards.append(entry_id)
-        self._shard_wake.set()
-
     async def leave(self, deadline_s: float) -> bool:
         """Flush what is queued, give back what is unread, say goodbye; True if all of it was in time."""
         flushed = True
-        self._leaving = True
-        self._shard_wake.set()
+        self.claims.leave()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._idle.wait()
-                await self._shards_returned.wait()
+                await self.claims.returned.wait()
         except TimeoutError:
             flushed = False
         self._left = flushed  # what is reported from now on must not take it back
@@ -305,10 +265,13 @@ class Exchange:
                 await self._look(sorted({entry.record.fragment for entry in entries}))
 
     async def _look(self, fragments: Iterable[int]) -> None:
+        self._looks += 1
+        number = self._looks
         for head in await self._bus.read_heads(list(fragments)):
-            if head is None:
-                continue
+            if head is None or self._looked.get(head.fragment, 0) > number:
+                continue  # a look that began later was answered first
             p, window = head.fragment, head.window
+            self._looked[p] = number
             if window.state in ("collecting", "grace"):
                 member = self._id in window.members
                 self.shared.windows[p] = OpenWindow(head.version, window.attempt, member)
@@ -317,6 +280,8 @@ class Exchange:
             if self._latest.get(p) != (head.version, head.digest):
                 self._wanted[p] = head
                 self._pull_wake.set()
+            else:
+                self._wanted.pop(p, None)
 
     async def _pull_wanted(self) -> None:
         while True:
@@ -325,8 +290,9 @@ class Exchange:
                 p = min(self._wanted)
                 head = self._wanted[p]
                 pulled = await self._pull(head)
-                if self._wanted.get(p) is head:
-                    del self._wanted[p]
+                wanted = self._wanted.get(p)
+                if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
+                    del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
                 if not pulled:
                     await self._look([p])
             await self._pull_wake.wait()
@@ -439,52 +405,11 @@ class Exchange:
             position = self.shared.shard_position
             await self._tell()
             if position is not None:
-                await self._bus.save_position(self._consumer, *position)
+                await self.claims.save(position)
             await asyncio.sleep(LEAST_REPORT_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._report_wake.wait()
-
-    # --- data shards --------------------------------------------------------------------------------------
-
-    async def _claim(self) -> None:
-        """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest."""
-        while True:
-            self._shard_wake.clear()
-            await self._settle_shards()
-            wanted = self.shared.shards_wanted
-            while not self._leaving and wanted and len(self._held) - len(self._finished_shards) < PREFETCHED_SHARDS:
-                claimed = await self._bus.claim_shard(self._consumer, SILENT_S, tuple(self._held))
-                if claimed is None:
-                    await self._fill_epoch(*wanted)
-                elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
-                    self._held.add(claimed.entry_id)
-                    self.shared.shards.put(claimed)
-            if self._leaving and not self._finished_shards:
-                await self._return_shards()
-            await self._shard_wake.wait()
-
-    async def _settle_shards(self) -> None:
-        while self._finished_shards:
-            await self._bus.finish_shard(self._consumer, self._finished_shards[0])
-            self._held.discard(self._finished_shards.pop(0))
-
-    async def _return_shards(self) -> None:
-        """The training side has stopped: what it has not read is for others, from where it stopped."""
-        if self._held:
-            if self.shared.shard_handed_out is not None:
-                await self._bus.save_position(self._consumer, *self.shared.shard_handed_out)
-            await self._bus.release_shards(self._consumer)
-        self._shards_returned.set()
-
-    async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
-        epoch = await self._bus.count_epochs()
-        shards = [
-            Shard(epoch=epoch, index=i, start=start, stop=min(start + per_shard, blocks))
-            for i, start in enumerate(range(0, blocks, per_shard))
-        ]
-        if await self._bus.fill_shards(epoch, shards):
-            self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
 
 
 def _encode(base: Float32, values: Callable[[], Float32], kind: str) -> npt.NDArray[Any]:

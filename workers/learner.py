@@ -194,7 +194,7 @@ class Learner:
         self._check()
         assert exchange is not None and loop is not None  # noqa: S101, PT018
         exchange.shared.shards_wanted = (total, per_shard)
-        loop.call_soon_threadsafe(exchange.want_shards)
+        loop.call_soon_threadsafe(exchange.claims.want)
         while True:  # before the first step: still part of joining
             try:
                 first = exchange.shared.shards.get(timeout=0.5)
@@ -205,7 +205,7 @@ class Learner:
             self._began = self._returned = time.perf_counter()
 
         def finished(entry_id: str) -> None:
-            loop.call_soon_threadsafe(exchange.finish_shard, entry_id)
+            loop.call_soon_threadsafe(exchange.claims.finish, entry_id)
 
         yield from read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
 

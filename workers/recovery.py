@@ -26,11 +26,11 @@ from pipeline.fragments import Layout
 from pipeline.messages import RunState
 from pipeline.ports import Bus, Clock
 
-from .exchange import Shared
 from .moments import Moments
 from .optimizer_state import OptimizerState, Taking
 from .peers import Peers
 from .rounds import Rounds
+from .shared import Shared
 from .state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 
 Recover = Literal["auto", "peer", "fresh"]

@@ -14,7 +14,7 @@ import structlog
 
 from pipeline.messages import ClaimedShard, Shard
 
-from .exchange import Shared
+from .shared import Shared
 
 RECENT_SHARDS = 64
 """Shards remembered for reading again."""

@@ -1,0 +1,98 @@
+"""A learner's side of the data work queue: claims ahead, saves positions, acknowledges, gives back on leaving. asyncio.
+
+Driven by `exchange`; the training side reads the claimed shards through `Shared` (`shards.read_blocks`).
+"""
+
+import asyncio
+
+import structlog
+
+from pipeline.messages import Shard
+from pipeline.ports import Bus
+
+from .shared import Shared
+
+PREFETCHED_SHARDS = 4
+"""Shards held by a learner, the one it reads included."""
+SILENT_S = 10.0
+"""A learner that has not reported for this long is taken for dead: others read its shards on."""
+
+
+class ShardClaims:
+    """The shards that one incarnation of a learner holds."""
+
+    def __init__(self, bus: Bus, consumer: str, shared: Shared) -> None:
+        self._bus, self._consumer, self._shared = bus, consumer, shared
+        self._log = structlog.get_logger().bind(consumer=consumer)
+        self._wake = asyncio.Event()
+        self._held: set[str] = set()
+        """Entry ids of the shards that this learner has claimed and not acknowledged."""
+        self._finished: list[str] = []
+        self._leaving = False
+        self.returned = asyncio.Event()
+        """On leaving: nothing is held any more."""
+
+    def want(self) -> None:
+        """`Shared.shards_wanted` was set, or a shard was taken."""
+        self._wake.set()
+
+    def finish(self, entry_id: str) -> None:
+        """A shard was read to its end."""
+        self._finished.append(entry_id)
+        self._wake.set()
+
+    def leave(self) -> None:
+        """The training side has stopped: give back what is unread; then `returned` is set."""
+        self._leaving = True
+        self._wake.set()
+
+    async def keep(self) -> None:
+        """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest.
+
+        Raises:
+            BusError: call it again.
+        """
+        while True:
+            self._wake.clear()
+            await self._settle()
+            wanted = self._shared.shards_wanted
+            while not self._leaving and wanted and len(self._held) - len(self._finished) < PREFETCHED_SHARDS:
+                claimed = await self._bus.claim_shard(self._consumer, SILENT_S, tuple(self._held))
+                if claimed is None:
+                    await self._fill_epoch(*wanted)
+                elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
+                    self._held.add(claimed.entry_id)
+                    self._shared.shards.put(claimed)
+            if self._leaving and not self._finished:
+                await self._give_back()
+            await self._wake.wait()
+
+    async def save(self, position: tuple[str, int]) -> None:
+        """Save a position: entry id, and blocks of the shard already read.
+
+        Raises:
+            BusError: it may not be saved.
+        """
+        await self._bus.save_position(self._consumer, *position)
+
+    async def _settle(self) -> None:
+        while self._finished:
+            await self._bus.finish_shard(self._consumer, self._finished[0])
+            self._held.discard(self._finished.pop(0))
+
+    async def _give_back(self) -> None:
+        """What the training side has not read is for others, from where it stopped."""
+        if self._held:
+            if self._shared.shard_handed_out is not None:
+                await self.save(self._shared.shard_handed_out)
+            await self._bus.release_shards(self._consumer)
+        self.returned.set()
+
+    async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
+        epoch = await self._bus.count_epochs()
+        shards = [
+            Shard(epoch=epoch, index=i, start=start, stop=min(start + per_shard, blocks))
+            for i, start in enumerate(range(0, blocks, per_shard))
+        ]
+        if await self._bus.fill_shards(epoch, shards):
+            self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
