@@ -93,7 +93,7 @@ MUTATIONS = [
         "a header goes out before the report of its tokens",
         Exchange,
         "_send_header",
-        (("self.shared.state = await self._bus.write_report(report)", "pass"),),
+        (("await self._tell()", "self._report_now(self._left)"),),
     ),
     Mutation(
         "payloads are named by base and attempt only",
