@@ -334,6 +334,9 @@ class World:
         elif isinstance(party, WorldSyncer):
             party.stop.set()
         await asyncio.sleep(fault.lasts_s)
+        deadline = self.clock.now() + ENDS_S
+        while party.alive and not self._calm and self.clock.now() < deadline:  # noqa: ASYNC110  # it leaves in its own time
+            await asyncio.sleep(0.05)
         if not self._calm and not self._is_alive(party.name):
             self._start(party.name)
 
