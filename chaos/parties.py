@@ -32,6 +32,8 @@ from .virtual_time import VirtualClock
 LEAVE_S = 4.0
 DRAIN_S = 6.0
 SHUTDOWN_S = 10.0
+INITIAL = 0.1
+"""Value of every parameter at the start; around 0 a delta after long training would be taken for absurd."""
 LEARNING_RATE = np.float32(0.1)
 TARGETS = LEARNING_RATE * (1 + 0.5 * np.sin(np.arange(16) * np.linspace(1, 4, 64)[:, None])).astype(np.float32)
 """Noisy targets (64, elements), all around 1: a step goes a tenth of the way to one of them."""
@@ -132,7 +134,7 @@ class WorldLearner(Party):
     async def live(self) -> None:
         """Join, train until the run drains or it is told to stop, leave."""
         world, exchange, shared = self.world, self.exchange, self.exchange.shared
-        self.values = [np.zeros(f.elements, np.float32) for f in world.layout.fragments]
+        self.values = [np.full(f.elements, INITIAL, np.float32) for f in world.layout.fragments]
         await exchange.join(world.spec, world.layout, lambda p: self.values[p].copy())
         running = asyncio.create_task(exchange.run())
         exchange.stepped([], self._adopt())

@@ -70,7 +70,15 @@ CRASH_POINTS = {
     ),
     Kind.SYNCER_KILLED: (
         *("acquire_lease", "write_chunks", "commit", "commit", "refuse", "write_window", "read_offers", "read_heads"),
-        *("read_chunks", "write_state", "release_lease", "read_reports"),
+        *(
+            "read_chunks",
+            "write_state",
+            "release_lease",
+            "read_reports",
+            "announce_syncer",
+            "read_leases",
+            "withdraw_syncer",
+        ),
     ),
 }
 """Calls at which a party can be killed, just before or just after they take effect on the bus."""
