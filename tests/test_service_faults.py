@@ -151,6 +151,30 @@ def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
     run_virtual(main())
 
 
+def test_a_bus_that_comes_back_as_before_version_0_begins_again_with_what_was_trained() -> None:
+    """No head is left and nobody is joining: the learners that train upload what they have adopted."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        while await world.bus.read_spec() is None:
+            await asyncio.sleep(0.001)
+        saved = world.store.snapshot()
+        await world.until_version(5)
+        trained = min(float(values.min()) for values in learners[0].values)
+        world.store.restart(saved)
+        for learner in learners:
+            disconnect(learner)
+        await asyncio.sleep(2.0)
+        assert await rises(world, 4.0)
+        assert min(float(values.min()) for values in learners[0].values) > trained > 0
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> None:
     """Garbage in the table of reports is as good as no report."""
 

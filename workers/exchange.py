@@ -104,6 +104,7 @@ class Exchange:
         self.shared = Shared()
         self._spec: Spec | None = None
         self._layout: Layout | None = None
+        self._bases: dict[int, Base] = {}
         self._latest: dict[int, tuple[int, bytes]] = {}
         """(version, digest) last handed to the training side."""
         self._wanted: dict[int, Head] = {}
@@ -145,16 +146,7 @@ class Exchange:
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
         await self._retry(self._tell)
-        waiting = False
-        while None in (heads := await self._retry(self._bus.read_heads, fragments)):
-            if await self._retry(self._bus.read_initial) is None and await self._retry(
-                self._bus.claim_initial, self._incarnation, CLAIM_TTL_S
-            ):
-                await self._upload_initial(initial, heads)
-            elif not waiting:
-                self._log.info("waiting_for_version_0")
-                waiting = True
-            await asyncio.sleep(POLL_S)
+        await self._begin(self._incarnation, initial)
         while missing := [p for p in fragments if p not in self._latest]:
             for head in await self._retry(self._bus.read_heads, missing):
                 if head is not None:
@@ -163,20 +155,33 @@ class Exchange:
         await self._retry(self._bus.add_event, joined)
         self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
 
-    async def _upload_initial(self, initial: Callable[[int], Float32], heads: list[Head | None]) -> None:
-        assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
-        self._log.info("initial_upload_started", fragments=len(heads))
+    async def _begin(self, nonce: str, initial: Callable[[int], Float32]) -> None:
+        """Wait until every fragment has a head; upload version 0 under a nonce if nobody has."""
+        waiting = False
+        while None in await self._retry(self._bus.read_heads, range(len(self._fragments))):
+            if await self._retry(self._bus.read_initial) is None and await self._retry(
+                self._bus.claim_initial, nonce, CLAIM_TTL_S
+            ):
+                await self._upload_initial(nonce, initial)
+            elif not waiting:
+                self._log.info("waiting_for_version_0")
+                waiting = True
+            await asyncio.sleep(POLL_S)
+
+    async def _upload_initial(self, nonce: str, initial: Callable[[int], Float32]) -> None:
+        assert self._spec is not None  # noqa: S101  # set by join
+        self._log.info("initial_upload_started", fragments=len(self._fragments))
         chunks = []
         with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
-            for p in range(len(heads)):
+            for p in range(len(self._fragments)):
                 values = initial(p)
                 if not np.isfinite(values).all():
                     raise UsageError("the model's initial parameters are not finite: check its initialisation")
-                key = self._bus.keys.initial_payload(p, self._incarnation)
+                key = self._bus.keys.initial_payload(p, nonce)
                 staged = await push(self._bus, key, values, self._spec.sync.chunk_bytes, INITIAL_TTL_S)
                 chunks.append(staged.chunks)
-                await self._bus.claim_initial(self._incarnation, CLAIM_TTL_S)
-            upload = InitialUpload(learner=self._id, nonce=self._incarnation, chunks=tuple(chunks))
+                await self._bus.claim_initial(nonce, CLAIM_TTL_S)
+            upload = InitialUpload(learner=self._id, nonce=nonce, chunks=tuple(chunks))
             await self._bus.finish_initial(upload, INITIAL_TTL_S)
 
     # --- running ----------------------------------------------------------------------------------------
@@ -255,7 +260,12 @@ class Exchange:
         """The tape wakes, the head decides; after any gap, all heads are read again."""
         outage, self._outage = self._outage, False
         cursors = await self._bus.tape_end()
-        await self._look(range(len(self._fragments)))
+        if not await self._look(range(len(self._fragments))):
+            # It came back as it was before version 0: the run begins again with what this learner has adopted.
+            self._log.warning("heads_lost")
+            nonce = f"{self._looks:04x}{self._incarnation}"[:32]  # a fresh one: other values than at first
+            await self._begin(nonce, lambda p: self._bases[p].values)
+            await self._look(range(len(self._fragments)))
         if outage:
             self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
         while not self._outage:
@@ -264,10 +274,12 @@ class Exchange:
             if entries:
                 await self._look(sorted({entry.record.fragment for entry in entries}))
 
-    async def _look(self, fragments: Iterable[int]) -> None:
+    async def _look(self, fragments: Iterable[int]) -> bool:
+        """See what the heads say; False if one is not there."""
         self._looks += 1
         number = self._looks
-        for head in await self._bus.read_heads(list(fragments)):
+        heads = await self._bus.read_heads(list(fragments))
+        for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
                 continue  # a look that began later was answered first
             p, window = head.fragment, head.window
@@ -282,6 +294,7 @@ class Exchange:
                 self._pull_wake.set()
             else:
                 self._wanted.pop(p, None)
+        return None not in heads
 
     async def _pull_wanted(self) -> None:
         while True:
@@ -312,7 +325,7 @@ class Exchange:
             await asyncio.sleep(POLL_S)
             return False
         self._latest[p] = (head.version, head.digest)
-        self.shared.adoptions[p] = Base(p, head.version, head.digest, reader.array())
+        self._bases[p] = self.shared.adoptions[p] = Base(p, head.version, head.digest, reader.array())
         self._log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
 
