@@ -160,14 +160,14 @@ def test_a_bus_that_comes_back_as_before_version_0_begins_again_with_what_was_tr
         world.start_syncer()
         learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
         while await world.bus.read_spec() is None:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.0)
+        assert await world.bus.read_initial() is None
         saved = world.store.snapshot()
         await world.until_version(5)
         trained = min(float(values.min()) for values in learners[0].values)
         world.store.restart(saved)
         for learner in learners:
             disconnect(learner)
-        await asyncio.sleep(0.1)
         assert not await world.versions()
         await world.until_version(3)
         assert min(float(values.min()) for values in learners[0].values) > trained > 0
