@@ -106,6 +106,8 @@ class Oracle:
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
+        self._closing: list[set[str]] = []
+        """What was pending in each fragment when the run was first said to be closing."""
         self._read: set[tuple[int, int]] = set()
         """(epoch, block) that a learner has read."""
         self._shards: dict[str, Shard] = {}
@@ -305,13 +307,18 @@ class Oracle:
             self.broken("a window closes in time", f"{where}: grace {took.grace_s:.2f} s, allowed {allowed_s:.2f} s")
 
     def _state(self, link: Link, outcome: Any, state: RunState) -> None:
-        """What was offered before the end is merged or refused by then; one cut off until later may come too late."""
-        if not isinstance(outcome, RunState) or outcome.phase is not Phase.FINISHED or self._finished:
+        """What was offered before a run closed is merged or refused when it is finished; later is too late."""
+        if not isinstance(outcome, RunState):
             return
-        self._finished = True
-        for p, fragment in enumerate(self.fragments):
-            if fragment.pending:
-                self.broken("a finished run has nothing pending", f"fragment {p}: {len(fragment.pending)}")
+        if outcome.phase is Phase.CLOSING:
+            self._closing = self._closing or [set(fragment.pending) for fragment in self.fragments]
+        if outcome.phase is Phase.FINISHED and not self._finished:
+            self._finished = True
+            for p, (fragment, before) in enumerate(zip(self.fragments, self._closing, strict=True)):
+                if before & fragment.pending.keys():
+                    self.broken(
+                        "a finished run has nothing pending", f"fragment {p}: {before & fragment.pending.keys()}"
+                    )
 
     # --- data shards -----------------------------------------------------------------------------------
 
