@@ -48,6 +48,8 @@ Float64 = npt.NDArray[np.float64]
 
 SETTLE_S = 2.0
 """A grace window before any estimate; no later one is longer, steps being shorter than that."""
+REPORTED_S = 3.0
+"""Longer than any call is on its way."""
 CLOSE = 1e-4
 """Relative difference from the float64 reference that float32 and its order of summing may make."""
 
@@ -106,6 +108,7 @@ class Oracle:
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
+        self._rewound_s = -REPORTED_S
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
         self._read: set[tuple[int, int]] = set()
@@ -147,6 +150,7 @@ class Oracle:
     def rewind(self, saved: list[Surviving]) -> None:
         """The bus lost what came after."""
         self.fragments = [fragment.copy() for fragment in saved]
+        self._rewound_s = self._now()
         for p in range(len(self.fragments)):
             self._check_pending(p)
 
@@ -190,7 +194,8 @@ class Oracle:
         table = self._store.values.get(self._keys.learners)
         blob = table.get(f"{header.learner}/{header.incarnation}".encode()) if isinstance(table, dict) else None
         reported = decode(LearnerReport, blob).tokens if blob else 0
-        if reported < header.tokens:
+        # A header that was long on its way may come after its report was lost with the bus.
+        if reported < header.tokens and self._now() - self._rewound_s > REPORTED_S:
             self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")
 
     # --- the owner's writes ------------------------------------------------------------------------------
