@@ -1,5 +1,6 @@
 """Many seeds over all cores, resumable: results go to a file as they come, under a digest of the code they are of."""
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -55,6 +56,7 @@ def run_one(seed: int) -> Line:
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it keeps what is done
+    gc.set_threshold(200_000)  # a world's garbage is small and goes with it
     quiet()
 
 

@@ -26,7 +26,7 @@ from workers.shards import read_blocks
 from .chance import Chance
 from .link import Link
 from .oracle import Oracle
-from .plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, Plan
+from .plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, STEPS_A_BLOCK, Plan
 from .virtual_time import VirtualClock
 
 LEAVE_S = 4.0
@@ -150,7 +150,7 @@ class WorldLearner(Party):
                 if order is None and not shared.shards.empty():
                     first = shared.shards.get_nowait()
                     order = read_blocks(shared, first, exchange.claims.finish, random.Random(self.incarnation))
-                if order is not None:
+                if order is not None and self.rounds.steps % STEPS_A_BLOCK == 0:
                     world.oracle.read_block(*next(order))
                 self._train()
                 adopted = self._adopt()

@@ -22,7 +22,8 @@ FAULTS_UNTIL_S = 12.0
 """Planned faults begin before this, in virtual seconds."""
 LEARNERS, SYNCERS = 4, 3
 BLOCKS, SHARD_BLOCKS = 60, 7
-"""Data blocks of an epoch, and of a shard; a step reads one."""
+"""Data blocks of an epoch, and of a shard."""
+STEPS_A_BLOCK = 4
 RULES: tuple[Literal["rda", "mean"], ...] = ("rda", "rda", "mean")
 
 
@@ -172,7 +173,7 @@ def plan(seed: int) -> Plan:
     learners = chance.one_of((3, 4), "learners")
     sync = _sync(chance, learners)
     faults = [_fault(chance, number) for number in range(chance.one_of((0, 3, 6, 9, 12), "faults"))]
-    stormy = chance.one_of((0.0, 0.002, 0.01, 0.02), "storm")
+    stormy = chance.one_of((0.0, 0.002, 0.005, 0.015), "storm")
     return Plan(
         seed=seed,
         spec=Spec(sync=sync, tensors=_tensors(chance, sync.merge), trainer={}),
@@ -184,7 +185,7 @@ def plan(seed: int) -> Plan:
         message_fault_rate=stormy,
         slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
-        piece_bytes=chance.one_of((16, 32, 4096), "piece"),
+        piece_bytes=chance.one_of((16, 32, 4096, 4096), "piece"),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 

@@ -25,6 +25,8 @@ class Mutation:
     where: type
     method: str
     changes: tuple[tuple[str, str], ...]
+    more: tuple["Mutation", ...] = ()
+    """What else the same defect takes."""
 
 
 MUTATIONS = [
@@ -55,10 +57,23 @@ MUTATIONS = [
         (("self.store.expiries.pop(s.key, None)", "pass"),),
     ),
     Mutation(
-        "a learner counts twice in the quorum",
+        "a learner that offers again counts twice in the quorum",
         Window,
         "decide",
-        (("count, missing = len(self._members),", "count, missing = len(self._members) + len(self.late),"),),
+        (
+            (
+                "count, missing = len(self._members),",
+                "count, missing = sum(1 + (m.offer.header.attempt > 0) for m in self._members.values()),",
+            ),
+        ),
+        (
+            Mutation(
+                "in its uploads too",
+                Window,
+                "_uploads",
+                (("if len(done) < quorum:", "if sum(1 + (o.header.attempt > 0) for o in done) < quorum:"),),
+            ),
+        ),
     ),
     Mutation(
         "merged bases are forgotten",
@@ -147,12 +162,15 @@ def mutated(mutation: Mutation) -> Callable[..., Any]:
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
     """The defect is there inside the block."""
-    original = inspect.getattr_static(mutation.where, mutation.method)
-    setattr(mutation.where, mutation.method, mutated(mutation))
+    parts = (mutation, *mutation.more)
+    originals = [inspect.getattr_static(part.where, part.method) for part in parts]
+    for part in parts:
+        setattr(part.where, part.method, mutated(part))
     try:
         yield
     finally:
-        setattr(mutation.where, mutation.method, original)
+        for part, original in zip(parts, originals, strict=True):
+            setattr(part.where, part.method, original)
 
 
 __all__ = ["MUTATIONS", "Mutation", "applied"]
