@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeline.errors import UsageError
 from pipeline.messages import Committed, TapeRecord
 from pipeline.settings import BusSettings
+from syncer.checkpoint import load_checkpoint
 from syncer.replay import Replayed, replay
 
 from .tape import read_archive, records_of
@@ -28,14 +29,15 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
         as_json: print one JSON object.
 
     Raises:
-        UsageError: there is no recording or no tape.
+        UsageError: there is no recording or no tape, or the run's checkpoint is damaged.
         BadMessage: the tape or the recording's spec is damaged.
     """
+    saved = _saved(folder, recording.absolute().parent)  # before the tape is read: a live run goes on meanwhile
     commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
     columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=sum(bool(commit.contributions) for commit in commits))
-        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges))
+        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges), saved)
     if outcome.merges == 0:
         raise UsageError("the tape has no merge: there is nothing to replay")
     typer.echo(_as_json(outcome) if as_json else _as_text(outcome))
@@ -51,6 +53,15 @@ def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[T
             if any(place.glob("*.msgpack")):
                 return read_archive(place)
     return records_of(settings, folder)
+
+
+def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
+    """(fragment, version, digest) of the newest checkpoint in the first output folder that has one, if any has."""
+    for folder in folders:
+        if folder is not None and (folder / "checkpoints" / "latest").is_file():
+            fragments = load_checkpoint(folder / "checkpoints").fragments
+            return [(p, fragment.version, fragment.digest) for p, fragment in enumerate(fragments)]
+    return []
 
 
 def _as_text(outcome: Replayed) -> str:

@@ -11,11 +11,16 @@ What is compared, for each merge on the tape:
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
 replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
-equal. After a merge that cannot be repeated nothing follows until the next recorded global. Blocking; numpy only.
+equal. After a merge that cannot be repeated nothing follows until the next recorded global.
+
+A tape that is not whole is a difference too. It shows by a fragment without records, by a base that is not on the tape,
+by a checkpoint's version that is not, and by recorded merges after the tape's end that others were made from: what the
+bus refused has no successor. Blocking; numpy only.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,13 +173,19 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
 # --- a run -------------------------------------------------------------------------------------------
 
 
-def replay(directory: Path, tape: Iterable[Committed], progress: Callable[[int], None]) -> Replayed:
+def replay(
+    directory: Path,
+    tape: Iterable[Committed],
+    progress: Callable[[int], None],
+    saved: Iterable[tuple[int, int, bytes]] = (),
+) -> Replayed:
     """Replay all merges of a run.
 
     Args:
         directory: the recording.
         tape: the run's commits, by time; of several histories, if the bus was ever rewound.
         progress: called with a number of merges whenever so many more are done.
+        saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.
 
     Raises:
         UsageError: `directory` is no recording.
@@ -193,6 +204,14 @@ def replay(directory: Path, tape: Iterable[Committed], progress: Callable[[int],
             )
             continue
         _FragmentReplay(directory, spec, layouts[p], records, outcome, progress).run()
+    for p in layouts.keys() - by_fragment.keys():
+        outcome.differences.append(
+            Difference(p, 0, "the tape has no record of this fragment: is a file of it missing?")
+        )
+    for p, version, digest in saved:
+        if p in by_fragment and (version, digest.hex()) not in map(_node, by_fragment[p]):
+            what = f"the checkpoint has it, with digest {digest.hex()}, and the tape does not: it is not whole"
+            outcome.differences.append(Difference(p, version, what))
     outcome.differences.sort(key=lambda difference: difference[:2])
     return outcome
 
@@ -235,10 +254,13 @@ class _FragmentReplay:
                 self._differs(record.version, f"no values were recorded ({record.reason})")
         for node in sorted(self._globals):
             if node not in self._known and (node in on_tape or node in self._after):
+                if node not in on_tape:
+                    self._differs(node[0], "the tape does not have it, but has a merge that was made from it")
                 values = self._load(node)
                 if values is not None:
                     self._walk(node, values)
         self._tell_gaps()
+        self._tell_end(on_tape)
         outcome.unused += sum(len(paths) for node, paths in self._files.items() if node not in on_tape)
 
     def _walk(self, start: Node, values: Values) -> None:
@@ -328,6 +350,29 @@ class _FragmentReplay:
             self._differs(
                 record.version,
                 f"not computed again{also}: the values of version {record.version - 1} it was made from are not known",
+            )
+
+    def _tell_end(self, on_tape: set[Node]) -> None:
+        """Merges committed after the tape's last record: others were made from them, or an owner read them."""
+        node = last = _node(self._records[-1])
+        if last in self._after:
+            return  # a rewind ended the history that the last record is of
+        made: dict[Node, Node] = {}
+        for later, paths in self._files.items():
+            if later[0] > last[0] and later not in on_tape:
+                for path in paths:
+                    with suppress(BadMessage, OSError):
+                        header = read_merge(path, self._layout, self._spec).header
+                        made[later] = header.version - 1, header.base_digest.hex()
+        committed = {*made.values(), *self._globals}
+        missing = 0
+        while following := [later for later, base in made.items() if base == node and later in committed]:
+            node, missing = following[0], missing + 1
+        if missing:
+            self._differs(
+                last[0] + 1,
+                f"the tape ends before it: not on it are the {missing} merges up to version {node[0]}, which were "
+                "recorded, and from which others were made",
             )
 
     def _differs(self, version: int, what: str) -> None:

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from chaos.virtual_time import run_virtual
 from diloco import cli
 from diloco.folder import choose
 from diloco.options import RunProcess, check
 from pipeline.codec import encode
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
+from pipeline.messages import Committed
 from pipeline.settings import LearnerProcess, SyncerProcess
 from tests.test_replay import record_run
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 COMMANDS = ["run", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
 URL = "redis://localhost:1"
@@ -176,6 +179,30 @@ def test_replay_prints_what_differs_and_exits_with_1(tmp_path, capsys, monkeypat
     assert [(d["fragment"], d["version"]) for d in differences] == [(1, 2), (1, 3)]
     assert cli.main(["tape", "--replay", str(run / "deltas")]) == 2
     assert "no run in ./runs" in capsys.readouterr().err
+
+
+def test_replay_finds_that_a_tape_has_not_all_that_the_checkpoint_has(tmp_path, capsys):
+    """Tape and recording lost their last merge, as on a full disk; the checkpoint of the output folder has it."""
+    run, commits = tmp_path / "run", []
+
+    async def main():
+        world = VirtualRun(sync_spec(tokens=2000), record_deltas=run / "deltas", checkpoint_dir=run / "checkpoints")
+        world.start_syncer()
+        await world.finish(VirtualLearner("l", world).start())
+        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+
+    run_virtual(main())
+    (run / "tape").mkdir()
+    (run / "tape" / "0.msgpack").write_bytes(b"".join(map(encode, commits)))
+    assert cli.main(["tape", "--replay", str(run / "deltas")]) == 0
+    last = commits.pop()
+    (run / "tape" / "0.msgpack").write_bytes(b"".join(map(encode, commits)))
+    next((run / "deltas" / str(last.fragment)).glob(f"{last.version}-*.merge")).unlink()
+    for more in ([], [str(run)], [str(run / "tape")]):
+        capsys.readouterr()
+        assert cli.main(["tape", "--replay", str(run / "deltas"), *more]) == 1
+        said = capsys.readouterr().out
+        assert f"fragment {last.fragment} version {last.version}: the checkpoint has it, with digest" in said
 
 
 def test_the_folder_of_a_recording(tmp_path):

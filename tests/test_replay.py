@@ -406,6 +406,69 @@ def test_an_altered_tape_is_found(copy, change: dict[str, Any], said: str) -> No
     assert any(line.startswith(f"fragment 1 version {bad.version}: ") and said in line for line in lines), lines
 
 
+# --- a tape that is not whole ------------------------------------------------------------------------------
+
+
+def test_a_fragment_that_is_not_on_the_tape_is_named(true) -> None:
+    """As when the file of one group was lost."""
+    folder, commits = true
+    outcome = check(folder, [c for c in commits if c.fragment == 0])
+    assert told(outcome) == ["fragment 1 version 0: the tape has no record of this fragment: is a file of it missing?"]
+
+
+@pytest.mark.parametrize("lost", [2, 5])
+def test_a_tape_that_ends_early_is_found_by_the_recorded_merges_after_it(true, lost: int) -> None:
+    """All but the last of them have successors, so they were no refused ones."""
+    folder, commits = true
+    whole = [c for c in commits if c.fragment == 1]
+    last, end = whole[-lost - 1].version, whole[-1].version
+    outcome = check(folder, [c for c in commits if c.fragment == 0 or c.version <= last])
+    assert told(outcome) == [
+        f"fragment 1 version {last + 1}: the tape ends before it: not on it are the {lost - 1} merges up to version "
+        f"{end - 1}, which were recorded, and from which others were made"
+    ]
+
+
+def test_a_tape_and_a_recording_that_both_end_early_are_found_by_the_checkpoint(copy) -> None:
+    """A full disk ends both at once."""
+    folder, commits = copy
+    end = [c for c in commits if c.fragment == 1][-1]
+    file_of(folder, end).unlink()
+    saved = [(c.fragment, c.version, c.digest) for c in commits if c.contributions]
+    commits.remove(end)
+    assert told(check(folder, commits)) == []
+    assert told(replay.replay(folder, commits, lambda merges: None, saved)) == [
+        f"fragment 1 version {end.version}: the checkpoint has it, with digest {end.digest.hex()}, and the tape does "
+        "not: it is not whole"
+    ]
+
+
+def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None:
+    """The replay can go on from those values, which must not hide the gap."""
+    folder, commits = copy
+    bad, spec = victim(commits), recording.read_spec(folder)
+    layout = layout_of(spec.tensors).fragments[1]
+    values, made = None, replay._FragmentReplay._make
+    with pytest.MonkeyPatch.context() as patch:
+
+        def seen(self: Any, record: Committed, base: Any) -> Any:
+            nonlocal values
+            found = made(self, record, base)
+            values = found if record == bad else values
+            return found
+
+        patch.setattr(replay._FragmentReplay, "_make", seen)
+        check(folder, commits)
+    assert values is not None
+    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
+    Recorder(folder, spec, "ab" * 8).loaded(state)
+    assert told(check(folder, commits)) == []
+    commits.remove(bad)
+    assert told(check(folder, commits)) == [
+        f"fragment 1 version {bad.version}: the tape does not have it, but has a merge that was made from it"
+    ]
+
+
 # --- reductions of another machine -------------------------------------------------------------------------
 
 
