@@ -234,11 +234,12 @@ class _FragmentReplay:
         self._after: dict[Node, list[Committed]] = defaultdict(list)
         for record in self._merges:
             self._after[record.version - 1, record.base_digest.hex() if record.base_digest else ""].append(record)
-        self._globals: dict[Node, Path] = {}
+        self._globals: dict[Node, list[Path]] = defaultdict(list)
+        """Several owners may have read one version."""
         self._files: dict[Node, list[Path]] = defaultdict(list)
         for path, name in list_files(directory, layout.id).items():
             if name.kind == GLOBAL:
-                self._globals[name.version, name.digest] = path
+                self._globals[name.version, name.digest].append(path)
             elif name.kind == MERGE:
                 self._files[name.version, name.digest].append(path)
         self._known: set[Node] = set()
@@ -256,12 +257,17 @@ class _FragmentReplay:
             if node not in self._known and (node in on_tape or node in self._after):
                 if node not in on_tape:
                     self._differs(node[0], "the tape does not have it, but has a merge that was made from it")
-                values = self._load(node)
-                if values is not None:
-                    self._walk(node, values)
+                self._begin(node)
         self._tell_gaps()
         self._tell_end(on_tape)
         outcome.unused += sum(len(paths) for node, paths in self._files.items() if node not in on_tape)
+
+    def _begin(self, node: Node) -> None:
+        """Walk from recorded values; where there are several, they must be equal."""
+        if found := self._load(node):
+            for other in found[1:]:
+                self._compare(node, found[0], other, "one recording of it differs from another")
+            self._walk(node, found[0])
 
     def _walk(self, start: Node, values: Values) -> None:
         """Everything that can be made from the values of `start`; only those that are still needed are kept."""
@@ -312,29 +318,33 @@ class _FragmentReplay:
             return None
         return next((merge for merge in found if not _facts(merge, record)), found[0])
 
-    def _load(self, node: Node) -> Values | None:
-        try:
-            found = read_global(self._globals[node], self._layout, self._spec)
-        except (BadMessage, OSError) as error:
-            self._differs(node[0], str(error))
-            return None
-        self._outcome.read_bytes += self._globals[node].stat().st_size
-        header = found.header
-        if (header.fragment, header.version, header.digest.hex()) != (self._layout.id, *node):
-            self._differs(
-                node[0], f"{self._globals[node].name} holds fragment {header.fragment} version {header.version}"
-            )
-            return None
-        return Values(found.theta, found.momentum)
+    def _load(self, node: Node) -> list[Values]:
+        """All recordings of the values at `node` that are sound; the others are told."""
+        sound = []
+        for path in self._globals[node]:
+            try:
+                found = read_global(path, self._layout, self._spec)
+            except (BadMessage, OSError) as error:
+                self._differs(node[0], str(error))
+                continue
+            self._outcome.read_bytes += path.stat().st_size
+            header = found.header
+            if (header.fragment, header.version, header.digest.hex()) != (self._layout.id, *node):
+                self._differs(node[0], f"{path.name} holds fragment {header.fragment} version {header.version}")
+                continue
+            sound.append(Values(found.theta, found.momentum))
+        return sound
 
     def _meet(self, node: Node, values: Values) -> None:
-        """Values that an owner read from the bus must be the ones replayed; the digest says so of theta only."""
-        recorded = self._load(node)
-        if recorded is None:
-            return
-        mine, other = ((np.zeros_like(v.theta) if v.momentum is None else v.momentum) for v in (values, recorded))
-        if not np.array_equal(mine, other):
-            self._differs(node[0], "momentum: computed again it differs from the one that was read from the bus")
+        """Values that an owner read from the bus must be the ones replayed."""
+        for other in self._load(node):
+            self._compare(node, values, other, "computed again it differs from the one that was read from the bus")
+
+    def _compare(self, node: Node, values: Values, other: Values, how: str) -> None:
+        """The digest says so of theta only."""
+        mine, theirs = (np.zeros_like(v.theta) if v.momentum is None else v.momentum for v in (values, other))
+        if not np.array_equal(mine, theirs):
+            self._differs(node[0], f"momentum: {how}")
 
     def _tell_gaps(self) -> None:
         """Merges that nothing led to: one line for each that a row of them begins with."""

@@ -378,6 +378,26 @@ def test_a_damaged_global_is_named(copy) -> None:
     assert "is damaged" in check(folder, commits).differences[0].what
 
 
+@pytest.mark.parametrize("writer", ["0" * 16, "f" * 16])
+def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer: str) -> None:
+    """Whichever comes first: a damaged copy does not hide a sound one, nor a sound one another momentum."""
+    folder, commits = copy
+    true_copy = next(path for path, name in list_files(folder, 0).items() if name.kind == ".global")
+    other = true_copy.with_name(true_copy.name.replace(name_writer(true_copy), writer))
+    other.write_bytes(true_copy.read_bytes()[:-1])
+    outcome = check(folder, commits)
+    assert [d[:2] for d in outcome.differences] == [(0, 0)]
+    assert "cut short" in outcome.differences[0].what
+    assert outcome.repeated == outcome.merges
+    other.unlink()
+    spec = recording.read_spec(folder)
+    state = replay_state(spec, recording.read_global(true_copy, layout_of(spec.tensors).fragments[0], spec))
+    state.momentum = np.full_like(state.theta, 1e-3)
+    Recorder(folder, spec, writer).loaded(state)
+    lines = told(check(folder, commits))
+    assert "fragment 0 version 0: momentum: one recording of it differs from another" in lines
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
