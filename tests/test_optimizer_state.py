@@ -152,6 +152,41 @@ def test_an_optimizer_that_cannot_be_known_is_left_alone() -> None:
     assert not state.for_peers
 
 
+@pytest.mark.parametrize("keeps", ["a number that changes", "a tensor that changes in place", "a new one"])
+def test_an_optimizer_that_keeps_its_step_for_a_whole_group_is_left_alone(
+    keeps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its moments alone, beside a step count of 0, would be worse than none; the trial leaves the count alone."""
+
+    class Grouped(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                if keeps == "a tensor that changes in place":
+                    group["count"] += 1
+                else:
+                    group["count"] = group.get("count", 0) + 1
+
+    model = Net()
+    optimizer = Grouped(model.parameters(), lr=0.1)
+    if keeps != "a new one":
+        optimizer.param_groups[0]["count"] = torch.zeros(1) if "tensor" in keeps else 0
+    assert OptimizerState(model, optimizer, layout(model)).kind is None
+    assert "changes ['count'] of a whole parameter group" in capsys.readouterr().out
+    assert optimizer.param_groups[0].get("count", 0) == 0
+
+
+def test_an_optimizer_whose_groups_keep_different_states_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest, "amsgrad": True}]
+    state = OptimizerState(model, torch.optim.AdamW(groups, lr=0.1), layout(model))
+    assert state.kind is None
+    assert "max_exp_avg_sq" in capsys.readouterr().out
+    same = OptimizerState(model, torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}]), layout(model))
+    assert same.kind is not None
+
+
 @pytest.mark.parametrize("fault", ["size", "not finite", "negative", "name", "step", "count", "fragments"])
 def test_what_an_optimizer_could_not_go_on_from_is_refused(fault: str) -> None:
     model, optimizer = trained(MAKERS["AdamW"])

@@ -5,6 +5,7 @@ other tensors go along in checkpoints. What an optimizer keeps is known before i
 a twin on a parameter of its own.
 """
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from pipeline.errors import BadPayload
 from pipeline.fragments import Layout
 from pipeline.messages import OptimizerKind
 
@@ -28,20 +30,37 @@ def trial_shape(dims: int) -> tuple[int, ...]:
     return tuple(range(2, 2 + dims))
 
 
-def trial_state(optimizer: torch.optim.Optimizer, dims: int) -> dict[str, Any]:
-    """What the optimizer keeps for a parameter, after one step on zero gradients; itself it is left as it was."""
-    group = optimizer.param_groups[0]
+def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, Any]:
+    """What the optimizer keeps for a parameter of a group, after one step on zero gradients; itself it stays as it was.
+
+    Raises:
+        TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along.
+    """
     like = group["params"][0]
+    options = {name: value for name, value in group.items() if name != "params"}
     parameter = nn.Parameter(torch.zeros(trial_shape(dims), dtype=like.dtype, device=like.device))
     parameter.grad = torch.zeros_like(parameter)
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[hooks] = OrderedDict()
-    twin.param_groups = [{**group, "params": [parameter]}]
+    tried = {**copy.deepcopy(options), "params": [parameter]}
+    twin.param_groups = [tried]
     twin.state = defaultdict(dict)
     type(optimizer).step(twin)
+    del tried["params"]
+    changed = [name for name, value in tried.items() if name not in options or not _same(options[name], value)]
+    if changed:
+        raise TypeError(f"its step changes {changed} of a whole parameter group, beside what it keeps for each tensor")
     return {name: value for name, value in twin.state[parameter].items() if value is not None}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    return (type(value), value.dtype, value.shape) if isinstance(value, torch.Tensor) else (type(value),)
 
 
 def _is_number(value: Any) -> bool:
@@ -60,6 +79,8 @@ class OptimizerState:
         self._parameters = dict(model.named_parameters())
         self._forms: dict[str, Any] = {}
         """A value of each state, for its type."""
+        self._kept: dict[int, frozenset[str]] = {}
+        """Names of the states by a tensor's number of dimensions."""
         self.kind: OptimizerKind | None = None
         """What the optimizer keeps; None: it cannot be known, or is no tensors and numbers."""
         try:
@@ -72,7 +93,8 @@ class OptimizerState:
     def _find_kind(self, dims: set[int]) -> OptimizerKind:
         """By a trial for each number of dimensions: some optimizers keep other things for vectors."""
         kind = type(self._optimizer)
-        trials = {trial_shape(n): trial_state(self._optimizer, n) for n in sorted(dims)}
+        trials = {trial_shape(n): self._trial(n) for n in sorted(dims)}
+        self._kept = {len(shape): frozenset(state) for shape, state in trials.items()}
         self._forms = {name: value for state in trials.values() for name, value in state.items()}
         for name, value in self._forms.items():
             if not isinstance(value, (torch.Tensor, int, float)):
@@ -90,6 +112,21 @@ class OptimizerState:
         except ValidationError as error:
             raise TypeError(f"its states cannot be named: {error.errors()[0]['msg']}") from error
 
+    def _trial(self, dims: int) -> dict[str, Any]:
+        """The same in all parameter groups, which may differ in their options.
+
+        Raises:
+            TypeError: it is not.
+        """
+        first, *others = (
+            trial_state(self._optimizer, group, dims) for group in self._optimizer.param_groups if group["params"]
+        )
+        forms = {name: _form(value) for name, value in first.items()}
+        for other in others:
+            if {name: _form(value) for name, value in other.items()} != forms:
+                raise TypeError(f"it keeps {sorted(first)} in one parameter group and {sorted(other)} in another")
+        return first
+
     @property
     def for_peers(self) -> bool:
         """Peers can give and take all that this optimizer needs."""
@@ -104,6 +141,24 @@ class OptimizerState:
         assert self.kind is not None  # noqa: S101  # asked by the callers before
         state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
         return Taking(self.kind, self._layout, self._parameters, state, self._others())
+
+    def check(self, moments: Moments) -> None:
+        """Refuse a checkpoint whose other tensors are not those that the optimizer would go on from.
+
+        Raises:
+            BadPayload: naming the tensor.
+        """
+        assert self.kind is not None  # noqa: S101  # asked by the callers before
+        found: dict[str, set[str]] = {}
+        for name, tensor in moments.others:
+            found.setdefault(tensor, set()).add(name)
+        for at, (_, slot) in enumerate(slots(self._layout)):
+            began = "step" not in moments.numbers or moments.numbers["step"][at] > 0
+            names = self._kept[len(slot.tensor.shape) or 1] - {*self.kind.moments, *self.kind.numbers}
+            if found.pop(slot.tensor.name, set()) != (names if began else set()):
+                raise BadPayload(f"{slot.tensor.name} needs {sorted(names)} beside its moments, and no other tensors")
+        if found:
+            raise BadPayload(f"there are other tensors for {sorted(found)[:3]}, which this model does not train")
 
     def load(self, moments: Moments) -> None:
         """Put checked moments into the optimizer; learning rates and other options stay its own."""
