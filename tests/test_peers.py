@@ -259,6 +259,30 @@ def test_a_negative_second_moment_is_refused() -> None:
     scene(play)
 
 
+@pytest.mark.parametrize("fault", ["value", "device"])
+def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its fault is logged, its training goes on, and another peer answers the wish."""
+
+    async def play(world: World) -> None:
+        bad = world.party("l0")
+        await world.bus.write_report(samples.report("l0", step=500))
+
+        async def take() -> Moments:
+            if fault == "device":
+                raise RuntimeError("the device is gone")
+            return moments(float("nan"))
+
+        world.tasks["l0"] = asyncio.create_task(bad.answer(lambda: 500, take))
+        asking = asyncio.create_task(world.party("l2").ask())
+        await asyncio.sleep(1.5)
+        await world.trains("l1", 4.0)
+        assert value_of(await asking) == 4.0
+        assert not world.tasks["l0"].done()
+        assert "moments_not_given" in capsys.readouterr().out
+
+    scene(play)
+
+
 def test_an_unreadable_offer_is_no_offer() -> None:
     """Whatever stands on the bus, the learner joins, with fresh moments."""
 

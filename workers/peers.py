@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import structlog
 
-from pipeline.errors import BadPayload, BusError, DilocoError, PeerError
+from pipeline.errors import BadPayload, BusError, DilocoError
 from pipeline.fragments import Layout
 from pipeline.messages import MomentsOffer, OptimizerKind
 from pipeline.payloads import pull, push
@@ -125,11 +125,16 @@ class Peers:
         """
         while True:
             await asyncio.sleep(LOOK_S)
-            with suppress(BusError, PeerError, TimeoutError):  # somebody else may, or the asker begins fresh
+            try:
                 board = await self._bus.read_moments()
                 wanted = board.asked_by not in (None, self._learner) and board.offer is None and not board.claimed
                 if wanted and steps() >= USEFUL_STEPS:
                     await self._donate(steps, take)
+            except (BusError, TimeoutError):
+                pass  # somebody else may, or the asker begins fresh
+            except Exception as error:  # whatever it is: who helps must not come to harm by it
+                log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])
+                await asyncio.sleep(WISH_TTL_S)  # this wish is for another peer
 
     async def _donate(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
         nonce = secrets.token_hex(8)
