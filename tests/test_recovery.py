@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ import pytest
 import safetensors.numpy
 import torch
 
+from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
+from pipeline.messages import OptimizerKind
 from pipeline.settings import SyncSettings
 from workers import state_folder
+from workers.learner import Learner
 from workers.moments import Moments
 from workers.parameters import tensor_table
 from workers.recovery import Recovery, RecoveryOptions
 from workers.rounds import Rounds
 from workers.shared import Shared
-from workers.state_folder import StateFolder, StateRefused
+from workers.state_folder import SavedState, StateFolder, StateRefused
 
 from . import samples
 from .test_optimizer_state import MAKERS, Net, step, taken
@@ -77,7 +81,7 @@ class Party:
             self.recovery.stepped(self.shared, 0.5, torch.tensor(2.5))
 
     def leave(self) -> None:
-        self.recovery.close(self.shared, save=True)
+        self.recovery.close(self.shared, save=True, within_s=60.0)
 
     def moments(self) -> Moments:
         state = self.recovery._state
@@ -140,9 +144,9 @@ def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
     """With the disk hanging, steps go on; the saved state is that of its steps, not of later ones."""
     go, write = threading.Event(), state_folder.replace
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(path: Path, parts: Any) -> None:
         assert go.wait(30)
-        write(path, data)
+        write(path, parts)
 
     monkeypatch.setattr(state_folder, "replace", slow)
     party = Party(tmp_path, state_every_s=1e-6)
@@ -150,7 +154,7 @@ def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
     party.train(20)
     assert not list(tmp_path.glob("*.json"))
     go.set()
-    party.recovery.close(party.shared, save=False)
+    party.recovery.close(party.shared, save=False, within_s=60.0)
     again = Party(tmp_path)
     assert again.join() == "checkpoint"
     assert again.recovery.earlier_steps == 2
@@ -163,10 +167,10 @@ def test_a_learner_killed_while_it_writes_leaves_the_last_whole_state(
     """Between the moments' file and the one that names it: the older pair is what counts."""
     first, write = left(tmp_path), state_folder.replace
 
-    def dies(path: Path, data: bytes) -> None:
+    def dies(path: Path, parts: Any) -> None:
         if path.name == "state.json":
             raise OSError("killed")
-        write(path, data)
+        write(path, parts)
 
     monkeypatch.setattr(state_folder, "replace", dies)
     second = Party(tmp_path)
@@ -201,6 +205,14 @@ def poison(folder: Path) -> None:
     safetensors.numpy.save_file(arrays, file)
 
 
+def add(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (file,) = folder.glob("moments-*")
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(file), name: np.zeros(3, np.float32)}, file)
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -214,6 +226,7 @@ def poison(folder: Path) -> None:
         (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
         (cut, "no whole state"),
         (poison, "exp_avg of fragment . is not finite"),
+        (add("nothing"), "'nothing' that is no tensor's"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
@@ -230,6 +243,165 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
     assert "state_refused" in capsys.readouterr().out
     assert same(party.moments(), moments)
     assert party.recovery.earlier_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (add("row_var/body.weight"), "body.weight needs"),
+        (add("exp_avg_sq_sq/nobody.weight"), "nobody.weight"),
+        (spoil(lambda told: told.update(torch_rng="abcd")), "no random state"),
+        (spoil(lambda told: told.update(python_rng=[3, [1, 2], None])), "no random state"),
+    ],
+)
+def test_a_state_that_could_not_be_put_back_is_refused_before_it_is_chosen(
+    tmp_path: Path, damage: Callable[[Path], None], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other tensors than the optimizer keeps, random states of another size: joining goes on without them."""
+    moments = left(tmp_path).moments()
+    damage(tmp_path)
+    party = Party(tmp_path)
+    assert party.join(peers=FakePeers(moments)) == "peer"
+    said = capsys.readouterr().out
+    assert "state_refused" in said
+    assert told in said
+    party.train(1)
+
+
+def test_where_the_start_of_the_run_is_not_known_yet_that_is_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(tmp_path)
+    assert Party(tmp_path).join(state=None) == "fresh"
+    said = capsys.readouterr().out
+    assert "not known yet" in said
+    assert "another run" not in said
+
+
+def test_moments_that_could_not_be_loaded_never_replace_those_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training gone wrong is said so; the state saved before stays."""
+    good = left(tmp_path).moments()
+    party = Party(tmp_path)
+    party.join()
+    party.train(3)
+    party.optimizer.state[party.model.body.weight]["exp_avg"][0] = torch.nan
+    party.leave()
+    assert "state_not_saved" in capsys.readouterr().out
+    again = Party(tmp_path)
+    assert again.join() == "checkpoint"
+    assert same(again.moments(), good)
+
+
+def test_whatever_breaks_in_a_save_is_said_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(path: Path, parts: Any) -> None:
+        raise ValueError("no such luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state_folder, "replace", breaks)
+        folder = left(tmp_path).recovery._folder
+        assert folder is not None
+        assert not folder.busy
+    assert "no such luck" in capsys.readouterr().out
+    left(tmp_path)
+    assert Party(tmp_path).join() == "checkpoint"
+
+
+def test_saving_makes_no_second_copy_of_the_moments(tmp_path: Path) -> None:
+    """They are written from where they lie: whoever packs them into one string holds the interpreter's lock."""
+    left(tmp_path)
+    kind = OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=())
+    layout = layout_of((samples.tensor("wide", (1000, 1000)),))
+    flat = np.arange(10**6, dtype=np.float32)
+    moments = Moments(kind, ({"exp_avg": flat, "exp_avg_sq": flat},), {})
+    saved = SavedState.model_validate_json((tmp_path / "state.json").read_bytes())
+    saved = saved.model_copy(update={"layout": layout.digest, "kind": kind, "numbers": {}})
+    folder = StateFolder(tmp_path, layout)
+    tracemalloc.start()
+    try:
+        folder.save(lambda: (saved, moments))
+        folder.close(60.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < flat.nbytes
+    found = folder.load(saved.identity, kind)
+    assert found is not None
+    assert same(found[1], moments)
+
+
+def test_any_array_is_written_as_safetensors_reads_it(tmp_path: Path) -> None:
+    """All kinds that an optimizer may keep: narrow, wide, empty, without dimensions, not contiguous, of both signs."""
+    arrays: dict[str, Any] = {
+        "bool": np.array([True, False, True]),
+        "f8": np.full((2, 2), -1.5),
+        "f4 turned": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "f2": np.ones(3, np.float16),
+        "i8": np.array(-7),
+        "u1": np.arange(5, dtype=np.uint8),
+        "big end first": np.arange(3, dtype=">i4"),
+        "nothing": np.zeros((0, 3), np.float32),
+    }
+    state_folder.replace(tmp_path / "a", state_folder.to_safetensors(arrays))
+    found = safetensors.numpy.load_file(tmp_path / "a")
+    assert set(found) == set(arrays)
+    for name, array in arrays.items():
+        assert found[name].shape == array.shape
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_leaving_waits_no_longer_for_the_disk_than_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does the end of the process: what was saved before is what counts."""
+    go = threading.Event()
+    monkeypatch.setattr(state_folder, "replace", lambda path, parts: go.wait(60))
+    party = Party(tmp_path)
+    party.join((0, 0))
+    party.train(2)
+    party.recovery.close(party.shared, save=True, within_s=0.1)
+    assert "the disk took longer than 0.1 s" in capsys.readouterr().out
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("state"))
+    go.set()
+
+
+def test_a_wish_that_comes_while_another_is_answered_is_not_lost() -> None:
+    """Between the training thread's look at the wishes and its answer."""
+    party = Party()
+    party.join((0, 0))
+    answered: list[str] = []
+
+    async def ask(name: str) -> None:
+        await party.recovery.take()
+        answered.append(name)
+
+    async def play() -> None:
+        first, second = asyncio.ensure_future(ask("first")), asyncio.ensure_future(ask("second"))
+        await asyncio.sleep(0)
+        party.train(4)
+        await asyncio.wait_for(asyncio.gather(first, second), 10)
+
+    asyncio.run(play())
+    assert sorted(answered) == ["first", "second"]
+
+
+def test_a_copy_with_moments_gone_wrong_is_given_to_nobody() -> None:
+    party = Party()
+    party.join((0, 0))
+    party.train(2)
+    party.optimizer.state[party.model.body.weight]["exp_avg"][0] = torch.nan
+
+    async def play() -> None:
+        asking = asyncio.ensure_future(party.recovery.take())
+        await asyncio.sleep(0)
+        party.train(2)
+        with pytest.raises(BadPayload, match="not finite"):
+            await asking
+
+    asyncio.run(play())
 
 
 def test_a_state_of_other_fragments_or_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -271,7 +443,7 @@ def test_a_copy_for_a_peer_is_made_at_the_next_steps(tmp_path: Path) -> None:
 
     asking = threading.Thread(target=lambda: asyncio.run(ask()))
     asking.start()
-    while party.recovery._wish is None:
+    while not party.recovery._wishes:
         threading.Event().wait(0.001)
     party.train(2)
     expected = party.moments()
@@ -292,6 +464,12 @@ def test_losses_are_appended_by_step_and_incarnation(tmp_path: Path) -> None:
     assert {(line["loss"], line["progress"], line["incarnation"]) for line in lines} == {(2.5, 0.5, "0" * 16)}
 
 
+def test_losses_cannot_be_logged_to_nowhere() -> None:
+    """Asked for without a folder, they would be missed only when the run is over."""
+    with pytest.raises(UsageError, match="--state-dir"):
+        Learner(Net(), redis_url="redis://localhost", log_losses=True)
+
+
 def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> None:
     party = Party()
     party.join()
@@ -310,7 +488,7 @@ def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> Non
     asyncio.run(bare.find(None, (1, 1), STATE))
     bare.restore()
     bare.stepped(party.shared, 0.5, None)
-    bare.close(party.shared, save=True)
+    bare.close(party.shared, save=True, within_s=60.0)
     assert bare.source == "fresh"
     assert not list(tmp_path.iterdir())
 

@@ -37,6 +37,7 @@ class FakeLearner:
     spec: ClassVar[Spec | None] = None
     made: ClassVar[list["FakeLearner"]] = []
     recovered: ClassVar[str] = "start"
+    earlier_steps: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **told: Any) -> None:
         self.model, self.optimizer, self.told = model, optimizer, told
@@ -141,10 +142,21 @@ def test_only_fresh_moments_get_a_ramp(
 ) -> None:
     """A fixed one at the run's start, one of the asked length after joining, none with recovered moments."""
     monkeypatch.setattr(FakeLearner, "recovered", recovered)
+    monkeypatch.setattr(FakeLearner, "earlier_steps", 20 if recovered == "checkpoint" else 0)
     trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
     rates = FakeLearner.made[0].rates
     assert rates[0] == pytest.approx(0.01 * share, rel=0.01)
     assert rates[20] == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_checkpoint_of_young_moments_goes_on_with_their_ramp(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved one step after joining with fresh moments: the second of ten steps of ramp comes next."""
+    monkeypatch.setattr(FakeLearner, "recovered", "checkpoint")
+    monkeypatch.setattr(FakeLearner, "earlier_steps", 1)
+    trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
+    rates = FakeLearner.made[0].rates
+    assert rates[0] == pytest.approx(0.01 * 2 / 10, rel=0.01)
+    assert rates[8] == pytest.approx(0.01, rel=0.05)
 
 
 def test_the_learner_is_told_what_to_recover_from(book: Path, tmp_path: Path) -> None:

@@ -89,8 +89,10 @@ class Learner:
             log_losses: append the loss of each step to `state_dir`/losses.jsonl.
 
         Raises:
-            UsageError: no Redis URL.
+            UsageError: no Redis URL, or losses to be logged to no folder.
         """
+        if log_losses and state_dir is None:
+            raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
         url = redis_url or os.environ.get("DILOCO_REDIS_URL")
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
@@ -274,7 +276,7 @@ class Learner:
         if self._failure is None and thread.is_alive():
             self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
-            recovery.close(exchange.shared, save=save_state and not self.finished)
+            recovery.close(exchange.shared, save_state and not self.finished, self._leave_s)
             self.left_in_order = leaving.result()
             if not self.left_in_order:
                 structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")

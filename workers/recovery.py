@@ -22,11 +22,12 @@ import structlog
 import torch
 from torch import nn
 
+from pipeline.errors import BadPayload
 from pipeline.fragments import Layout
-from pipeline.messages import RunState
+from pipeline.messages import OptimizerKind, RunState
 from pipeline.ports import Bus, Clock
 
-from .moments import Moments
+from .moments import Moments, check
 from .optimizer_state import OptimizerState, Taking
 from .peers import Peers
 from .rounds import Rounds
@@ -79,8 +80,8 @@ class Recovery:
         self._found: tuple[SavedState | None, Moments] | None = None
         self._taking: Taking | None = None
         self._next_save_s = self._next_losses_s = 0.0
-        self._wish: tuple[asyncio.AbstractEventLoop, asyncio.Future[Taking]] | None = None
-        """Set by the exchange thread, taken by the training thread."""
+        self._wishes: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[Taking]]] = deque()
+        """Added by the exchange thread, taken by the training thread."""
         self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
 
     # --- the exchange thread ----------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Recovery:
             return None
         if self._folder is not None and self._options.recover == "auto":
             try:
-                saved = await asyncio.to_thread(self._folder.load, self._identity(state), kind)
+                saved = await asyncio.to_thread(self._load, self._folder, self._identity(state), kind)
             except StateRefused as error:
                 structlog.get_logger().warning("state_refused", learner=self._learner, reason=str(error))
             else:
@@ -113,6 +114,27 @@ class Recovery:
         self.source = "peer"
         return None, moments
 
+    def _load(
+        self, folder: StateFolder, identity: RunIdentity | None, kind: OptimizerKind
+    ) -> tuple[SavedState, Moments] | None:
+        """What was saved, if all of it can be put back; None where nothing was.
+
+        Raises:
+            StateRefused: it cannot.
+        """
+        found = folder.load(identity, kind)
+        if found is not None and self._state is not None:
+            saved, moments = found
+            try:
+                self._state.check(moments)
+                torch.Generator().set_state(_torch_rng(saved))
+                random.Random().setstate(saved.python_rng)
+            except BadPayload as error:
+                raise StateRefused(f"{folder.path} does not fit this optimizer: {error}") from error
+            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+                raise StateRefused(f"{folder.path} holds no random state that can be set: {error}") from error
+        return found
+
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
         """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it."""
         if self._state is None or self._state.kind is None or not self._state.for_peers:
@@ -123,8 +145,13 @@ class Recovery:
         """A copy of the moments, once the training thread has made it."""
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Taking] = loop.create_future()
-        self._wish = loop, taken
-        return await asyncio.to_thread((await taken).moments)
+        self._wishes.append((loop, taken))
+        return await asyncio.to_thread(self._checked, await taken)
+
+    def _checked(self, taking: Taking) -> Moments:
+        moments = taking.moments()
+        check(moments, self._layout)
+        return moments
 
     def _identity(self, state: RunState | None) -> RunIdentity | None:
         return None if state is None else RunIdentity(run=self._run, started_unix_s=state.started_unix_s)
@@ -141,7 +168,7 @@ class Recovery:
         self._state.load(moments)
         if saved is not None:
             self.earlier_steps, self.earlier_tokens = saved.steps, saved.tokens
-            torch.set_rng_state(torch.frombuffer(bytearray(saved.torch_rng), dtype=torch.uint8))
+            torch.set_rng_state(_torch_rng(saved))
             random.setstate(saved.python_rng)
 
     def stepped(self, shared: Shared, progress: float, loss: float | torch.Tensor | None) -> None:
@@ -155,7 +182,7 @@ class Recovery:
                 self._folder.append_losses(self._loss_lines)
         if self._taking is None:
             due = self._folder is not None and now >= self._next_save_s and not self._folder.busy
-            if (due or self._wish is not None) and self._state is not None and self._state.kind is not None:
+            if (due or self._wishes) and self._state is not None and self._state.kind is not None:
                 self._taking = self._state.begin()
         if self._taking is not None and self._taking.advance():
             taking, self._taking = self._taking, None
@@ -164,8 +191,8 @@ class Recovery:
                 self._next_save_s = now + self._options.state_every_s
                 self._save(taking, shared)
 
-    def close(self, shared: Shared, save: bool) -> None:
-        """Training has ended; save once more if this learner may come back, and wait for what is being written."""
+    def close(self, shared: Shared, save: bool, within_s: float) -> None:
+        """Training has ended; save once more if this learner may come back, and wait a while for what is written."""
         if self._folder is None:
             return
         if self._options.log_losses:
@@ -175,12 +202,11 @@ class Recovery:
             while not taking.advance():
                 pass
             self._save(taking, shared)
-        self._folder.close()
+        self._folder.close(within_s)
 
     def _hand_out(self, taking: Taking) -> None:
-        wish, self._wish = self._wish, None
-        if wish is not None:
-            loop, taken = wish
+        while self._wishes:
+            loop, taken = self._wishes.popleft()
             loop.call_soon_threadsafe(_answer, taken, taking)
 
     def _save(self, taking: Taking, shared: Shared) -> None:
@@ -224,6 +250,10 @@ class Recovery:
             }
             lines.append(json.dumps(line))
         return lines
+
+
+def _torch_rng(saved: SavedState) -> torch.Tensor:
+    return torch.tensor(list(saved.torch_rng), dtype=torch.uint8)
 
 
 def _answer(taken: "asyncio.Future[Taking]", taking: Taking) -> None:

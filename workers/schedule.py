@@ -25,11 +25,11 @@ def learning_rate(
 
     Args:
         progress: trained tokens of the run / budget, 0..1.
-        own_steps: inner steps this incarnation has made.
+        own_steps: inner steps this learner's moments are known to have gathered.
         peak: highest learning rate.
         min_ratio: learning rate at the end, as share of the peak.
         warmup: share of the run's progress that is warm-up.
-        ramp_steps: own steps until the full rate; 0 with moments that were recovered.
+        ramp_steps: own steps until the full rate; 0 with a peer's moments.
     """
     if progress < warmup:
         share = max(_FLOOR, progress / warmup)

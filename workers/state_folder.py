@@ -7,14 +7,16 @@
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
 """
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import safetensors.numpy
 import structlog
 from pydantic import Field, FiniteFloat, ValidationError
@@ -24,12 +26,14 @@ from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
 from pipeline.messages import Count, Digest, Message, OptimizerKind, PartyId, Text
 
-from .background import yield_core
+from .background import BackgroundThread
 from .moments import Float32, Moments, check, slots
 
 STATE_FILE = "state.json"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
+LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
+"""Of numpy's kinds of numbers, in safetensors' names."""
 
 
 class StateRefused(PeerError):
@@ -71,36 +75,38 @@ class StateFolder:
     def __init__(self, path: Path, layout: Layout) -> None:
         """The folder is made with the first thing that is written."""
         self.path, self._layout = path, layout
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="state", initializer=yield_core)
-        self._writing: Future[None] | None = None
+        self._writer = BackgroundThread("state")
 
     # --- write ----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Something is being written."""
-        return self._writing is not None and not self._writing.done()
+        return self._writer.busy
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """Save in the background, where `make` is called too: it may wait for a device."""
-        self._writing = self._writer.submit(self._logged, self._save, make)
+        self._writer.submit(partial(self._logged, self._save, make))
 
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
         """Append lines in the background."""
-        self._writing = self._writer.submit(self._logged, self._append, lines)
+        self._writer.submit(partial(self._logged, self._append, lines))
 
-    def close(self) -> None:
-        """Wait for what is being written."""
-        self._writer.shutdown(wait=True)
+    def close(self, within_s: float) -> None:
+        """Wait for what is being written, and warn if that takes longer; the last whole state stays as it is then."""
+        if not self._writer.close(within_s):
+            error = f"the disk took longer than {within_s:g} s"
+            structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
 
     def _logged(self, work: Callable[..., None], *args: Any) -> None:
         try:
             work(*args)
-        except OSError as error:  # a full disk must not end the training
+        except Exception as error:  # a full disk, moments that are not finite: no reason to end the training
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
 
     def _save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         state, moments = make()
+        check(moments, self._layout)  # what could not be loaded must not take the place of what can
         self.path.mkdir(parents=True, exist_ok=True)
         arrays = {
             f"{name}/{slot.tensor.name}": flat[slot.start : slot.stop].reshape(slot.tensor.shape)
@@ -108,8 +114,8 @@ class StateFolder:
             for name, flat in moments.flats[p].items()
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
-        replace(self.path / state.moments_file, safetensors.numpy.save(arrays))
-        replace(self.path / STATE_FILE, state.model_dump_json().encode())
+        replace(self.path / state.moments_file, to_safetensors(arrays))
+        replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
                 old.unlink()
@@ -150,6 +156,8 @@ class StateFolder:
         return state, moments
 
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
+        if identity is None:
+            raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
         if state.identity != identity:
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
@@ -165,7 +173,7 @@ class StateFolder:
         """Moments from a file's arrays, by `<name>/<tensor>`.
 
         Raises:
-            StateRefused: one is missing, or of another shape or type.
+            StateRefused: one is missing, of another shape or type, or without a tensor's name.
         """
         flats: list[dict[str, Float32]] = []
         for fragment in self._layout.fragments:
@@ -177,17 +185,42 @@ class StateFolder:
                         raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
                     flat[name][slot.start : slot.stop] = array.reshape(-1)
             flats.append(flat)
-        keys = (key.split("/", 1) for key in arrays)
-        others = {(key[0], key[1]): arrays["/".join(key)] for key in keys if key[0] not in state.kind.moments}
+        others: dict[tuple[str, str], Any] = {}
+        for key, array in arrays.items():
+            name, slash, tensor = key.partition("/")
+            if not slash:
+                raise StateRefused(f"{self.path} holds an array {key[:80]!r} that is no tensor's")
+            if name not in state.kind.moments:
+                others[name, tensor] = array
         return Moments(state.kind, tuple(flats), state.numbers, others)
 
 
-def replace(path: Path, data: bytes) -> None:
+def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
+    """Parts of a safetensors file, https://huggingface.co/docs/safetensors: a length, a JSON header, the arrays.
+
+    The library's own writer copies all of it, twice, and keeps the interpreter's lock meanwhile: the training would
+    stand still. Here are only views, whose writing leaves the lock to others.
+    """
+    header, end = {}, 0
+    widest_first = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so each lies aligned
+    for name, array in widest_first:
+        kind = "BOOL" if array.dtype == np.bool_ else f"{LETTERS[array.dtype.kind]}{8 * array.itemsize}"
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
+        end += array.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    for _, array in widest_first:
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
     descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)

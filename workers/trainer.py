@@ -115,7 +115,8 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         log_losses=settings.log_losses,
     ) as learner:
         stop.training = True
-        ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": settings.ramp_steps}.get(learner.recovered, 0)
+        fresh = settings.ramp_steps
+        ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": fresh, "checkpoint": fresh}.get(learner.recovered, 0)
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         while not (learner.finished or stop.asked):
@@ -124,7 +125,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
             loss = add_gradients(model, batches, settings.accumulate)
             lr = learning_rate(
                 learner.progress,
-                steps,
+                learner.earlier_steps + steps,  # a checkpoint may be of moments that are young still
                 peak=settings.lr,
                 min_ratio=settings.min_lr_ratio,
                 warmup=settings.warmup,
