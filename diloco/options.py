@@ -89,7 +89,7 @@ ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.mod
 
 NOT_OF_BASELINE = (
     *("redis_url", "redis_port", "syncers", "checkpoint_every", "groups", "record_deltas"),
-    *("recover", "ramp_steps", "log_losses"),
+    *("recover", "ramp_steps", "log_losses", "state_every"),
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 

@@ -167,6 +167,7 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
         ({"groups": 2, "method": "data-parallel"}, "--groups"),
         ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
+        ({"state_every": 5.0, "method": "data-parallel"}, "--state-every"),
         ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
     ],
 )
