@@ -368,8 +368,8 @@ def test_leaving_waits_no_longer_for_the_disk_than_it_was_told(
     go.set()
 
 
-def test_a_wish_that_comes_while_another_is_answered_is_not_lost() -> None:
-    """Between the training thread's look at the wishes and its answer."""
+def test_no_wish_for_a_copy_takes_the_place_of_another() -> None:
+    """Whichever comes first, and whenever the training thread looks: each is answered."""
     party = Party()
     party.join((0, 0))
     answered: list[str] = []
