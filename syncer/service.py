@@ -293,12 +293,12 @@ class SyncerService:
         for warning in info.warnings:
             self._log.warning("bus_warning", detail=warning)
         spec_bytes = 4 * layout.elements
-        # 2 globals, 2 momenta, a bf16 delta of each of at least four learners
-        needed = 4 * spec_bytes + 4 * spec_bytes // 2 + RESERVE_BYTES
+        # 2 globals, 2 momenta, a bf16 delta of each of at least four learners, Adam's moments in two offers of a peer
+        needed = 4 * spec_bytes + 4 * spec_bytes // 2 + 2 * 2 * spec_bytes + RESERVE_BYTES
         if 0 < info.maxmemory_bytes < needed:
             raise UsageError(
                 f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-                f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, 4 deltas and a reserve): raise maxmemory"
+                f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, 4 deltas, 2 offers of moments, a reserve): raise it"
             )
 
     # --- background -------------------------------------------------------------------------------------

@@ -128,6 +128,25 @@ def test_a_learner_takes_the_moments_of_a_live_peer() -> None:
     scene(play)
 
 
+def test_however_often_somebody_joins_the_bus_holds_two_offers_at_most() -> None:
+    """What the syncer counts on when it judges the memory of a Redis."""
+
+    async def play(world: World) -> None:
+        bus = await world.trains("l0", 3.0)
+        most = 0
+        for number in range(60):
+            await bus.write_report(samples.report("l0", step=500))
+            assert value_of(await world.party(f"l{number + 1}").ask()) == 3.0
+            for _ in range(10):
+                await asyncio.sleep(1.0)
+                now = asyncio.get_running_loop().time()
+                held = [key for key in list(world.store.values) if "moments:" in key]
+                most = max(most, sum(world.store.get(key, object, now) is not None for key in held))
+        assert most == 2 * len(LAYOUT.fragments) * len(ADAM.moments)
+
+    scene(play)
+
+
 def test_several_that_ask_at_once_are_served_by_one_upload() -> None:
     """Two donors, three askers: each payload is written once."""
 

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from chaos.virtual_time import run_virtual
+from chaos.virtual_time import VirtualClock, run_virtual
+from pipeline.errors import UsageError
+from pipeline.fragments import layout_of
+from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
+from pipeline.settings import SyncerProcess
 from syncer.checkpoint import load_checkpoint
+from syncer.metrics import Metrics
+from syncer.service import RESERVE_BYTES, SyncerService
+from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -38,6 +46,28 @@ def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
         rejected = sum(h.rejected_tokens * n for h, n in zip(heads, elements, strict=True))
         assert merged + overwritten + rejected == trained
         assert merged > 0.85 * trained
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("elements_bytes", "enough"), [(4 * 4 + 4 * 2 + 2 * 8, True), (4 * 4 + 4 * 2 + 2 * 8 - 1, False)]
+)
+def test_a_redis_too_small_for_the_model_and_two_offers_of_moments_is_refused(
+    elements_bytes: int, enough: bool
+) -> None:
+    """Bytes an element: globals and momenta, four deltas, two offers of two moments; told before the first step."""
+
+    async def main() -> None:
+        layout = layout_of((samples.tensor("wide", (10**6,)),))
+        store = MemoryStore(maxmemory_bytes=elements_bytes * layout.elements + RESERVE_BYTES)
+        clock = VirtualClock()
+        service = SyncerService(MemoryBus("run", clock, store), clock, SyncerProcess(), Metrics())
+        if enough:
+            await service._check_memory(layout)
+        else:
+            with pytest.raises(UsageError, match="2 offers of moments"):
+                await service._check_memory(layout)
 
     run_virtual(main())
 

@@ -33,11 +33,12 @@ UNCLAIMED_S = 5.0
 """Longest wait for a peer to take up the wish."""
 OFFER_S = 30.0
 """Longest wait of all, once a peer has taken it up."""
-UPLOAD_S = 60.0
+UPLOAD_S = 40.0
 """A donor gives up after this."""
 WISH_TTL_S, CLAIM_TTL_S, OFFER_TTL_S = 30.0, 3.0, 60.0
-PAYLOAD_TTL_S = UPLOAD_S + 2 * OFFER_TTL_S
-"""Longer than the upload and the offer together: what is announced is there."""
+PAYLOAD_TTL_S = 2 * OFFER_TTL_S
+"""Longer than upload and offer together: what is announced is there, and 20 s on. Not longer than two offers: a third
+one's upload begins when the first one's payloads are gone, however often somebody joins."""
 USEFUL_STEPS = 20
 """A peer with fewer steps of its own has no moments worth waiting for."""
 LIVE_S = 5.0
