@@ -1,13 +1,13 @@
 """How a killed learner comes back, by where its moments come from: real runs, a picture and a table.
 
 In each run of `diloco run` the last learner is killed with SIGKILL and started again later. What differs is what it
-may recover from. Runs whose report is in the output folder already are not run again.
+may recover from. Runs whose report is in the output folder already, with the same settings, are not run again.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,15 +16,17 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.settings import parse_duration
+
 from .recovery_plot import draw
 
-WAYS = {
-    "checkpoint": ["--recover", "auto"],
-    "peer": ["--recover", "peer"],
-    "fresh": ["--recover", "fresh"],
-    "fresh, no ramp": ["--recover", "fresh", "--ramp-steps", "0"],
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpoint": {"recover": "auto"},
+    "peer": {"recover": "peer"},
+    "fresh": {"recover": "fresh"},
+    "fresh, no ramp": {"recover": "fresh", "ramp_steps": 0},
 }
-"""Flags of each way."""
+"""Settings of each way; its first word is where the moments come from if all goes well."""
 SPANS = ((1, 5), (6, 10), (11, 20), (21, 50), (51, 80))
 """Steps after the restart over which the table averages."""
 
@@ -105,10 +107,14 @@ def table(trials: Iterable[Trial]) -> str:
     for trial in trials:
         by_way.setdefault(trial.way, []).append(trial)
     for way, mine in by_way.items():
+        strays = [trial.source for trial in mine if trial.source != way.split(",")[0]]
+        label = (
+            f"{way} ({len(strays)} of {len(mine)} not, but from {', '.join(sorted(set(strays)))})" if strays else way
+        )
         cells = [_mean([fmean(trial.before[-20:]) for trial in mine])]
         cells += [_mean([span_mean(trial.after, *span) for trial in mine]) for span in SPANS]
         cells += [_mean([trial.join_s for trial in mine], " s"), _mean([trial.final_loss for trial in mine])]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     spans = [_mean([span_mean(trial.other, *span) for mine in by_way.values() for trial in mine]) for span in SPANS]
     lines.append("| the other learner meanwhile | | " + " | ".join(spans) + " | | |")
     return "\n".join(lines)
@@ -119,12 +125,30 @@ def _mean(values: Sequence[float | None], unit: str = "") -> str:
     return f"{fmean(known):.2f}{unit}" if known else "-"
 
 
-def run(folder: Path, way: str, seed: int, flags: Sequence[str]) -> None:
-    """One run, unless its report is there."""
+def differences(folder: Path, asked: Mapping[str, Any]) -> list[str]:
+    """In what the settings of the run in `folder` are not those asked for."""
+    made: dict[str, Any] = json.loads((folder / "report.json").read_text())["settings"]
+    return [f"{name}={made.get(name)!r}, not {value!r}" for name, value in asked.items() if made.get(name) != value]
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Flags of `diloco run`."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value is True else [flag, str(value)]
+    return flags
+
+
+def run(folder: Path, asked: Mapping[str, Any]) -> None:
+    """One run, unless its report is there, and of the same settings."""
     if (folder / "report.json").is_file():
+        if others := differences(folder, asked):
+            typer.echo(f"{folder} holds a run with {'; '.join(others)}: give another --out, or delete it", err=True)
+            raise typer.Exit(2)
         typer.echo(f"{folder}: there already")
         return
-    command = [sys.executable, "-m", "diloco", "run", "--seed", str(seed), *flags, *WAYS[way]]
+    command = [sys.executable, "-m", "diloco", "run", *flags_of(asked)]
     typer.echo(f"{folder}: {' '.join(command[3:])}")
     done = subprocess.run([*command, "--out", str(folder), "--overwrite"], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -144,14 +168,14 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak inner learning rate")] = 4e-3,
 ) -> None:
     """Kill a learner, start it again, and compare what its moments come from."""
-    flags = ["--learners", str(learners), "--tokens", str(tokens), "--kill-learner", str(learners - 1)]
-    flags += ["--kill-at", str(kill_at), "--restart-at", str(restart_at), "--state-every", state_every]
-    flags += ["--log-losses", "--lr", str(lr), "--eval-every", "3s"]
+    settings: dict[str, Any] = {"learners": learners, "tokens": tokens, "kill_learner": learners - 1}
+    settings |= {"kill_at": kill_at, "restart_at": restart_at, "state_every": float(parse_duration(state_every))}
+    settings |= {"log_losses": True, "lr": lr, "eval_every": 3.0}
     trials = []
     for seed in range(seeds):
         for way in WAYS:
             folder = out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
-            run(folder, way, seed, flags)
+            run(folder, {"seed": seed, **settings, **WAYS[way]})
             trial = read_trial(folder, way, seed, f"learner-{learners - 1}")
             trials.append(trial)
             typer.echo(f"  moments from: {trial.source}; held-out loss at the end {trial.final_loss:.3f}")

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from bench.recovery import Trial, read_trial, span_mean, table
+from bench.recovery import WAYS, Trial, flags_of, read_trial, run, span_mean, table
 from bench.recovery_plot import draw, mean_curve, smooth
+from diloco.folder import plain
+from diloco.options import RunProcess
+from pipeline.settings import load
 
 
 def loss(incarnation: str, step: int, unix_s: float, value: float) -> dict[str, Any]:
@@ -57,6 +61,29 @@ def test_a_run_that_ended_before_the_restart_is_said_so(folder: Path) -> None:
         read_trial(folder, "peer", 0, "learner-1")
 
 
+def test_a_run_of_other_settings_is_not_taken_for_the_one_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table would be an old one; the same settings again are the same run."""
+    path = folder / "report.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "settings": {"tokens": 400, "state_every": 2.0}}))
+    run(folder, {"tokens": 400, "state_every": 2.0})
+    assert "there already" in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        run(folder, {"tokens": 800, "state_every": 2.0})
+    assert "tokens=400, not 800" in capsys.readouterr().err
+
+
+def test_the_settings_asked_for_are_those_that_a_run_reports() -> None:
+    """Through the flags and back, in the report's own form."""
+    asked = {"seed": 3, "lr": 4e-3, "state_every": 2.0, "eval_every": 3.0, "log_losses": True, **WAYS["fresh, no ramp"]}
+    flags = flags_of(asked)
+    assert flags[:4] == ["--seed", "3", "--lr", "0.004"]
+    assert "--log-losses" in flags
+    reported = plain(load(RunProcess, {name: value if value is True else str(value) for name, value in asked.items()}))
+    assert {name: reported[name] for name in asked} == asked
+
+
 def test_means_are_over_whole_spans_only() -> None:
     assert span_mean([1.0, 2.0, 3.0], 2, 3) == 2.5
     assert span_mean([1.0, 2.0, 3.0], 2, 4) is None
@@ -66,14 +93,15 @@ def test_means_are_over_whole_spans_only() -> None:
 
 def test_table_and_picture_show_every_way(folder: Path, tmp_path: Path) -> None:
     trials = []
-    for way in ("checkpoint", "fresh"):
+    for way in ("peer", "fresh, no ramp"):
         one = read_trial(folder, way, 0, "learner-1")
         longer = {name: tuple(getattr(one, name)) * 40 for name in ("before", "after", "other")}
         fields = {name: getattr(one, name) for name in Trial.__dataclass_fields__}
         trials.append(Trial(**{**fields, **longer}))
     lines = table(trials).splitlines()
     assert len(lines) == 5
-    assert lines[2].startswith("| checkpoint | 4.50 | 2.82 | 2.80 |")
+    assert lines[2].startswith("| peer | 4.50 | 2.82 | 2.80 |")
+    assert lines[3].startswith("| fresh, no ramp (1 of 1 not, but from peer) | 4.50 |")
     assert len({line.count("|") for line in lines}) == 1
     draw(trials, tmp_path / "deep/picture.png")
     assert (tmp_path / "deep/picture.png").read_bytes()[:4] == b"\x89PNG"
