@@ -15,7 +15,8 @@ from typing import Any
 import structlog
 import xxhash
 
-from .world import run_seed
+from .oracle import Violation
+from .world import Result, run_seed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "syncer", "workers", "chaos")
@@ -41,7 +42,11 @@ def quiet() -> None:
 def run_one(seed: int) -> Line:
     """One seed as a line of the result file."""
     began = time.perf_counter()
-    result = run_seed(seed)
+    try:
+        result = run_seed(seed)
+    except Exception as error:  # a fault of the world itself must not end a campaign, nor be overlooked
+        broken = Violation("a world ends without an error of its own", repr(error))
+        result = Result(seed, "", 0, 0.0, Counter(), Counter(), frozenset(), broken)
     return {
         "seed": seed,
         "digest": result.digest,

@@ -120,6 +120,8 @@ class Link:
         try:
             await self._travel(fate.delay_s)
             world.crash_point(self, name, after=False)
+            if self.dead:
+                raise BusUnavailable("dead")
             if fate.late_s:
                 self._world.later(fate.late_s, partial(self._late, name, method, args, more))
             if fate.lost or fate.late_s or not self._reaches():

@@ -239,14 +239,14 @@ class Oracle:
         if theta is None:
             return
         if commit.expected is None:
-            state.momentum = np.zeros_like(theta)
+            state.momentum = momentum = np.zeros_like(theta)
         else:
             self._check_merge(link, p, commit, theta, momentum)
         state.theta = theta
         state.version = commit.version
         state.digests[commit.version] = commit.digest
         self._committed.add((p, commit.version, commit.digest))
-        if commit.momentum:
+        if self._spec.sync.outer_momentum:
             state.momentum = momentum
         self._check_pending(p)
         staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
@@ -303,7 +303,7 @@ class Oracle:
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if np.abs(theta - expected).max() > scale + 1e-9:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
-        if momentum is not None and np.abs(momentum - velocity).max() > scale + 1e-9:
+        if sync.outer_momentum and (momentum is None or np.abs(momentum - velocity).max() > scale + 1e-9):
             self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
         # A window that waited for slow calls of its own owner closes late; more than that it may not.
         took = commit.record

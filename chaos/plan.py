@@ -62,7 +62,7 @@ MESSAGE_KINDS = (
     Kind.MESSAGE_LATE,
 )
 """The last one: a call that takes effect after its caller gave up, even if it is dead by then."""
-PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.DELTA_POISONED)]
+PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.SLOW_MERGE)]
 
 CRASH_POINTS = {
     Kind.LEARNER_KILLED: (

@@ -60,10 +60,10 @@ class Intake:
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
     def take(self) -> tuple[Offer, Outcome]:
-        """The oldest outcome; a sound delta stays in `deltas`."""
+        """The oldest outcome; a sound delta stays in `deltas`, unless it was forgotten meanwhile."""
         offer, outcome = self.outcomes.popleft()
         self._tasks.pop(offer.entry_id, None)
-        if isinstance(outcome, Delta):
+        if isinstance(outcome, Delta) and offer.entry_id in self._began:
             self.deltas[offer.entry_id] = outcome
         return offer, outcome
 

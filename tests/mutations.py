@@ -134,6 +134,12 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "the momentum is lost",
+        FragmentState,
+        "merge",
+        (("momentum=stepped.momentum,", "momentum=None,"),),
+    ),
+    Mutation(
         "the momentum is not carried on",
         FragmentState,
         "advance",

@@ -87,5 +87,7 @@ def test_a_defect_of_the_protocol_is_found_within_500_seeds(mutation: Mutation) 
             violation = run_seed(seed).violation
             if violation is not None:
                 print(f"{mutation.name}: seed {seed}: {violation}")
-                return
-    pytest.fail(f"{mutation.name}: not found within {WITHIN_SEEDS} seeds")
+                break
+        else:
+            pytest.fail(f"{mutation.name}: not found within {WITHIN_SEEDS} seeds")
+    assert run_seed(seed).violation is None, "the seed fails without the defect too"
