@@ -12,6 +12,8 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.errors import BusUnavailable
+from pipeline.memory import MemoryBus
+from pipeline.messages import Shard
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from workers.claims import SILENT_S
 
@@ -83,6 +85,58 @@ def test_what_a_learner_leaves_unread_others_read_at_once() -> None:
         await until_epoch(world, 0)
         assert times_read(1, first.read, other.read) == {1: DATA[0]}
         await other.kill()
+
+    run_virtual(main())
+
+
+def test_a_learner_that_leaves_right_behind_a_shards_last_block_has_read_it_to_its_end() -> None:
+    """Nobody gets it again."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        first = learner_of(world, 0).start()
+        while len(first.read) < DATA[1]:
+            await asyncio.sleep(0.01)
+        first.stop = True
+        assert first.task is not None
+        await first.task
+        assert len(first.read) == DATA[1]
+        _, rest = await unread(world)
+        assert (await world.bus.read_shards()).open[0][0].index == 1
+        assert times_read(1, first.read, rest) == {1: DATA[0]}
+
+    run_virtual(main())
+
+
+def test_a_shard_with_nothing_left_is_acknowledged_and_not_read_again() -> None:
+    """Its reader died right behind its last block. The next claim takes a while, and there is nothing else to read."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        size = DATA[1]
+        shards = [Shard(epoch=0, index=i, start=i * size, stop=(i + 1) * size) for i in range(DATA[0] // size)]
+        await world.bus.fill_shards(0, shards)
+        lost = await world.bus.claim_shard("dead.00", SILENT_S)
+        assert lost is not None
+        await world.bus.save_position("dead.00", lost.entry_id, size)
+        await world.bus.release_shards("dead.00")
+        learner = learner_of(world, 0)
+        claim = MemoryBus.claim_shard
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def slow(self: Any, *args: Any) -> Any:
+                await asyncio.sleep(0.5)
+                return await claim(self, *args)
+
+            patch.setattr(MemoryBus, "claim_shard", slow)
+            learner.start()
+            await asyncio.sleep(5)
+        assert learner.read[0] == (0, size), "the first block of the next shard"
+        assert all(at >= size for _, at in learner.read)
+        assert lost.entry_id not in world.store.stream(world.bus.keys.shards).held
+        await learner.kill()
 
     run_virtual(main())
 

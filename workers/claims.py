@@ -25,8 +25,8 @@ class ShardClaims:
         self._bus, self._consumer, self._shared = bus, consumer, shared
         self._log = structlog.get_logger().bind(consumer=consumer)
         self._wake = asyncio.Event()
-        self._held: set[str] = set()
-        """Entry ids of the shards that this learner has claimed and not acknowledged."""
+        self._held: dict[str, int] = {}
+        """Entry id -> blocks of the shards that this learner has claimed and not acknowledged."""
         self._finished: list[str] = []
         self._leaving = False
         self.returned = asyncio.Event()
@@ -61,8 +61,13 @@ class ShardClaims:
                 if claimed is None:
                     await self._fill_epoch(*wanted)
                 elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
-                    self._held.add(claimed.entry_id)
-                    self._shared.shards.put(claimed)
+                    blocks = claimed.shard.stop - claimed.shard.start
+                    self._held[claimed.entry_id] = blocks
+                    if claimed.position < blocks:
+                        self._shared.shards.put(claimed)
+                    else:  # its reader died between its last block and its acknowledgement
+                        self._finished.append(claimed.entry_id)
+                        await self._settle()
             if self._leaving and not self._finished:
                 await self._give_back()
             await self._wake.wait()
@@ -78,13 +83,17 @@ class ShardClaims:
     async def _settle(self) -> None:
         while self._finished:
             await self._bus.finish_shard(self._consumer, self._finished[0])
-            self._held.discard(self._finished.pop(0))
+            self._held.pop(self._finished.pop(0), None)
 
     async def _give_back(self) -> None:
         """What the training side has not read is for others, from where it stopped."""
         if self._held:
             if self._shared.shard_handed_out is not None:
-                await self.save(self._shared.shard_handed_out)
+                entry_id, read = self._shared.shard_handed_out
+                if read == self._held.get(entry_id):  # to its end, which shows only when the next block is asked for
+                    await self._bus.finish_shard(self._consumer, entry_id)
+                else:
+                    await self.save((entry_id, read))
             await self._bus.release_shards(self._consumer)
         self.returned.set()
 
