@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
-from pipeline.messages import Spec
+from pipeline.messages import ClaimedShard, Shard, Spec
 from pipeline.settings import LearnerProcess, load
 from workers import trainer
 from workers.data.text import open_text
+from workers.learner import Learner
 from workers.models.gpt import build
 from workers.parameters import tensor_table
 from workers.recipe import (
@@ -28,6 +30,7 @@ from workers.recipe import (
     trainer_spec,
     update,
 )
+from workers.shared import Shared
 
 
 class FakeLearner:
@@ -244,6 +247,48 @@ def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.Monk
     os.kill(os.getpid(), signal.SIGINT)
     assert exits == [0]
     assert stop.asked
+
+
+def test_a_signal_ends_also_who_waits_for_its_first_shard(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag would be looked at after the first step only, and that may never come."""
+    flags: list[bool] = []
+
+    class Flag:
+        asked = training = False
+
+    def blocks(self: FakeLearner, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
+        flags.append(flag.training)
+        return production(self, total, per_shard)
+
+    flag, production = Flag(), FakeLearner.blocks
+    monkeypatch.setattr(trainer, "StopFlag", lambda: flag)
+    monkeypatch.setattr(FakeLearner, "blocks", blocks)
+    assert trainer.train(settings(book)) == 0
+    assert flags == [False]
+    assert flag.training
+
+
+def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
+    """So that what comes after the call is training, and what comes before it is joining."""
+    shared, checked = Shared(), []
+    shard = ClaimedShard(entry_id="1-0", shard=Shard(epoch=0, index=0, start=0, stop=8), position=0)
+
+    def check() -> None:
+        checked.append(shared.shards_wanted)
+        shared.shards.put(shard)
+
+    learner: Any = SimpleNamespace(
+        _exchange=SimpleNamespace(shared=shared, claims=SimpleNamespace(want=None)),
+        _loop=SimpleNamespace(call_soon_threadsafe=lambda call: checked.append(call)),
+        _check=lambda: check() if shared.shards_wanted else None,
+        _rounds=None,
+        incarnation="00",
+    )
+    order = Learner.blocks(learner, 16, 8)
+    assert checked == [None, (16, 8)]
+    assert shared.shards.empty()
+    assert shared.shard_handed_out is None
+    assert next(order) == (0, 0)
 
 
 def test_it_waits_for_a_redis_that_is_not_there_yet(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,8 @@ class Learner:
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
 
+        Waits for the first shard before it returns: this is still part of joining.
+
         Args:
             total: blocks in an epoch; every learner must say the same.
             per_shard: blocks handed out at a time.
@@ -197,7 +199,7 @@ class Learner:
         assert exchange is not None and loop is not None  # noqa: S101, PT018
         exchange.shared.shards_wanted = (total, per_shard)
         loop.call_soon_threadsafe(exchange.claims.want)
-        while True:  # before the first step: still part of joining
+        while True:
             try:
                 first = exchange.shared.shards.get(timeout=0.5)
                 break
@@ -209,7 +211,7 @@ class Learner:
         def finished(entry_id: str) -> None:
             loop.call_soon_threadsafe(exchange.claims.finish, entry_id)
 
-        yield from read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
+        return read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:

@@ -114,11 +114,11 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         recover=settings.recover,
         log_losses=settings.log_losses,
     ) as learner:
-        stop.training = True
         fresh = settings.ramp_steps
         ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": fresh, "checkpoint": fresh}.get(learner.recovered, 0)
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
+        stop.training = True  # not before: a signal ends who still waits for its first shard
         while not (learner.finished or stop.asked):
             started = time.monotonic()
             batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
