@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
+import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.errors import BusUnavailable
+from pipeline.memory import MemoryBus
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -316,5 +319,33 @@ def test_no_base_is_merged_twice_whatever_happens() -> None:
         for learner in learners:
             assert learner.longest_step_s < 0.25
             await learner.kill()
+
+    run_virtual(main())
+
+
+def test_only_outages_after_joining_count_in_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before lost no training; a count that is not 0 would excuse every later gap of the ledger as a fault's."""
+
+    async def main() -> None:
+        world, propose, refused = VirtualRun(sync_spec(tokens=10**9)), MemoryBus.propose_spec, []
+
+        async def once(self: MemoryBus, data: bytes) -> bytes:
+            if not refused:
+                refused.append(True)
+                raise BusUnavailable("not there yet")
+            return await propose(self, data)
+
+        monkeypatch.setattr(MemoryBus, "propose_spec", once)
+        world.start_syncer()
+        learner = VirtualLearner("l", world).start()
+        await world.until_version(2)
+        assert refused
+        (seen,) = await world.bus.read_reports()
+        assert seen.report.outages == 0
+        monkeypatch.setattr(learner.exchange._bus, "read_tape", AsyncMock(side_effect=BusUnavailable("away")))
+        await asyncio.sleep(5)
+        (seen,) = await world.bus.read_reports()
+        assert seen.report.outages > 0
+        await learner.kill()
 
     run_virtual(main())

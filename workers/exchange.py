@@ -153,6 +153,7 @@ class Exchange:
                     await self._retry(self._pull, head)
         joined = Event(name="learner_joined", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
         await self._retry(self._bus.add_event, joined)
+        self._outages = 0  # those until here lost nothing: nothing was published
         self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
 
     async def _begin(self, nonce: str, initial: Callable[[int], Float32]) -> None:
