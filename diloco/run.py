@@ -227,13 +227,14 @@ class Launcher:
 
     async def _ask_to_drain(self, status: Status) -> bool:
         """Ask for the orderly end; True if there is nothing yet that could be drained."""
-        self.stopped = True
         state = await self._bus.read_state()
         if state is None or not status["fragments"]:
+            self.stopped = True
             return True
-        self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
         update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}
         await self._bus.write_state(state.model_copy(update=update))
+        self.stopped = True  # not before: if Redis was away, the next tick asks again
+        self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
         return False
 
     # --- demonstration ------------------------------------------------------------------------------

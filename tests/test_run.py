@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,6 +13,7 @@ from diloco.options import RunProcess
 from diloco.run import Launcher
 from pipeline.clock import LoopClock
 from pipeline.codec import encode
+from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
 from pipeline.messages import Phase
 
@@ -137,3 +139,23 @@ async def test_syncers_elsewhere_and_a_finished_run_need_none_of_ours(
     await launcher._check_syncers({"phase": "running", "syncers": []})
     await launcher._check_syncers({"phase": "finished", "syncers": []})
     assert len(screen.notes) == 1
+
+
+async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path) -> None:
+    """It is asked for again until the bus has it, and said to the user once."""
+    launcher, _, screen, bus = launched(tmp_path)
+    await bus.write_state(samples.run_state())
+    status = {"fragments": [{}]}
+    for away in ("read_state", "write_state"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bus, away, AsyncMock(side_effect=BusUnavailable("away")))
+            with pytest.raises(BusUnavailable):
+                await launcher._ask_to_drain(status)
+        assert not launcher.stopped
+    assert screen.notes == []
+    assert not await launcher._ask_to_drain(status)
+    assert launcher.stopped
+    assert len(screen.notes) == 1
+    state = await bus.read_state()
+    assert state is not None
+    assert state.phase is Phase.DRAINING
