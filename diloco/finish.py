@@ -9,7 +9,7 @@ import typer
 from pipeline.errors import DilocoError, UsageError
 
 from .export import find_checkpoint, printable
-from .folder import Folder
+from .folder import PICTURE_FILE, SAMPLE_FILE, Folder
 from .options import RunProcess
 from .report import Outcome, build, ledger_line, summary
 
@@ -38,12 +38,12 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     try:
         checkpoint = find_checkpoint(folder.path)
         text = sample_text(checkpoint, settings.prompt, settings.seed)
-        (folder.path / "sample.txt").write_text(text + "\n")
+        (folder.path / SAMPLE_FILE).write_text(text + "\n")
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
     report = build(outcome)
-    picture = folder.path / "loss.png"
+    picture = folder.path / PICTURE_FILE
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
     kept = [event for event in report["events"] if event["name"] in shown]
     loss = report["global_val_loss"]

@@ -39,6 +39,8 @@ from .options import CHOSEN_BY_LAUNCHER, RunProcess
 from .report import Origin
 
 SETTINGS_FILE = "settings.toml"
+PICTURE_FILE = "loss.png"
+SAMPLE_FILE = "sample.txt"
 
 SHARED: tuple[type[Settings], ...] = (
     BusSettings,
@@ -158,9 +160,13 @@ def choose(settings: RunProcess) -> Folder:
 
 
 def _check_recording(folder: Folder, recording: Path) -> None:
-    if recording in (folder.checkpoints, folder.logs, folder.tape):
-        raise UsageError(f"--record-deltas {recording.name}: choose another name, the run uses that one itself")
     inside = recording.resolve().is_relative_to(folder.path.resolve())  # empty, or about to be emptied
+    if inside:
+        files = (SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", REPORT_FILE, PICTURE_FILE, SAMPLE_FILE)
+        own = {folder.logs.name, folder.checkpoints.name, folder.tape.name, folder.learners.name, *files}
+        below = recording.resolve().relative_to(folder.path.resolve()).parts
+        if not below or below[0] in own:
+            raise UsageError(f"--record-deltas {recording}: choose another name, the run uses that one itself")
     if not inside and recording.is_dir() and any(recording.iterdir()):
         raise UsageError(f"--record-deltas {recording} is not empty: choose another folder")
     _check_writable(recording / SETTINGS_FILE, "--record-deltas")

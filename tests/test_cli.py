@@ -211,8 +211,12 @@ def test_the_folder_of_a_recording(tmp_path):
     folder = choose(RunProcess(record_deltas=Path("deltas"), **asked))
     assert folder.recording(Path("deltas")) == tmp_path / "out" / "deltas"
     assert folder.recording(tmp_path / "else") == tmp_path / "else"
-    with pytest.raises(UsageError, match="the run uses that one itself"):
-        choose(RunProcess(record_deltas=Path("tape"), **asked))
+    folders = ["checkpoints", "logs", "tape", "learners"]
+    files = ["settings.toml", "run.json", ".run.json", "report.json", "loss.png", "sample.txt"]
+    for name in (*map(Path, folders + files), tmp_path / "out", tmp_path / "out" / "learners" / "deltas"):
+        with pytest.raises(UsageError, match="the run uses that one itself"):
+            choose(RunProcess(record_deltas=name, **asked))
+    choose(RunProcess(record_deltas=tmp_path / "out" / "mine" / "logs", **asked))
     (tmp_path / "else").mkdir()
     choose(RunProcess(record_deltas=tmp_path / "else", **asked))
     (tmp_path / "else" / "file").touch()
