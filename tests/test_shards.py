@@ -3,7 +3,10 @@
 import itertools
 import random
 
+import pytest
+
 from pipeline.messages import ClaimedShard, Shard
+from workers.claims import MAX_SHARDS, cut_epoch
 from workers.shards import read_blocks
 from workers.shared import Shared
 
@@ -47,3 +50,27 @@ def test_without_the_queue_training_goes_on_with_what_was_read_before() -> None:
     shared.shards.put(claimed(5))
     assert [at for _, at in itertools.islice(blocks, 3)] == [3, 20, 21]
     assert finished == ["1-0"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "count"),
+    [
+        (1, 8, 1),
+        (64, 8, 8),
+        (65, 8, 9),
+        (8 * MAX_SHARDS, 8, MAX_SHARDS),
+        (8 * MAX_SHARDS + 1, 9, -(-(8 * MAX_SHARDS + 1) // 9)),
+        (4_000_000, 245, 16_327),
+    ],
+)
+def test_an_epoch_has_shards_of_the_asked_size_unless_they_would_be_too_many(
+    blocks: int, size: int, count: int
+) -> None:
+    """A text of any length is queued in one call of bounded size; each block is in one shard."""
+    shards = cut_epoch(3, blocks, 8)
+    assert len(shards) == count <= MAX_SHARDS
+    assert {shard.stop - shard.start for shard in shards[:-1]} <= {size}
+    assert [shard.start for shard in shards] == [0, *(shard.stop for shard in shards[:-1])]
+    assert shards[-1].stop == blocks
+    assert [shard.index for shard in shards] == list(range(count))
+    assert {shard.epoch for shard in shards} == {3}

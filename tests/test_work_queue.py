@@ -10,6 +10,7 @@ import pytest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.messages import ClaimedShard, Shard, ShardQueue
 from pipeline.ports import Bus
+from workers.claims import MAX_SHARDS, cut_epoch
 
 from . import samples
 from .backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
@@ -50,6 +51,12 @@ async def test_an_epoch_is_queued_once_and_each_shard_is_claimed_once(bus: Bus) 
     assert await bus.claim_shard(L1, SILENT_S, [second.entry_id]) is None
     assert await bus.fill_shards(1, SHARDS)
     assert (await claim(bus, L1, second)).shard == SHARDS[0]
+
+
+async def test_the_most_shards_that_an_epoch_can_have_are_queued_by_one_call(bus: Bus) -> None:
+    assert await bus.fill_shards(0, cut_epoch(0, 16 * MAX_SHARDS, 8))
+    assert len((await bus.read_shards()).open) == MAX_SHARDS
+    assert (await claim(bus, L0)).shard.start == 0
 
 
 async def test_a_shard_is_on_the_queue_with_its_position_until_it_is_read_to_its_end(bus: Bus) -> None:

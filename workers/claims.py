@@ -14,8 +14,19 @@ from .shared import Shared
 
 PREFETCHED_SHARDS = 4
 """Shards held by a learner, the one it reads included."""
+MAX_SHARDS = 16_384
+"""Shards of an epoch: they are queued in one call, and read in one for each checkpoint."""
 SILENT_S = 10.0
 """A learner that has not reported for this long is taken for dead: others read its shards on."""
+
+
+def cut_epoch(epoch: int, blocks: int, per_shard: int) -> list[Shard]:
+    """The shards of an epoch, each of `per_shard` blocks, or of more where there would be too many shards."""
+    size = max(per_shard, -(-blocks // MAX_SHARDS))
+    return [
+        Shard(epoch=epoch, index=i, start=start, stop=min(start + size, blocks))
+        for i, start in enumerate(range(0, blocks, size))
+    ]
 
 
 class ShardClaims:
@@ -99,9 +110,6 @@ class ShardClaims:
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
         epoch = await self._bus.count_epochs()
-        shards = [
-            Shard(epoch=epoch, index=i, start=start, stop=min(start + per_shard, blocks))
-            for i, start in enumerate(range(0, blocks, per_shard))
-        ]
+        shards = cut_epoch(epoch, blocks, per_shard)
         if await self._bus.fill_shards(epoch, shards):
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
