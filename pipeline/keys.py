@@ -89,7 +89,7 @@ class RunKeys:
 
     @property
     def moments_wish(self) -> str:
-        """Name of the learner that asks for an inner optimizer's moments; expires."""
+        """msgpack `MomentsWish`: a learner asks for an inner optimizer's moments; expires."""
         return self._run("moments-wish")
 
     @property

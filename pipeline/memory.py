@@ -32,6 +32,7 @@ from .messages import (
     LearnerReport,
     Message,
     MomentsOffer,
+    MomentsWish,
     Rewound,
     RunState,
     SeenReport,
@@ -168,12 +169,12 @@ class MemoryBus(MemoryCalls):
         return None if blob is None else decode(InitialUpload, blob)
 
     # --- an inner optimizer's moments ------------------------------------------------------------
-    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         """Ask, unless somebody did."""
         await self._turn()
         if self._bytes(self.keys.moments_wish) is None:
             self.store.need_room()
-            self._set(self.keys.moments_wish, learner.encode(), ttl_s)
+            self._set(self.keys.moments_wish, encode(wish), ttl_s)
 
     async def read_moments(self) -> MomentsBoard:
         """Wish, claim and offer."""

@@ -203,6 +203,15 @@ class OptimizerKind(Message):
     """Names of single numbers (Adam's `step`), sorted."""
 
 
+class MomentsWish(Message):
+    """A learner asks for a peer's moments."""
+
+    format: Literal[1] = 1
+    learner: PartyId
+    kind: OptimizerKind
+    """Others are of no use to it."""
+
+
 class MomentsOffer(Message):
     """A complete upload of one learner's moments, for those that join. Float32, one payload a fragment and moment."""
 

@@ -27,6 +27,7 @@ from .messages import (
     LearnerReport,
     MergedBase,
     MomentsOffer,
+    MomentsWish,
     Rejected,
     Rewound,
     RunState,
@@ -121,7 +122,7 @@ class Offered:
 class MomentsBoard:
     """Where a wish for moments stands."""
 
-    asked_by: str | None
+    wish: MomentsWish | None
     """A learner asks, and nobody has answered yet."""
     claimed: bool
     """A peer has taken it up."""
@@ -224,7 +225,7 @@ class Bus(Protocol):
         ...
 
     # --- an inner optimizer's moments ------------------------------------------------------------
-    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         """Wish for a peer's moments; while somebody else's wish is there, that one serves both."""
         ...
 

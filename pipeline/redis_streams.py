@@ -20,6 +20,7 @@ from .messages import (
     LearnerReport,
     Message,
     MomentsOffer,
+    MomentsWish,
     Rewound,
     RunState,
     SeenReport,
@@ -147,9 +148,9 @@ class RedisBus:
         return None if blob is None else decode(InitialUpload, blob)
 
     # --- an inner optimizer's moments ------------------------------------------------------------
-    async def ask_moments(self, learner: str, ttl_s: float) -> None:
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         """Ask, unless somebody did."""
-        await self._redis.script("ask", [self.keys.moments_wish], learner, to_ms(ttl_s))
+        await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
 
     async def read_moments(self) -> MomentsBoard:
         """Wish, claim and offer."""

@@ -15,6 +15,7 @@ from .messages import (
     MergedBase,
     Message,
     MomentsOffer,
+    MomentsWish,
     RunState,
     SeenReport,
     Shard,
@@ -94,9 +95,9 @@ def decode_state(blob: bytes | None) -> RunState | None:
 
 
 def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
-    """Who asks for moments, whether a peer has taken it up, and the complete offer."""
+    """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
     return MomentsBoard(
-        asked_by=None if wish is None else wish.decode(errors="replace"),
+        wish=None if wish is None else decode(MomentsWish, wish),
         claimed=claim is not None,
         offer=None if offer is None else decode(MomentsOffer, offer),
     )

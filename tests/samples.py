@@ -12,6 +12,7 @@ from pipeline.messages import (
     Head,
     LearnerReport,
     MomentsOffer,
+    MomentsWish,
     OptimizerKind,
     Phase,
     RunState,
@@ -185,6 +186,10 @@ async def commit(
         )
     )
     return digest
+
+
+def moments_wish(learner: str = "l0") -> MomentsWish:
+    return MomentsWish(learner=learner, kind=moments_offer().kind)
 
 
 def moments_offer(**given: Any) -> MomentsOffer:

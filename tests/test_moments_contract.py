@@ -14,18 +14,18 @@ from . import samples
 from .backdoor import Backdoor
 
 A, B = "aa" * 8, "bb" * 8
-NOTHING = MomentsBoard(asked_by=None, claimed=False, offer=None)
+NOTHING = MomentsBoard(wish=None, claimed=False, offer=None)
 
 
 async def test_a_wish_is_set_once_and_expires(bus: Bus, backdoor: Backdoor) -> None:
     """The second who asks neither replaces nor prolongs the first one's wish."""
     assert await bus.read_moments() == NOTHING
-    await bus.ask_moments("l0", 50)
-    await bus.ask_moments("l1", 5000)
-    assert (await bus.read_moments()).asked_by == "l0"
+    await bus.ask_moments(samples.moments_wish("l0"), 50)
+    await bus.ask_moments(samples.moments_wish("l1"), 5000)
+    assert (await bus.read_moments()).wish == samples.moments_wish("l0")
     assert 40 < (backdoor.ttl_s(bus.keys.moments_wish) or 0) <= 50
     backdoor.delete(bus.keys.moments_wish)
-    await bus.ask_moments("l1", 0.1)
+    await bus.ask_moments(samples.moments_wish("l1"), 0.1)
     await asyncio.sleep(0.15)
     assert await bus.read_moments() == NOTHING
 
@@ -42,13 +42,13 @@ async def test_one_peer_at_a_time_answers_a_wish(bus: Bus) -> None:
 
 async def test_an_offer_counts_only_while_its_claim_is_held_and_ends_wish_and_claim(bus: Bus) -> None:
     late, good = samples.moments_offer(nonce=A), samples.moments_offer(learner="l1", nonce=B)
-    await bus.ask_moments("l0", 50)
+    await bus.ask_moments(samples.moments_wish("l0"), 50)
     assert not await bus.finish_moments(late, 50)
     assert await bus.claim_moments(B, 50)
     assert not await bus.finish_moments(late, 50)
-    assert await bus.read_moments() == MomentsBoard(asked_by="l0", claimed=True, offer=None)
+    assert await bus.read_moments() == MomentsBoard(wish=samples.moments_wish("l0"), claimed=True, offer=None)
     assert await bus.finish_moments(good, 50)
-    assert await bus.read_moments() == MomentsBoard(asked_by=None, claimed=False, offer=good)
+    assert await bus.read_moments() == MomentsBoard(wish=None, claimed=False, offer=good)
 
 
 async def test_an_offer_expires(bus: Bus) -> None:
@@ -68,7 +68,10 @@ async def test_full_memory_refuses_wishes_and_offers(bus: Bus, backdoor: Backdoo
     await bus.claim_moments(A, 50)
     backdoor.fill_memory()
     before = backdoor.dump()
-    for call in (bus.ask_moments("l0", 50), bus.finish_moments(samples.moments_offer(nonce=A), 50)):
+    for call in (
+        bus.ask_moments(samples.moments_wish("l0"), 50),
+        bus.finish_moments(samples.moments_offer(nonce=A), 50),
+    ):
         with pytest.raises(BusFull):
             await call
     assert backdoor.dump() == before
@@ -80,7 +83,7 @@ async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdo
     backdoor.plant(getattr(bus.keys, key), "hash")
     before = backdoor.dump()
     calls = [bus.read_moments(), bus.finish_moments(samples.moments_offer(nonce=A), 50)]
-    calls += [bus.ask_moments("l0", 50)] if key == "moments_wish" else []
+    calls += [bus.ask_moments(samples.moments_wish("l0"), 50)] if key == "moments_wish" else []
     calls += [bus.claim_moments(A, 50)] if key == "moments_claim" else []
     for call in calls:
         with pytest.raises(BadMessage):

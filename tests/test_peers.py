@@ -12,7 +12,7 @@ from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.errors import BusUnavailable
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import OptimizerKind
+from pipeline.messages import MomentsWish, OptimizerKind
 from workers import peers as module
 from workers.moments import Moments
 from workers.peers import Peers
@@ -167,7 +167,7 @@ def test_a_wish_that_came_too_late_for_an_offer_causes_no_second_upload() -> Non
     async def play(world: World) -> None:
         await world.trains("l0", 3.0)
         assert value_of(await world.party("l1").ask()) == 3.0
-        await world.bus.ask_moments("l2", module.OFFER_TTL_S)
+        await world.bus.ask_moments(MomentsWish(learner="l2", kind=ADAM), module.OFFER_TTL_S)
         await asyncio.sleep(module.OFFER_TTL_S / 2)
         assert len(world.uploads) == 4
 
@@ -265,6 +265,20 @@ def test_moments_of_another_optimizer_are_refused(kind: OptimizerKind) -> None:
     async def play(world: World) -> None:
         await world.trains("l0", 3.0)
         assert await world.party("l1", kind).ask() is None
+
+    scene(play)
+
+
+def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
+    """Of two kinds of peers, those of the asker's own answer, and the others upload nothing for it."""
+
+    async def play(world: World) -> None:
+        other = ADAM.model_copy(update={"optimizer": "torch.Adam"})
+        await world.trains("l0", 3.0, kind=other)
+        assert value_of(await world.party("l1", other).ask()) == 3.0
+        await world.trains("l2", 4.0)
+        assert value_of(await world.party("l3").ask()) == 4.0
+        assert len(world.uploads) == 8
 
     scene(play)
 

@@ -20,9 +20,9 @@ import structlog
 
 from pipeline.errors import BadPayload, BusError, DilocoError
 from pipeline.fragments import Layout
-from pipeline.messages import MomentsOffer, OptimizerKind
+from pipeline.messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import pull, push
-from pipeline.ports import Bus, Clock
+from pipeline.ports import Bus, Clock, MomentsBoard
 
 from .moments import Moments, check
 
@@ -79,15 +79,15 @@ class Peers:
         began = unclaimed = self._clock.now()
         while True:
             board, now = await self._bus.read_moments(), self._clock.now()
-            if board.offer is not None:
+            if board.offer is not None and board.offer.kind == self._kind:
                 return board.offer
             if board.claimed:
                 unclaimed = now
             if now - unclaimed > UNCLAIMED_S or now - began > OFFER_S:
                 log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))
                 return None
-            if board.asked_by is None:
-                await self._bus.ask_moments(self._learner, WISH_TTL_S)
+            if board.wish is None:
+                await self._bus.ask_moments(MomentsWish(learner=self._learner, kind=self._kind), WISH_TTL_S)
             await asyncio.sleep(POLL_S)
 
     async def _fetch(self, offer: MomentsOffer) -> Moments:
@@ -128,14 +128,20 @@ class Peers:
             await asyncio.sleep(LOOK_S)
             try:
                 board = await self._bus.read_moments()
-                wanted = board.asked_by not in (None, self._learner) and board.offer is None and not board.claimed
-                if wanted and steps() >= USEFUL_STEPS:
+                if self._can_help(board) and steps() >= USEFUL_STEPS:
                     await self._donate(steps, take)
             except (BusError, TimeoutError):
                 pass  # somebody else may, or the asker begins fresh
             except Exception as error:  # whatever it is: who helps must not come to harm by it
                 log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])
                 await asyncio.sleep(WISH_TTL_S)  # this wish is for another peer
+
+    def _can_help(self, board: MomentsBoard) -> bool:
+        """A wish of another's for moments of this kind, which nobody answers and no offer answers already."""
+        wish, offer = board.wish, board.offer
+        if wish is None or board.claimed or wish.learner == self._learner or wish.kind != self._kind:
+            return False
+        return offer is None or offer.kind != self._kind
 
     async def _donate(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
         nonce = secrets.token_hex(8)
