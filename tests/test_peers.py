@@ -276,6 +276,8 @@ def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
         other = ADAM.model_copy(update={"optimizer": "torch.Adam"})
         await world.trains("l0", 3.0, kind=other)
         assert value_of(await world.party("l1", other).ask()) == 3.0
+        assert value_of(await world.party("l3").ask()) is None
+        assert len(world.uploads) == 4
         await world.trains("l2", 4.0)
         assert value_of(await world.party("l3").ask()) == 4.0
         assert len(world.uploads) == 8
