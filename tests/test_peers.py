@@ -265,6 +265,7 @@ def test_moments_of_another_optimizer_are_refused(kind: OptimizerKind) -> None:
     async def play(world: World) -> None:
         await world.trains("l0", 3.0)
         assert await world.party("l1", kind).ask() is None
+        assert not world.uploads
 
     scene(play)
 
