@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from chaos.__main__ import app
@@ -34,7 +35,15 @@ WITHIN_SEEDS = 500
 SHORT = 10
 """Least number of merges of a short world: its faults are all there, and it is soon over."""
 
-quiet()
+
+@pytest.fixture(autouse=True)
+def no_log_lines() -> Iterator[None]:
+    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
+    before = structlog.get_config()
+    quiet()
+    yield
+    structlog.configure(**before)
+
 
 MUTATIONS = {
     "a commit that does not check the lease": (
