@@ -448,6 +448,33 @@ class Rejected(Message):
     detail: Text
     unix_s: float
 
+    @classmethod
+    def of(
+        cls,
+        header: DeltaHeader | None,
+        head: tuple[int, int],
+        *,
+        lost_tokens: int,
+        reason: RefusalReason,
+        detail: str,
+        unix_s: float,
+    ) -> "Rejected":
+        """The record of a refused delta; no header: its bytes did not decode. head: (fragment, version)."""
+        return cls(
+            fragment=head[0],
+            version=head[1],
+            learner=header.learner if header else "",
+            incarnation=header.incarnation if header else "",
+            base_version=header.base_version if header else 0,
+            attempt=header.attempt if header else 0,
+            steps=header.steps if header else 0,
+            tokens=header.tokens if header else 0,
+            lost_tokens=lost_tokens,
+            reason=reason,
+            detail=detail[:500],
+            unix_s=unix_s,
+        )
+
 
 class WindowChanged(Message):
     """A window opened, or opened again with the next attempt: wakes the learners that may follow."""

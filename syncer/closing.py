@@ -97,18 +97,11 @@ async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> N
 
 
 def _rejected(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:
-    h = entry.header
-    return Rejected(
-        fragment=head.fragment,
-        version=head.version,
-        learner=h.learner if h else "",
-        incarnation=h.incarnation if h else "",
-        base_version=h.base_version if h else 0,
-        attempt=h.attempt if h else 0,
-        steps=h.steps if h else 0,
-        tokens=h.tokens if h else 0,
+    return Rejected.of(
+        entry.header,
+        (head.fragment, head.version),
         lost_tokens=lost,
-        reason=RefusalReason.RUN_FINISHED if h else RefusalReason.BAD_MESSAGE,
-        detail="the run is finished" if h else entry.problem[:500],
+        reason=RefusalReason.RUN_FINISHED if entry.header else RefusalReason.BAD_MESSAGE,
+        detail="the run is finished" if entry.header else entry.problem,
         unix_s=unix_s,
     )

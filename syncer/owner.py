@@ -269,20 +269,13 @@ class FragmentOwner:
         return self._bus.keys.delta_payload(self._p, h.learner, h.incarnation, h.serial)
 
     def _rejected(self, offer: Offer | None, reason: RefusalReason, detail: str, lost: int) -> Rejected:
-        h = offer.header if offer else None
         self._metrics.refusals.labels(reason=reason.value).inc()
-        return Rejected(
-            fragment=self._p,
-            version=self._fragment.version if self._fragment else 0,
-            learner=h.learner if h else "",
-            incarnation=h.incarnation if h else "",
-            base_version=h.base_version if h else 0,
-            attempt=h.attempt if h else 0,
-            steps=h.steps if h else 0,
-            tokens=h.tokens if h else 0,
+        return Rejected.of(
+            offer.header if offer else None,
+            (self._p, self._fragment.version if self._fragment else 0),
             lost_tokens=lost,
             reason=reason,
-            detail=detail[:500],
+            detail=detail,
             unix_s=self._clock.unix(),
         )
 
