@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 
+from chaos.campaign import quiet
 from pipeline.embedded import EmbeddedRedis
 from pipeline.ports import Bus
 
@@ -91,3 +93,12 @@ async def bus(backdoor: Backdoor) -> AsyncIterator[Bus]:
     bus = await backdoor.connect()
     yield bus
     await bus.close()
+
+
+@pytest.fixture
+def no_log_lines() -> Iterator[None]:
+    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
+    before = structlog.get_config()
+    quiet()
+    yield
+    structlog.configure(**before)

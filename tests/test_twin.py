@@ -4,16 +4,14 @@ import asyncio
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any
 
 import pytest
-import structlog
 from typer.testing import CliRunner
 
 from chaos.__main__ import app
-from chaos.campaign import quiet
 from chaos.plan import Kind
 from chaos.record import Called, Expired, Full, Recorder, Restarted, Snapshot, WorldStore
 from chaos.twin import Difference, Recorded, record, replay
@@ -29,20 +27,11 @@ from pipeline.redis_calls import Script
 
 from . import samples
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.usefixtures("no_log_lines")]
 
 WITHIN_SEEDS = 500
 SHORT = 10
 """Least number of merges of a short world: its faults are all there, and it is soon over."""
-
-
-@pytest.fixture(autouse=True)
-def no_log_lines() -> Iterator[None]:
-    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
-    before = structlog.get_config()
-    quiet()
-    yield
-    structlog.configure(**before)
 
 
 MUTATIONS = {

@@ -4,31 +4,22 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
-from chaos.campaign import Summary, campaign, done_before, quiet
+from chaos.campaign import Summary, campaign, done_before
 from chaos.plan import Kind, plan
 from chaos.shrink import shrink
 from chaos.world import MERGES, run_seed
 from tests.mutations import MUTATIONS, Mutation, applied
 
+pytestmark = pytest.mark.usefixtures("no_log_lines")
+
 SEEDS = 200
 FAILED_ONCE = (3, 5, 6, 17, 24, 33, 51, 118, 274, 162, 411, 1071, 2011, 2058, 3028)
 """Every seed that ever showed a defect."""
 WITHIN_SEEDS = 500
-
-
-@pytest.fixture(autouse=True)
-def no_log_lines() -> Iterator[None]:
-    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
-    before = structlog.get_config()
-    quiet()
-    yield
-    structlog.configure(**before)
 
 
 @pytest.mark.timeout(600)
