@@ -12,7 +12,7 @@ import structlog
 from pipeline.messages import Head, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus, Clock, Offered, Refusal
 
-from .leases import holding, release_all
+from .leases import holding, in_time, release_all
 
 POLL_S = 0.25
 
@@ -43,7 +43,8 @@ async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: as
     if not await bus.acquire_lease(0, nonce, lease_s):
         return False
     while True:
-        held = await asyncio.gather(*(bus.acquire_lease(p, nonce, lease_s) for p in range(fragments)))
+        calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / 4) for p in range(fragments))
+        held = await asyncio.gather(*calls)
         if all(held):
             return True
         if stop.is_set() or not held[0]:

@@ -1,23 +1,33 @@
 """Which fragments this syncer serves: keeps their leases, and shares the fragments with the other syncers. asyncio.
 
-Every third of a lease time: prolong what is held; then say that this syncer is here, which tells who else is; then
-give back what is above its quota (`sharing`), or take free leases up to it. An owner that shall stop ends a merge in
-hand first, with its lease prolonged meanwhile, and only then is the lease given back; what is pending stays on the
-fragment's stream, from which the successor rebuilds the window. A syncer that dies says nothing any more: its leases
-and its presence end within a lease time, and the others find them free within a third of one.
+Every third of a lease time `keep` prolongs what is held, and `share` says that this syncer is here, which tells who
+else is, and then gives back what is above its quota (`sharing`), or takes free leases up to it. An owner that shall
+stop ends a merge in hand first, with its lease prolonged meanwhile, and only then is the lease given back; what is
+pending stays on the fragment's stream, from which the successor rebuilds the window. A syncer that dies says nothing
+any more: its leases and its presence end within a lease time, and the others find them free within a third of one.
+
+The bus may take longer over one call than a lease lasts. So neither loop waits for the other, and a call that is not
+answered within a quarter of a lease time is given up and made again: it costs at most one round. It may have taken
+effect all the same. A prolonged lease then lasts longer than is known here, which does no harm; one that was taken
+is found to be ours by the next round. A lease counts as held for one lease time from before the last call that was
+answered, and no longer.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import structlog
 
+from pipeline.errors import BusUnavailable
 from pipeline.messages import Phase
 from pipeline.ports import Bus, Clock
 
-from .owner import FragmentOwner
+from .owner import TICK_S, FragmentOwner
 from .sharing import excess, wanted
+
+T = TypeVar("T")
 
 
 class Leases:
@@ -36,58 +46,78 @@ class Leases:
         self._stopping: set[int] = set()
         """Of those held: given back once their owners have stopped."""
         self._parting = False
-        self._pass = asyncio.Lock()
+        self._prolonging, self._sharing = asyncio.Lock(), asyncio.Lock()
         self._log = structlog.get_logger()
 
     async def keep(self) -> None:
-        """Until `part`; after an error, call it again.
+        """Prolong what is held, until cancelled; after an error, call it again within a twelfth of a lease time.
 
         Raises:
-            BusError: some leases may not have been prolonged.
+            BusError: some leases were not prolonged.
+        """
+        while True:
+            due = self._clock.now() + self._lease_s / 3
+            async with self._prolonging:
+                await self._prolong()
+            await asyncio.sleep(max(0.0, due - self._clock.now()))
+
+    async def share(self) -> None:
+        """Say that this syncer is here, take and give back, until `part`; after an error, call it again.
+
+        Raises:
+            BusError: the others may not know that this syncer is here.
         """
         while not self._parting:
             due = self._clock.now() + self._lease_s / 3
-            async with self._pass:
-                await self._prolong()
+            async with self._sharing:
                 await self._share()
             await self._give_back(due)
 
     async def part(self) -> None:
-        """Give every lease back as soon as its owner has stopped, and say that this syncer is gone.
+        """Give every lease back as soon as its owner has stopped, and say that this syncer is gone; `keep` goes on.
 
         Raises:
             BusError: call it again; what is not given back ends by itself.
         """
         self._parting = True
-        async with self._pass:  # what is being taken is given back too
+        async with self._sharing:  # what is being taken is given back too
             self._stop(self._held)
         while self._held:
-            due = self._clock.now() + self._lease_s / 3
-            await self._prolong()
-            await self._give_back(due)
-        await self._bus.withdraw_syncer(self._nonce)
+            await self._give_back(self._clock.now() + self._lease_s / 3)
+        await self._in_time(self._bus.withdraw_syncer(self._nonce))
 
     # --- held leases ------------------------------------------------------------------------------------
 
     async def _prolong(self) -> None:
         """All that is held, at once: a lease must not lapse because there are many."""
         began = self._clock.now()
-        for p in [p for p, since in self._held.items() if began - since > self._lease_s]:
-            self._lose(p)  # others may have held it in between: its owner must read everything again
+        self._lapse(began)
         held = sorted(self._held)
-        calls = (self._bus.acquire_lease(p, self._nonce, self._lease_s) for p in held)
+        calls = (
+            in_time(
+                self._bus.acquire_lease(p, self._nonce, self._lease_s),
+                min(self._lease_s / 4, self._held[p] + self._lease_s - began),
+            )
+            for p in held
+        )
         errors: list[BaseException] = []
         for p, answer in zip(held, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException):
                 errors.append(answer)
             elif not answer:
                 self._lose(p)
-            elif p in self._held:  # not given back meanwhile
+            else:
                 self._held[p] = began
                 if p not in self._stopping:
                     self._owners[p].lease.set()  # its owner may have met with a lapse
         if errors:
+            self._lapse(self._clock.now())
             raise errors[0]
+
+    def _lapse(self, now: float) -> None:
+        """Others may hold by now what was not prolonged for a lease time: its owner must read everything again."""
+        for p in [p for p, since in self._held.items() if now - since >= self._lease_s]:
+            self._lose(p)
 
     def _lose(self, p: int) -> None:
         self._log.warning("lease_lost", fragment=p)
@@ -104,16 +134,17 @@ class Leases:
     async def _give_back(self, until: float) -> None:
         """Until a time, release each lease whose owner has stopped; returns early when a parting syncer has none."""
         parting = self._parting
-        while (left_s := until - self._clock.now()) > 0 and self._parting is parting and (self._held or not parting):
-            stopped = [p for p in sorted(self._stopping) if self._owners[p].idle.is_set()]
-            for p in stopped:  # from here on nobody prolongs it
-                self._stopping.discard(p)
-                self._held.pop(p, None)
-                self._owners[p].forget()
-                self._log.info("lease_given_back", fragment=p)
-            await asyncio.gather(*(self._bus.release_lease(p, self._nonce) for p in stopped))
+        while until - self._clock.now() > TICK_S and self._parting is parting and (self._held or not parting):
+            async with self._prolonging:  # a call under way might take it again once it is released
+                stopped = [p for p in sorted(self._stopping) if self._owners[p].idle.is_set()]
+                for p in stopped:  # from here on nobody prolongs it
+                    self._stopping.discard(p)
+                    self._held.pop(p, None)
+                    self._owners[p].forget()
+                    self._log.info("lease_given_back", fragment=p)
+            await asyncio.gather(*(self._in_time(self._bus.release_lease(p, self._nonce)) for p in stopped))
             if not stopped:
-                await self._pause(left_s)
+                await self._pause(until - self._clock.now())
 
     async def _pause(self, limit_s: float) -> None:
         """Until an owner that shall stop has stopped, or the time is over."""
@@ -131,18 +162,21 @@ class Leases:
 
     async def _share(self) -> None:
         """Compare what is held with the quota among the syncers that are here; give back, or take."""
-        state = await self._bus.read_state()
+        state = await self._in_time(self._bus.read_state())
         if self._parting or (state is not None and state.phase.rank >= Phase.CLOSING.rank):
             return  # who ends the run needs all leases
-        syncers = await self._bus.announce_syncer(self._nonce, self._name, self._lease_s)
+        syncers = await self._in_time(self._bus.announce_syncer(self._nonce, self._name, self._lease_s))
         if syncers != self.syncers:
             self._log.info("syncers_changed", syncers=len(syncers))
         self.syncers = syncers
         sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
         self._stop(excess(self._held.keys() - self._stopping, *sharing))
-        if not wanted(self._held, range(len(self._owners)), *sharing):
-            return
-        holders = await self._bus.read_leases(range(len(self._owners)))
+        if wanted(self._held, range(len(self._owners)), *sharing):
+            await self._take(sharing)
+
+    async def _take(self, sharing: tuple[int, int, int]) -> None:
+        """Take free leases up to the quota; `sharing`: (rank, syncers, fragments)."""
+        holders = await self._in_time(self._bus.read_leases(range(len(self._owners))))
         free = [
             p
             for p, holder in enumerate(holders)
@@ -151,13 +185,34 @@ class Leases:
         ]
         while not self._parting and (some := wanted(self._held, free, *sharing)):
             began = self._clock.now()
-            calls = (self._bus.acquire_lease(p, self._nonce, self._lease_s) for p in some)
-            for p, taken in zip(some, await asyncio.gather(*calls), strict=True):
-                if taken:
+            calls = (self._in_time(self._bus.acquire_lease(p, self._nonce, self._lease_s)) for p in some)
+            errors: list[BaseException] = []
+            for p, answer in zip(some, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                if isinstance(answer, BaseException):
+                    errors.append(answer)
+                elif answer:
                     self._held[p] = began
                     self._owners[p].lease.set()
                     self._log.info("lease_taken", fragment=p)
+            if errors:
+                raise errors[0]
             free = free[len(some) :]
+
+    async def _in_time(self, call: Awaitable[T]) -> T:
+        return await in_time(call, self._lease_s / 4)
+
+
+async def in_time(call: Awaitable[T], limit_s: float) -> T:
+    """The answer to a call, for which a lease does not wait longer than this.
+
+    Raises:
+        BusUnavailable: there is none. The call may take effect all the same.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            return await call
+    except TimeoutError:
+        raise BusUnavailable(f"no answer in {limit_s:.2g} s, which a lease can wait for one") from None
 
 
 @asynccontextmanager
@@ -165,9 +220,10 @@ async def holding(bus: Bus, fragments: Iterable[int], nonce: str, lease_s: float
     """Prolong leases, which are held already, for as long as the block takes; should that fail, they lapse."""
 
     async def prolong() -> None:
+        await asyncio.sleep(lease_s / 3)
         while True:
-            await asyncio.sleep(lease_s / 3)
-            await asyncio.gather(*(bus.acquire_lease(p, nonce, lease_s) for p in ids), return_exceptions=True)
+            calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / 4) for p in ids)
+            await asyncio.gather(asyncio.sleep(lease_s / 3), *calls, return_exceptions=True)
 
     ids = tuple(fragments)
     task = asyncio.create_task(prolong())

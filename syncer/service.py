@@ -128,7 +128,8 @@ class SyncerService:
         if self.settings.tape_dir:
             archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir, self.nonce, self._leads)
         background = [
-            self._retrying(leases.keep, min(1.0, self.settings.lease_s / 6)),
+            self._retrying(leases.keep, self.settings.lease_s / 12),
+            self._retrying(leases.share, min(1.0, self.settings.lease_s / 6)),
             self._retrying(self._keep_watch),
         ]
         background.append(self._retrying(archive.follow if archive else self._keep_tape_short))

@@ -9,9 +9,12 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from diloco.tape import read_archive
+from pipeline.errors import BusUnavailable
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus
+from pipeline.redis_calls import CONTROL_S
 from syncer.checkpoint import find_checkpoint, load_checkpoint
+from syncer.leases import holding
 from syncer.service import SyncerService
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -59,6 +62,39 @@ def slow_merges(syncer: Syncer, takes_s: float) -> None:
     syncer.service._offload = offload
 
 
+class OneUnanswered:
+    """A bus of which one call gets no answer for as long as a real one waits: the first, once armed, of a method."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.method, self.takes_effect, self.happened = "", False, False
+
+    def arm(self, method: str, takes_effect: bool) -> None:
+        self.method, self.takes_effect = method, takes_effect
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._bus, name)
+
+        async def call(*args: Any) -> Any:
+            if name != self.method or self.happened:
+                return await original(*args)
+            self.happened = True
+            if self.takes_effect:
+                await original(*args)
+            await asyncio.sleep(CONTROL_S)
+            raise BusUnavailable("no answer")
+
+        return call
+
+
+def unanswered(syncer: Syncer) -> OneUnanswered:
+    """Between a syncer's leases, and nothing else of it, and the bus."""
+    assert syncer.service._leases is not None
+    bus = OneUnanswered(syncer.bus)
+    syncer.service._leases._bus = bus  # type: ignore[assignment]  # every method of a bus
+    return bus
+
+
 async def until(reached: Callable[[], bool], limit_s: float) -> float:
     """Seconds until a condition holds."""
     loop = asyncio.get_running_loop()
@@ -95,6 +131,12 @@ async def nothing_left(world: VirtualRun) -> None:
     """No header, no lease, no syncer."""
     count = world.spec.sync.fragments
     assert [await world.bus.read_offers(p) for p in range(count)] == [[]] * count
+    await nothing_left_held(world)
+
+
+async def nothing_left_held(world: VirtualRun) -> None:
+    """No lease, no syncer."""
+    count = world.spec.sync.fragments
     assert await world.bus.read_leases(range(count)) == [None] * count
     assert await world.bus.read_syncers() == {}
 
@@ -191,6 +233,107 @@ def test_a_dead_syncers_fragments_are_taken_over_within_two_lease_times(after_s:
         for party in learners:
             await party.kill()
         await a.end()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("takes_effect", [False, True], ids=["lost", "its answer lost"])
+@pytest.mark.parametrize("method", ["acquire_lease", "announce_syncer", "read_state"])
+def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(method: str, takes_effect: bool) -> None:
+    """Though the bus takes two lease times to say so; nor do the others ever miss the syncer."""
+    assert CONTROL_S >= 2 * LEASE_S
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        learners = learners_of(world)
+        await world.until_version(1)
+        bus = unanswered(a)
+        bus.arm(method, takes_effect)
+        for _ in range(150):
+            await asyncio.sleep(0.1)
+            assert a.held == set(range(P))
+            assert await world.bus.read_leases(range(P)) == [a.service.nonce] * P
+            assert await world.bus.read_syncers() == {a.service.nonce: "a"}
+        assert bus.happened
+        for party in learners:
+            await party.kill()
+        await a.end()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("after_s", [0.6 * LEASE_S, 0.9 * LEASE_S])
+@pytest.mark.parametrize("method", ["acquire_lease", "announce_syncer", "read_state", "read_leases"])
+def test_a_call_of_the_survivor_that_is_not_answered_does_not_hold_up_the_taking_over(
+    method: str, after_s: float
+) -> None:
+    """Whichever it is, shortly before the dead syncer's leases end or just then: all are taken in two lease times."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
+        a, b = Syncer(world, "a"), Syncer(world, "b")
+        learners = learners_of(world)
+        await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+        bus = unanswered(a)
+        await b.kill()
+        asyncio.get_running_loop().call_later(after_s, bus.arm, method, True)
+        await until(lambda: a.held == set(range(P)), 2 * LEASE_S)
+        await until(lambda: bus.happened, LEASE_S)
+        for party in learners:
+            await party.kill()
+        await a.end()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("method", ["acquire_lease", "release_lease"])
+def test_a_call_that_is_not_answered_loses_no_merge_of_a_syncer_that_parts(method: str) -> None:
+    """A merge that takes two lease times is committed, although one call about its lease, or the other's, hangs."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        learners = learners_of(world)
+        await world.until_version(1)
+        bus, started = unanswered(a), asyncio.Event()
+
+        async def offload(work: Any, *args: Any) -> Any:
+            if work.__name__ == "merge":
+                started.set()
+                await asyncio.sleep(2 * LEASE_S)
+            return work(*args)
+
+        a.service.owners[1]._offload = offload
+        await asyncio.wait_for(started.wait(), 5.0)
+        was = (await world.versions())[1]
+        bus.arm(method, False)
+        async with asyncio.timeout(4 * LEASE_S):
+            await a.end()
+        assert bus.happened
+        assert (await world.versions())[1] == was + 1
+        assert a.service.metrics.registry.get_sample_value("diloco_lease_losses_total") == 0
+        await nothing_left_held(world)
+        for party in learners:
+            await party.kill()
+
+    run_virtual(main())
+
+
+def test_leases_that_are_only_held_for_a_while_outlast_a_call_that_is_not_answered() -> None:
+    """Those of a checkpoint that is restored, and of the end of a run."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2))
+        bus = OneUnanswered(world.bus)
+        for p in range(2):
+            assert await bus.acquire_lease(p, "nonce", LEASE_S)
+        bus.arm("acquire_lease", False)
+        async with holding(bus, range(2), "nonce", LEASE_S):  # type: ignore[arg-type]  # every method of a bus
+            for _ in range(150):
+                await asyncio.sleep(0.1)
+                assert await world.bus.read_leases(range(2)) == ["nonce"] * 2
+        assert bus.happened
 
     run_virtual(main())
 
