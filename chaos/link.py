@@ -17,8 +17,6 @@ from pipeline.memory import MemoryBus
 
 BLOCKING = ("read_tape", "read_offers", "read_chunks")
 SLOW_S = 0.05
-HANGS_S = 0.3
-"""How long a call waits for an answer that does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,9 @@ class Surroundings(Protocol):
 class Link:
     """One party's connection, from its start to its death."""
 
-    def __init__(self, bus: MemoryBus, world: Surroundings, party: str, first_call: int) -> None:
-        self._bus, self._world = bus, world
+    def __init__(self, bus: MemoryBus, world: Surroundings, party: str, first_call: int, hangs_s: float) -> None:
+        """`hangs_s`: how long a call waits for an answer that does not come."""
+        self._bus, self._world, self._hangs_s = bus, world, hangs_s
         self.party = party
         self.calls = first_call
         self.dead = False
@@ -125,7 +124,7 @@ class Link:
             if fate.late_s:
                 self._world.later(fate.late_s, partial(self._late, name, method, args, more))
             if fate.lost or fate.late_s or not self._reaches():
-                await self._travel(HANGS_S)
+                await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the call was lost")
             epoch = world.epoch
             outcome = await self._effect(name, method, args, more)
@@ -133,7 +132,7 @@ class Link:
                 outcome = await self._effect(name, method, args, more)
             world.crash_point(self, name, after=True)
             if fate.reply_lost:
-                await self._travel(HANGS_S)
+                await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the reply was lost")
             if self.dead or epoch != world.epoch or not self._reaches():
                 raise BusUnavailable("the connection was lost")

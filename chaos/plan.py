@@ -18,6 +18,12 @@ from .chance import Chance
 FRAGMENTS = 2
 LEASE_S = 0.5
 LIVENESS_S = 0.8
+HANGS_S = (0.3, 2 * LEASE_S)
+"""How long a call waits for an answer that does not come: shorter or longer than a lease lasts.
+
+A real call waits for as long as the adapter's limit is, which is two lease times as the settings stand (10 s and 5 s);
+a broken connection ends it earlier. Which of the two it is makes different parts of the code give up first.
+"""
 FAULTS_UNTIL_S = 12.0
 """Planned faults begin before this, in virtual seconds."""
 LEARNERS, SYNCERS = 4, 3
@@ -114,6 +120,8 @@ class Plan:
     """How far each party's wall clock is ahead; learners first."""
     syncers: int
     latency_s: float
+    hangs_s: float
+    """How long a call waits for an answer that does not come."""
     message_fault_rate: float
     """Share of calls that meet with a fault of their own."""
     slow_merge_rate: float
@@ -182,6 +190,7 @@ def plan(seed: int) -> Plan:
         skew_s=tuple(chance.between(-0.5, 0.5, "skew", i) for i in range(LEARNERS + SYNCERS)),
         syncers=chance.one_of((2, 3), "syncers"),
         latency_s=chance.one_of((0.0002, 0.001, 0.004), "latency"),
+        hangs_s=chance.one_of(HANGS_S, "hangs"),
         message_fault_rate=stormy,
         slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),

@@ -126,6 +126,10 @@ class WorldStore(MemoryStore):
             self.tell(Expired(key))
         return super().get(key, kind, now)
 
+    def has(self, key: str, now: float) -> bool:
+        """Whether a key is there; only looks, and expires nothing."""
+        return key in self.values and self.expiries.get(key, now + 1) > now
+
     def snapshot(self) -> Saved:
         """All that is stored now, for `restart`."""
         self._saved.append(super().snapshot())
@@ -226,3 +230,20 @@ def _noted(name: str) -> Callable[..., Any]:
 for _name, _method in vars(Bus).items():
     if inspect.iscoroutinefunction(_method) and _name != "close":
         setattr(RecordedBus, _name, _noted(_name))
+
+
+def brief(method: str, args: tuple[Any, ...]) -> str:
+    """What a call was about, without its values."""
+    match method, args:
+        case "offer", (header,):
+            return f"p{header.fragment} base {header.base_version} attempt {header.attempt} due {header.due}"
+        case "commit", (commit,):
+            who = ",".join(part.learner for part in commit.record.contributions)
+            return f"p{commit.record.fragment} version {commit.version} of {who}"
+        case "refuse", (p, refusal):
+            return f"p{p} {[(r.learner, r.reason.value) for r in refusal.records]}"
+        case "write_window", (p, _, _, window, _):
+            return f"p{p} {window.state} attempt {window.attempt} {window.reason}"
+        case (("acquire_lease" | "release_lease"), (p, *_)):
+            return f"p{p}"
+    return ""

@@ -26,8 +26,9 @@ from .chance import Chance
 from .link import Fate, Link
 from .oracle import Oracle, Surviving, Violation
 from .parties import Party, WorldLearner, WorldSyncer
-from .plan import LEARNERS, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
-from .record import Recorder, WorldBus, WorldStore
+from .plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
+from .record import Recorder, WorldBus, WorldStore, brief
+from .takeover import LEASE_CALLS, Takeover
 from .virtual_time import VirtualClock, run_virtual
 
 RUN = "world"
@@ -81,6 +82,7 @@ class World:
         self.epoch = 0
         self.oracle = Oracle(self.spec, self.layout, self.store, RunKeys(RUN), self.clock.now)
         self.oracle.on_violation = lambda: self._wake.set()
+        self.takeover = Takeover(len(self.layout.fragments), LEASE_S)
         self.fired: Counter[str] = Counter()
         self.crashed: Counter[str] = Counter()
         self.struck: set[str] = set()
@@ -135,6 +137,8 @@ class World:
             return Fate(delay_s)
         kind = chance.one_of(MESSAGE_KINDS, "fate", party, number)
         self._happened(kind, id_)
+        if method in LEASE_CALLS:
+            self.takeover.disturbed(self.clock.now())
         if kind is Kind.MESSAGE_DELAYED:
             return Fate(delay_s + chance.between(0.01, 0.8, "delay", party, number))
         return Fate(
@@ -158,11 +162,13 @@ class World:
             self.fired[Kind.TWO_HOLDERS] += 1
             if method == "commit":
                 self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
+        elif method == "acquire_lease" and outcome is True:
+            self.takeover.taken(args[0])
         self._effects += 1
         if self._effects > MOST_CALLS:
             self.oracle.broken("nobody is busy for nothing", f"{self._effects} calls, the last one {method}")
-        brief = type(outcome).__name__ if isinstance(outcome, Exception) else ""
-        self.note(link.party, method, f"{_brief(method, args)} {brief}")
+        error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
+        self.note(link.party, method, f"{brief(method, args)} {error}")
         self.oracle.observe(link, method, args, outcome)
 
     def later(self, delay_s: float, effect: Callable[[], Awaitable[None]]) -> None:
@@ -183,7 +189,7 @@ class World:
     def link(self, party: str) -> Link:
         """A connection for a new life of a party."""
         before = self._parties.get(party)
-        return Link(self._bus(party), self, party, before.link.calls if before else 0)
+        return Link(self._bus(party), self, party, before.link.calls if before else 0, self.plan.hangs_s)
 
     def _bus(self, who: str) -> WorldBus:
         """A connection to the server."""
@@ -378,6 +384,7 @@ class World:
         since = [self.clock.now()] * len(versions)
         while not reached():
             await asyncio.sleep(0.05)
+            self._look_at_leases()
             for p, fragment in enumerate(self.oracle.fragments):
                 if fragment.version != versions[p]:
                     versions[p], since[p] = fragment.version, self.clock.now()
@@ -385,6 +392,19 @@ class World:
                     self.oracle.broken("every fragment goes on", f"{p} did not for {LIVELY_S:.0f} s: {versions}")
                     return False
         return True
+
+    def _look_at_leases(self) -> None:
+        """Whether those that are free are taken in time."""
+        syncers = [party for party in self._alive("syncer") if isinstance(party, WorldSyncer) and party.serves]
+        free = [
+            not self.store.has(RunKeys(RUN).lease(p), self.clock.now())
+            and all(syncer.service.owners[p].idle.is_set() for syncer in syncers)
+            for p in range(len(self.layout.fragments))
+        ]
+        able = [f"{syncer.name}.{syncer.life}" for syncer in syncers]
+        broken = self.takeover.look(self.clock.now(), free, able, self.bus_up and not self.store.full)
+        if broken is not None:
+            self.oracle.broken("take-over within two lease times", broken)
 
     def _calm_down(self) -> None:
         """No more faults; whoever is missing comes back."""
@@ -437,23 +457,6 @@ class World:
             violation=self.oracle.violation,
             trace=list(self._trace),
         )
-
-
-def _brief(method: str, args: tuple[Any, ...]) -> str:
-    """What a call was about, without its values."""
-    match method, args:
-        case "offer", (header,):
-            return f"p{header.fragment} base {header.base_version} attempt {header.attempt} due {header.due}"
-        case "commit", (commit,):
-            who = ",".join(part.learner for part in commit.record.contributions)
-            return f"p{commit.record.fragment} version {commit.version} of {who}"
-        case "refuse", (p, refusal):
-            return f"p{p} {[(r.learner, r.reason.value) for r in refusal.records]}"
-        case "write_window", (p, _, _, window, _):
-            return f"p{p} {window.state} attempt {window.attempt} {window.reason}"
-        case (("acquire_lease" | "release_lease"), (p, *_)):
-            return f"p{p}"
-    return ""
 
 
 def run_seed(

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
 from syncer.fragment import FragmentState
+from syncer.leases import Leases
 from syncer.owner import FragmentOwner
 from syncer.window import Window
 from workers.exchange import Exchange
@@ -132,6 +133,23 @@ MUTATIONS = [
                 "if cached is None:",
             ),
         ),
+    ),
+    Mutation(
+        "free leases are looked for every two seconds only",
+        Leases,
+        "_share",
+        (
+            (
+                "if wanted(self._held, range(len(self._owners)), *sharing):",
+                "if self._clock.now() % 2 < 0.2 and wanted(self._held, range(len(self._owners)), *sharing):",
+            ),
+        ),
+    ),
+    Mutation(
+        "a dead syncer's share is left to it for ever",
+        Leases,
+        "_share",
+        (("self.syncers = syncers", "syncers = self.syncers = tuple(sorted({*self.syncers, *syncers}))"),),
     ),
     Mutation(
         "the momentum is lost",
