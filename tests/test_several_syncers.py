@@ -366,6 +366,33 @@ def test_many_fragments_on_a_slow_bus_lose_no_lease() -> None:
     run_virtual(main())
 
 
+def test_leases_whose_calls_must_wait_for_their_turn_are_not_lost() -> None:
+    """Eight at a time, as over Redis: 64 take longer than a call may; the next round begins with what is left."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=64, sync_interval=100, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        turns, acquire = asyncio.Semaphore(8), a.bus.acquire_lease
+        assert LEASE_S / 4 < 64 / 8 * 0.2
+
+        async def in_turn(fragment: int, nonce: str, ttl_s: float) -> bool:
+            async with turns:
+                await asyncio.sleep(0.2)
+                return await acquire(fragment, nonce, ttl_s)
+
+        a.bus.acquire_lease = in_turn  # type: ignore[method-assign]
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(0)
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            assert await world.bus.read_leases(range(64)) == [a.service.nonce] * 64
+            assert len(a.held) == 64
+        await learner.kill()
+        await a.end()
+
+    run_virtual(main())
+
+
 def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
     """Heads rise throughout, nothing is refused, and at the end every token is accounted for."""
 
