@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import multiprocessing
+import os
 import signal
 import time
 from collections import Counter
@@ -42,6 +43,7 @@ def quiet() -> None:
 def run_one(seed: int) -> Line:
     """One seed as a line of the result file."""
     began = time.perf_counter()
+    gc.collect()
     try:
         result = run_seed(seed)
     except Exception as error:  # a fault of the world itself must not end a campaign, nor be overlooked
@@ -61,7 +63,8 @@ def run_one(seed: int) -> Line:
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it keeps what is done
-    gc.set_threshold(200_000)  # a world's garbage is small and goes with it
+    gc.freeze()
+    gc.disable()  # a world's garbage is small: it goes between worlds
     quiet()
 
 
@@ -105,6 +108,7 @@ def done_before(file: Path) -> list[Line]:
 def campaign(seeds: Iterable[int], jobs: int, file: Path) -> Iterator[Line]:
     """Run the seeds that are not in `file` yet; yields each result once it is in the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # in the processes below: a BLAS thread that waits takes another's core
     with (
         multiprocessing.get_context("spawn").Pool(jobs, initializer=_begin) as pool,
         file.open("a", encoding="utf-8") as out,

@@ -6,6 +6,7 @@ reaches the bus again, whatever its clean-up code tries.
 """
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ from typing import Any, Protocol
 
 from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
+from pipeline.ports import Bus
 
 BLOCKING = ("read_tape", "read_offers", "read_chunks")
 SLOW_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fate:
-    """What happens to one call."""
+    """What happens to one call; one is made for each."""
 
     delay_s: float
     lost: bool = False
@@ -69,6 +71,7 @@ class Link:
     def __init__(self, bus: MemoryBus, world: Surroundings, party: str, first_call: int, hangs_s: float) -> None:
         """`hangs_s`: how long a call waits for an answer that does not come."""
         self._bus, self._world, self._hangs_s = bus, world, hangs_s
+        self._time = asyncio.get_running_loop().time
         self.party = party
         self.calls = first_call
         self.dead = False
@@ -93,26 +96,17 @@ class Link:
         """The connection is lost: reads that wait end with an error."""
         self._bus.disconnect()
 
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._bus, name)
-
-        async def call(*args: Any, **more: Any) -> Any:
-            return await self._call(name, method, args, more)
-
-        setattr(self, name, call)
-        return call
-
     def slow_s(self, since_s: float) -> float:
         """Seconds taken by slow calls that ended after a time."""
         return sum(took for end, took in self._slow if end >= since_s)
 
     # --- one call ------------------------------------------------------------------------------------
 
-    async def _call(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    async def _call(self, name: str, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
         number = self.calls
         self.calls += 1
-        world, loop = self._world, asyncio.get_running_loop()
-        began = loop.time()
+        world, method = self._world, getattr(self._bus, name)
+        began = self._time()
         fate = world.fate(self.party, number, name)
         if name not in BLOCKING:
             self._in_flight[number] = None
@@ -143,7 +137,7 @@ class Link:
             self._in_flight.pop(number, None)
             if name not in BLOCKING and any(other < number for other in self._in_flight):
                 world.overtaken(self.party)
-            took = loop.time() - began
+            took = self._time() - began
             if name not in BLOCKING and took > SLOW_S:
                 self._slow.append((began + took, took))
 
@@ -152,8 +146,7 @@ class Link:
         if self.dead:
             raise BusUnavailable("dead")
         await asyncio.sleep(delay_s)
-        loop = asyncio.get_running_loop()
-        while (left_s := self.paused_until - loop.time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
+        while (left_s := self.paused_until - self._time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
             await asyncio.sleep(left_s)
         if self.dead:
             raise BusUnavailable("dead")
@@ -163,7 +156,7 @@ class Link:
             await self._effect(name, method, args, more | {"block_s": 0.0} if name in BLOCKING else more)
 
     def _reaches(self) -> bool:
-        return self._world.bus_up and asyncio.get_running_loop().time() >= self.cut_until
+        return self._world.bus_up and self._time() >= self.cut_until
 
     async def _effect(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
         """The call on the memory bus; its result, or the bus's own error as a value."""
@@ -174,3 +167,15 @@ class Link:
             outcome = error
         self._world.observe(self, name, args, more, outcome)
         return outcome
+
+
+def _calling(name: str) -> Callable[..., Awaitable[Any]]:
+    def call(self: Link, *args: Any, **more: Any) -> Awaitable[Any]:
+        return self._call(name, args, more)
+
+    return call
+
+
+for _name, _method in vars(Bus).items():
+    if inspect.iscoroutinefunction(_method) and _name != "close":
+        setattr(Link, _name, _calling(_name))
