@@ -194,7 +194,7 @@ def plan(seed: int) -> Plan:
         message_fault_rate=stormy,
         slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
-        piece_bytes=chance.one_of((16, 32, 4096, 4096), "piece"),
+        piece_bytes=chance.one_of((16, 32, 4096, 4096, 4096, 4096), "piece"),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 

@@ -414,12 +414,14 @@ class Exchange:
         return report
 
     async def _report(self) -> None:
+        saved: tuple[str, int] | None = None
         while True:
             self._report_wake.clear()
             position = self.shared.shard_position
             await self._tell()
-            if position is not None:
+            if position is not None and position != saved:
                 await self.claims.save(position)
+                saved = position
             await asyncio.sleep(LEAST_REPORT_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
