@@ -320,7 +320,6 @@ class RunState(Message):
     """Of those, tokens trained before this run was resumed."""
     budget_tokens: Count
     started_unix_s: float
-    drain_deadline_unix_s: float | None
     reason: Text
     manifest: tuple[tuple[int, bytes], ...]
     """Once finished: (version, digest) of every fragment."""

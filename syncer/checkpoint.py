@@ -379,7 +379,6 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         base_tokens=checkpoint.state.tokens,
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
-        drain_deadline_unix_s=None,
         reason=f"resumed from {checkpoint.path.name}",
         manifest=(),
     )

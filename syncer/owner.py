@@ -315,8 +315,8 @@ class FragmentOwner:
         watch, sync, version = self._watch, self._spec.sync, self._fragment.version
         steps = [s.report.step_s for s in watch.expected(self._p, version)]
         grace = self._grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
-        if watch.draining and watch.state is not None and watch.state.drain_deadline_unix_s is not None:
-            grace = max(0.0, watch.state.drain_deadline_unix_s - self._clock.unix())
+        if watch.drain_until is not None:
+            grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, self._intake.upload_s)
 
     def _decide(self) -> Decision:

@@ -102,7 +102,7 @@ class SyncerService:
         recorder = None
         if self.settings.record_deltas:
             recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
-        self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s)
+        self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s, self.settings.drain_s)
         self.owners = [
             FragmentOwner(
                 self.bus,
@@ -317,7 +317,7 @@ class SyncerService:
                 state = await self._lead(watch, state)
             if state is not None and state.phase.rank >= Phase.CLOSING.rank:
                 self._closing.set()
-            if watch.refresh(reports, state, latency):
+            if watch.refresh(reports, state, latency, self.clock.now()):
                 for owner in self.owners:
                     owner.wake.set()
             if watch.quorum_warning and watch.quorum_warning != warned:
@@ -327,7 +327,6 @@ class SyncerService:
 
     async def _lead(self, watch: RunWatch, state: RunState | None) -> RunState:
         """Move the run forward: count tokens, drain at the budget, close it when drained."""
-        now = self.clock.unix()
         if state is None:
             assert self.spec is not None  # noqa: S101  # known before the background starts
             state = RunState(
@@ -335,20 +334,16 @@ class SyncerService:
                 tokens=0,
                 base_tokens=0,
                 budget_tokens=self.spec.sync.tokens,
-                started_unix_s=now,
-                drain_deadline_unix_s=None,
+                started_unix_s=self.clock.unix(),
                 reason="training",
                 manifest=(),
             )
         update: dict[str, Any] = {"tokens": max(state.tokens, watch.tokens())}
         if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
-        draining = update.get("phase", state.phase) is Phase.DRAINING
-        if draining and state.drain_deadline_unix_s is None:
-            update["drain_deadline_unix_s"] = now + self.settings.drain_s
         state = state.model_copy(update=update)
-        if state.phase is Phase.DRAINING and state.drain_deadline_unix_s is not None:
-            overdue = now >= state.drain_deadline_unix_s + 2 * WATCH_S
+        if state.phase is Phase.DRAINING and watch.drain_until is not None:
+            overdue = self.clock.now() >= watch.drain_until + 2 * WATCH_S
             if overdue or await self._drained(watch):
                 state = state.model_copy(update={"phase": Phase.CLOSING})
         return state if state.phase is Phase.FINISHED else await self.bus.write_state(state)

@@ -17,6 +17,7 @@ class RunWatch:
 
     sync: SyncSpec
     liveness_s: float
+    drain_s: float
     reports: Sequence[SeenReport] = ()
     state: RunState | None = None
     latency_s: float = 0.0
@@ -24,6 +25,9 @@ class RunWatch:
     frozen: bool = False
     """No merge may begin any more: this syncer stops, or the run is closing."""
     quorum_warning: str = ""
+    drain_until: float | None = None
+    """While the run drains, when that must end. By this syncer's own clock from when it first saw it draining: no
+    two machines' clocks are compared, and a syncer that comes later counts anew."""
 
     @property
     def draining(self) -> bool:
@@ -43,7 +47,7 @@ class RunWatch:
         base = 0 if self.state is None else self.state.base_tokens
         return base + sum(s.report.tokens for s in self.reports)
 
-    def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float) -> bool:
+    def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float, now: float) -> bool:
         """Take fresh readings; True if a fragment owner may want to decide anew."""
 
         def who() -> list[tuple[str, str, tuple[int, ...]]]:
@@ -51,6 +55,10 @@ class RunWatch:
 
         before = (who(), self.draining)
         self.reports, self.state = reports, state
+        if not self.draining:  # not yet, or no more: the bus has lost it
+            self.drain_until = None
+        elif self.drain_until is None:
+            self.drain_until = now + self.drain_s
         self.latency_s = latency_s if self.latency_s == 0 else 0.8 * self.latency_s + 0.2 * latency_s
         live = len({s.report.learner for s in self.live()})
         short = self.sync.quorum > live and not self.draining

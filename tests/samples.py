@@ -89,7 +89,6 @@ def run_state(**given: Any) -> RunState:
         "base_tokens": 0,
         "budget_tokens": 10_000,
         "started_unix_s": 1000.0,
-        "drain_deadline_unix_s": None,
         "reason": "training",
         "manifest": (),
     }

@@ -102,7 +102,6 @@ class Run:
                 base_tokens=0,
                 budget_tokens=1000,
                 started_unix_s=0.0,
-                drain_deadline_unix_s=None,
                 reason="",
                 manifest=manifest,
             )

@@ -16,6 +16,7 @@ from pipeline.redis_calls import CONTROL_S
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 from syncer.leases import holding
 from syncer.service import SyncerService
+from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 LEASE_S = 5.0
@@ -639,6 +640,40 @@ def test_a_syncer_that_is_told_to_stop_leaves_the_end_to_the_others() -> None:
         check_books(world, await world.heads(), learners)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_a_drain_takes_its_time_whatever_the_wall_clocks_say(skew_s: float) -> None:
+    """A syncer whose clock is an hour ahead, or behind, leads the drain on: the deadline is met, not missed."""
+    drain_s = 20.0
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), drain_s=drain_s)
+        first = Syncer(world, "a")
+        learners = learners_of(world)
+        await world.until_version(1)
+        second = Syncer(world, "b", skew_s=skew_s)
+        await until(lambda: bool(second.held), 2 * LEASE_S)
+        ghost = asyncio.create_task(never_leaves(world))
+        await ask_to_drain(world)
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(1.0)
+        await first.end()
+        async with asyncio.timeout(drain_s + 10.0):
+            await second.task
+        assert asyncio.get_running_loop().time() - began >= drain_s - 1.0
+        ghost.cancel()
+        await asyncio.gather(*(one.task for one in learners if one.task))
+        check_books(world, await world.heads(), learners)
+
+    run_virtual(main())
+
+
+async def never_leaves(world: VirtualRun) -> None:
+    """A learner that reports, and does not end."""
+    while True:
+        await world.bus.write_report(samples.report("ghost", versions=(0,) * world.spec.sync.fragments, tokens=0))
+        await asyncio.sleep(1.0)
 
 
 # --- what they leave on disk -----------------------------------------------------------------------------

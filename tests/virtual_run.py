@@ -175,10 +175,11 @@ class VirtualRun:
         self.stop = asyncio.Event()
         self.syncer: asyncio.Task[None] | None = None
 
-    def start_syncer(self, **settings: Any) -> SyncerService:
+    def start_syncer(self, skew_s: float = 0.0, **settings: Any) -> SyncerService:
+        """Its wall clock, not the bus's, is `skew_s` ahead."""
         bus = MemoryBus(RUN, self.clock, self.store)
         process = SyncerProcess(**({"syncer_id": "syncer"} | self.settings | settings))
-        service = SyncerService(bus, self.clock, process, Metrics(), offload=inline)
+        service = SyncerService(bus, VirtualClock(skew_s), process, Metrics(), offload=inline)
         self.stop = asyncio.Event()
         self.syncer = asyncio.create_task(service.run(self.stop))
         return service
