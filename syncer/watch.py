@@ -3,6 +3,7 @@
 `service` refreshes it a few times a second; fragment owners only look.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,14 +30,27 @@ class RunWatch:
     """While the run drains, when that must end. By this syncer's own clock from when it first saw it draining: no
     two machines' clocks are compared, and a syncer that comes later counts anew."""
 
+    _read_at: float = -math.inf
+    _steady_since: float = -math.inf
+    """Since when readings have come without a gap."""
+    _silent_from: float = -math.inf
+    """Where the present trouble, or the last, began: the last reading before it."""
+
     @property
     def draining(self) -> bool:
         """The run gathers its last deltas."""
         return self.state is not None and self.state.phase is not Phase.RUNNING
 
     def live(self) -> list[SeenReport]:
-        """Learners heard from lately that have not left."""
-        return [s for s in self.reports if not s.report.left and s.age_s <= self.liveness_s]
+        """Learners heard from lately that have not left.
+
+        Where this syncer could read nothing for a while, they may have been unable to report: they are given until
+        `liveness_s` after it, before they are taken for gone.
+        """
+        patience_s = self.liveness_s
+        if self._read_at - self._steady_since <= self.liveness_s:
+            patience_s += self._read_at - self._silent_from
+        return [s for s in self.reports if not s.report.left and s.age_s <= patience_s]
 
     def expected(self, fragment: int, version: int) -> list[SeenReport]:
         """Live learners whose fragment is at this version: only they can send a delta on it."""
@@ -55,6 +69,11 @@ class RunWatch:
 
         before = (who(), self.draining)
         self.reports, self.state = reports, state
+        if now - self._read_at > self.liveness_s / 2:
+            if self._read_at - self._steady_since > self.liveness_s:
+                self._silent_from = self._read_at
+            self._steady_since = now
+        self._read_at = now
         if not self.draining:  # not yet, or no more: the bus has lost it
             self.drain_until = None
         elif self.drain_until is None:

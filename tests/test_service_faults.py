@@ -1,6 +1,7 @@
 """Faults on the way between learners, bus and syncer, in virtual time: each really happens, and the run goes on."""
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
@@ -13,6 +14,7 @@ from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
+from pipeline.ports import Bus
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -288,6 +290,46 @@ def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
         async with asyncio.timeout(30):
             assert not await learner.exchange.leave(3.0)
         await learner.kill()
+
+    run_virtual(main())
+
+
+def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
+    """The bus is away for longer than the liveness time, before anybody could leave: all last deltas are merged.
+
+    The syncer finds it again before the learners do, who wait up to two seconds between two tries.
+    """
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), drain_s=60.0)
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        away: set[Bus] = {service.bus, *(learner.exchange._bus for learner in learners)}
+        refused = []
+        for bus in list(away):
+            for name in (n for n in dir(Bus) if inspect.iscoroutinefunction(getattr(Bus, n))):
+                method = getattr(bus, name)
+
+                async def call(*args: Any, bus: Bus = bus, original: Any = method, **more: Any) -> Any:
+                    if bus in away:
+                        refused.append(original.__name__)
+                        raise BusUnavailable("the server is away")
+                    return await original(*args, **more)
+
+                setattr(bus, name, call)
+        state = await world.bus.read_state()
+        assert state is not None
+        await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
+        await asyncio.sleep(service.settings.liveness_s + 7.0)
+        assert {"write_report", "read_reports"} <= set(refused)
+        away.remove(service.bus)
+        await asyncio.sleep(2.0)
+        away.clear()
+        was = await world.versions()
+        await world.finish(*learners)
+        assert all(after > before for after, before in zip(await world.versions(), was, strict=True))
+        assert [len(world.store.stream(world.bus.keys.deltas(p)).ids) for p in range(2)] == [0, 0]
 
     run_virtual(main())
 

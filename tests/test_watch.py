@@ -31,3 +31,43 @@ def test_a_drain_lasts_from_when_it_was_first_seen() -> None:
     assert watch.drain_until is None
     watch.refresh([], DRAINING, 0.0, 122.0)
     assert watch.drain_until == 122.0 + DRAIN_S
+
+
+def test_a_learner_that_is_silent_while_others_report_is_gone() -> None:
+    """After the liveness time, on which nothing but an outage has a bearing."""
+    watch = watch_of()
+    for now in range(20):
+        live = live_after(watch, float(now), samples.seen("l0"), samples.seen("l1", age_s=0.5 + now))
+        assert live == (["l0", "l1"] if now <= LIVENESS_S else ["l0"])
+
+
+def test_nobody_is_gone_at_once_after_an_outage() -> None:
+    """Those who were live before it have the liveness time to report again; who was gone before stays so."""
+    watch = watch_of()
+    for now in range(20):
+        live_after(watch, float(now), samples.seen("l0"), samples.seen("gone", age_s=10.0 + now))
+    for now in range(50, 65):  # the last reading before was at 19
+        live = live_after(
+            watch, float(now), samples.seen("l0", age_s=now - 19 + 0.5), samples.seen("gone", age_s=10.0 + now)
+        )
+        assert live == (["l0"] if now <= 50 + LIVENESS_S else [])
+
+
+def test_an_outage_that_comes_back_counts_from_the_first_one() -> None:
+    """What the learner could not do in the first, it can do after the second."""
+    watch = watch_of()
+    for now in range(20):
+        live_after(watch, float(now), samples.seen("l0"))
+    for now in (40, 41, 60, 61):
+        assert live_after(watch, float(now), samples.seen("l0", age_s=now - 19 + 0.5)) == ["l0"]
+    for now in range(62, 70):
+        live = live_after(watch, float(now), samples.seen("l0", age_s=now - 19 + 0.5))
+        assert live == (["l0"] if now <= 60 + LIVENESS_S else [])
+
+
+def test_who_comes_anew_takes_nobody_for_gone_at_once() -> None:
+    """A syncer that is started after an outage has not seen how long it was."""
+    watch = watch_of()
+    for now in range(10):
+        live = live_after(watch, 100.0 + now, samples.seen("l0", age_s=60.0 + now), samples.seen("l1", left=True))
+        assert live == (["l0"] if now <= LIVENESS_S else [])
