@@ -240,7 +240,7 @@ class SyncerService:
             try:
                 resuming = resuming and not await self._resume()
                 data = None if resuming else await self.bus.read_spec()
-            except BusUnavailable as error:
+            except BusError as error:  # an outage, or another syncer has restored what this one was about to
                 self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
                 continue

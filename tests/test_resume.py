@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,45 @@ def test_an_outage_in_the_middle_of_a_restore_is_no_new_start(tmp_path) -> None:
         service.bus.commit = failing
         await go_on(world, tmp_path)
         assert len(calls) > 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("call", ["write_chunks", "commit"])
+def test_a_syncer_that_is_overtaken_while_it_resumes_follows(tmp_path, call: str) -> None:
+    """Two resume at once; the first is cut off half-way for longer than its leases, and the other one takes over."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world = new_world()
+        first = world.start_syncer(resume=tmp_path, syncer_id="first")
+        overtaken, calls, slow, acquire = world.syncer, 0, getattr(first.bus, call), first.bus.acquire_lease
+        restored = asyncio.Event()
+
+        async def cut_off(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                await restored.wait()
+            return await slow(*args)
+
+        async def not_prolonged(*args: Any) -> bool:
+            if calls >= 2 and not restored.is_set():
+                raise BusUnavailable("cut off")
+            return await acquire(*args)
+
+        setattr(first.bus, call, cut_off)
+        first.bus.acquire_lease = not_prolonged
+        second = world.start_syncer(resume=tmp_path, syncer_id="second")
+        going_on = asyncio.create_task(go_on(world, tmp_path))
+        async with asyncio.timeout(60):
+            while len(await world.heads()) < 2 or second.spec is None:
+                await asyncio.sleep(0.1)
+        assert calls == 2
+        restored.set()
+        await going_on
+        async with asyncio.timeout(60):
+            await overtaken
 
     run_virtual(main())
 
