@@ -110,24 +110,26 @@ class FragmentOwner:
             if not self._serving:
                 continue
             self.idle.clear()
+            began = self._clock.now()
             try:
                 await self._serve()
+                continue
             except LeaseLost:
                 self._log.warning("lease_lost")
                 self._metrics.lease_losses.inc()
                 self.lease.clear()
+                continue
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
             except (BusUnavailable, BusFull, PeerError) as error:  # among them a payload that is gone: its head moved
-                self._log.warning("fragment_reloading", error=str(error), retry_s=delay)
+                self._log.warning("fragment_reloading", error=str(error))
                 self._metrics.bus_errors.inc()
-                self.idle.set()
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, BACKOFF_S[1])
-                continue
             finally:
                 self.idle.set()
-            delay = BACKOFF_S[0]
+            if self._clock.now() - began > BACKOFF_S[1]:  # it was well for a while
+                delay = BACKOFF_S[0]
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, BACKOFF_S[1])
 
     def forget(self) -> None:
         """Another syncer serves the fragment now: what is cached is of no more use."""
@@ -204,6 +206,7 @@ class FragmentOwner:
             )
             self._log.warning("rewound", version=head.version, was_version=cached.version)
             await self._bus.write_window(self._p, self._nonce, (head.version, head.digest), IDLE_VIEW, record)
+            head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
             theta = await self._pull(head.payload)
             if theta.digest != head.digest:

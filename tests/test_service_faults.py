@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import run_virtual
-from pipeline.errors import BusUnavailable
+from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.memory import MemoryBus
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
-from pipeline.ports import Bus
+from pipeline.ports import Bus, Commit
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -290,6 +290,61 @@ def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
         async with asyncio.timeout(30):
             assert not await learner.exchange.leave(3.0)
         await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
+    """A head that is not what it was read as (a damaged payload, say) has the owner wait longer and longer."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        service = world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        commit, refused = service.bus.commit, 0
+
+        async def refuses(_: Commit) -> None:
+            nonlocal refused
+            refused += 1
+            assert refused < 100, "without a pause"
+            raise HeadMoved("the head is another one")
+
+        service.bus.commit = refuses  # type: ignore[method-assign]
+        await asyncio.sleep(20.0)
+        assert 10 < refused < 40
+        service.bus.commit = commit  # type: ignore[method-assign]
+        assert await rises(world, 6.0)
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> None:
+    """The rewind closes it on the bus; an owner that took it for open still would not say so when it opens."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.1 * i, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        async with asyncio.timeout(10):
+            while (head := (await world.heads())[0]).window.state == "idle":
+                await asyncio.sleep(0.001)
+        saved = world.store.snapshot()
+        async with asyncio.timeout(2):
+            while (await world.heads())[0].version == head.version:
+                await asyncio.sleep(0.01)
+        assert world.syncer is not None
+        world.syncer.cancel()
+        for task in (world.syncer, *(learner.task for learner in learners if learner.task)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        world.store.restart(saved)
+        assert await service.bus.acquire_lease(0, service.nonce, 5.0)
+        assert await service.owners[0]._load()
+        assert service.owners[0]._view == (await world.heads())[0].window
+        assert any(record.kind == "rewound" for record in await world.tape())
 
     run_virtual(main())
 
