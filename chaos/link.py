@@ -96,9 +96,23 @@ class Link:
         """The connection is lost: reads that wait end with an error."""
         self._bus.disconnect()
 
-    def slow_s(self, since_s: float) -> float:
-        """Seconds taken by slow calls that ended after a time."""
-        return sum(took for end, took in self._slow if end >= since_s)
+    def held_up_s(self, since_s: float) -> float:
+        """Seconds since then in which a call was slow on its way, or `slow` work was done."""
+        now, held_s, counted = self._time(), 0.0, since_s
+        for began, end in sorted(self._slow):
+            held_s += max(0.0, min(end, now) - max(began, counted))
+            counted = max(counted, end)
+        return held_s
+
+    def pause(self, lasts_s: float) -> None:
+        """As SIGSTOP for a while."""
+        self.paused_until = self._time() + lasts_s
+        self.slow(lasts_s)
+
+    def slow(self, took_s: float) -> None:
+        """Something takes long from now on."""
+        now = self._time()
+        self._slow.append((now, now + took_s))
 
     # --- one call ------------------------------------------------------------------------------------
 
@@ -106,7 +120,6 @@ class Link:
         number = self.calls
         self.calls += 1
         world, method = self._world, getattr(self._bus, name)
-        began = self._time()
         fate = world.fate(self.party, number, name)
         if name not in BLOCKING:
             self._in_flight[number] = None
@@ -137,14 +150,13 @@ class Link:
             self._in_flight.pop(number, None)
             if name not in BLOCKING and any(other < number for other in self._in_flight):
                 world.overtaken(self.party)
-            took = self._time() - began
-            if name not in BLOCKING and took > SLOW_S:
-                self._slow.append((began + took, took))
 
     async def _travel(self, delay_s: float) -> None:
         """Time passes on the way; a paused party's messages wait with it."""
         if self.dead:
             raise BusUnavailable("dead")
+        if delay_s > SLOW_S:
+            self.slow(delay_s)
         await asyncio.sleep(delay_s)
         while (left_s := self.paused_until - self._time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
             await asyncio.sleep(left_s)

@@ -8,13 +8,13 @@ Invariants: no contribution merged twice; a version rises by exactly 1; no merge
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
-refused is still on its stream; a learner's reported tokens cover its header's; only committed values are adopted;
-a shard leaves the queue when all of it was read; at the end the ledger closes to the token-element.
+refused is still on its stream; a delta is refused for a reason that holds; a learner's reported tokens cover its
+header's; only committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger
+closes to the token-element.
 """
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from pipeline import stored
 from pipeline.codec import DTYPES, PayloadReader, decode
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
-from pipeline.ledger import accounts, problems
+from pipeline.ledger import accounts, problems, surviving
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.messages import (
     ClaimedShard,
@@ -37,14 +37,14 @@ from pipeline.messages import (
     TapeRecord,
     WindowView,
 )
-from pipeline.ports import Commit, Refusal
+from pipeline.ports import START, Commit, Refusal
 from pipeline.standing import Standing
 
 from . import reference
 from .link import Link
 from .plan import BLOCKS, SHARD_BLOCKS
-
-Float64 = npt.NDArray[np.float64]
+from .refusals import Refusals
+from .surviving import Float64, Surviving
 
 SETTLE_S = 2.0
 """A grace window before any estimate; no later one is longer, steps being shorter than that."""
@@ -63,28 +63,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.promise}: {self.detail}"
-
-
-@dataclass(slots=True)
-class Surviving:
-    """One fragment's history as it stands on the bus."""
-
-    version: int = -1
-    digests: dict[int, bytes] = field(default_factory=dict)
-    theta: Float64 | None = None
-    momentum: Float64 | None = None
-    pending: dict[str, DeltaHeader] = field(default_factory=dict)
-    merged: dict[tuple[str, str, int], int] = field(default_factory=dict)
-    """(learner, incarnation, base version) -> tokens."""
-    due: set[int] = field(default_factory=set)
-    """Versions on which a due delta was offered."""
-
-    def copy(self) -> "Surviving":
-        """As it is now; arrays are never changed in place."""
-        twin = copy(self)
-        twin.digests, twin.pending = dict(self.digests), dict(self.pending)
-        twin.merged, twin.due = dict(self.merged), set(self.due)
-        return twin
 
 
 DeltaId = tuple[int, str, str, int]
@@ -109,13 +87,18 @@ class Oracle:
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
         self._rewound_s = -REPORTED_S
+        self._rewinds = 0
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
         self._read: set[tuple[int, int]] = set()
         """(epoch, block) that a learner has read."""
         self._shards: dict[str, Shard] = {}
+        self._reading: dict[tuple[Link, int], float] = {}
+        """When a syncer last read a fragment's stream from its start."""
+        self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
+            "read_offers": self._read_offers,
             "commit": self._commit,
             "refuse": self._refuse,
             "write_window": self._window,
@@ -129,6 +112,9 @@ class Oracle:
     def published(self, delta: DeltaId, values: Float64) -> None:
         """A learner made a delta: (elements,) as it will travel."""
         self._published[delta] = values
+
+    def _published_as(self, header: DeltaHeader) -> Float64:
+        return self._published[header.fragment, header.learner, header.incarnation, header.serial]
 
     def adopted(self, learner: str, fragment: int, version: int, digest: bytes) -> None:
         """A learner put a global into its model."""
@@ -149,8 +135,10 @@ class Oracle:
 
     def rewind(self, saved: list[Surviving]) -> None:
         """The bus lost what came after."""
+        self._refusals.lost(self.fragments, saved)
         self.fragments = [fragment.copy() for fragment in saved]
         self._rewound_s = self._now()
+        self._rewinds += 1
         for p in range(len(self.fragments)):
             self._check_pending(p)
 
@@ -215,12 +203,17 @@ class Oracle:
         if window.state != "idle" and state.version not in state.due and not self._ever_drained:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
+    def _read_offers(self, link: Link, outcome: Any, p: int, cursor: str = START, *args: Any) -> None:
+        if cursor == START and not isinstance(outcome, Exception):
+            self._reading[link, p] = self._now()
+
     def _refuse(self, link: Link, outcome: Any, p: int, refusal: Refusal) -> None:
         if not isinstance(outcome, Exception):
             self._owner_write(link, p, refusal.nonce, "refusal")
             self._tape += refusal.records
-            for entry in refusal.entries:
-                self.fragments[p].pending.pop(entry, None)
+            since_s = self._reading.get((link, p), self._now())
+            for wrong in self._refusals.refused(link, p, self.fragments[p], refusal, since_s, bool(self._closing)):
+                self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
         self._check_pending(p)
 
     def _commit(self, link: Link, outcome: Any, commit: Commit) -> None:
@@ -295,8 +288,7 @@ class Oracle:
             state.merged[key] = header.tokens
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
-            made = (p, header.learner, header.incarnation, header.serial)
-            deltas.append(self._published[made])
+            deltas.append(self._published_as(header))
         assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
         expected, velocity = reference.outer_step(state.theta, state.momentum, gradient, sync)
@@ -307,7 +299,7 @@ class Oracle:
             self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
         # A window that waited for slow calls of its own owner closes late; more than that it may not.
         took = commit.record
-        allowed_s = SETTLE_S + link.slow_s(self._now() - took.grace_s - took.upload_s - took.merge_s)
+        allowed_s = SETTLE_S + link.held_up_s(self._now() - took.grace_s - took.upload_s - took.merge_s)
         if took.grace_s > allowed_s + 0.01 and not self._ever_drained:
             self.broken("a window closes in time", f"{where}: grace {took.grace_s:.2f} s, allowed {allowed_s:.2f} s")
 
@@ -370,12 +362,14 @@ class Oracle:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)
 
-    def check_ledger(self, standing: Standing, bus_lost: bool) -> None:
+    def check_ledger(self, standing: Standing) -> None:
         """The run is finished: every token that was trained is merged, overwritten, rejected, or died.
 
-        bus_lost: the bus came back without its last second. If not, a call that failed is no excuse for a gap.
+        Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold.
         """
-        if not bus_lost:
+        if not self._rewinds:
+            if surviving(self._tape, standing.heads)[1]:
+                self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
             reports = tuple(report.model_copy(update={"outages": 0}) for report in standing.reports)
             standing = replace(standing, reports=reports)
         for problem in problems(accounts(self._tape, standing, self._layout)):

@@ -24,7 +24,7 @@ from workers.rounds import Publication, Rounds
 from workers.shards import read_blocks
 
 from .chance import Chance
-from .link import Link
+from .link import SLOW_S, Link
 from .oracle import Oracle
 from .plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, STEPS_A_BLOCK, Plan
 from .virtual_time import VirtualClock
@@ -228,7 +228,10 @@ class WorldSyncer(Party):
 
     async def _offload(self, work: Any, *args: Any) -> Any:
         self._offloaded += 1
-        await asyncio.sleep(self.world.merge_takes_s(self.name, self._offloaded))
+        takes_s = self.world.merge_takes_s(self.name, self._offloaded)
+        if takes_s > SLOW_S:
+            self.link.slow(takes_s)
+        await asyncio.sleep(takes_s)
         await self.paused()
         return work(*args)
 

@@ -152,6 +152,40 @@ MUTATIONS = [
         (("self.syncers = syncers", "syncers = self.syncers = tuple(sorted({*self.syncers, *syncers}))"),),
     ),
     Mutation(
+        "every late offer is refused as too stale",
+        Window,
+        "offer",
+        (
+            (
+                "elif self._fixed:",
+                "elif self._fixed:\n        return Rejected(RefusalReason.TOO_STALE, 'late', header.tokens)",
+            ),
+        ),
+    ),
+    Mutation(
+        "what is only pending is refused as merged",
+        Window,
+        "offer",
+        (
+            (
+                'return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)',
+                'return Rejected(RefusalReason.ALREADY_MERGED, "another delta on this base is in the window", lost)',
+            ),
+        ),
+    ),
+    Mutation(
+        "the payload of a pending delta goes with its duplicate",
+        FragmentOwner,
+        "_reject",
+        (("still_needed = any(", "still_needed = False and any("),),
+    ),
+    Mutation(
+        "uploads have no time",
+        Window,
+        "decide",
+        (("self.deadline = now + given.upload_s", "self.deadline = now"),),
+    ),
+    Mutation(
         "the momentum is lost",
         FragmentState,
         "merge",
