@@ -139,6 +139,7 @@ class Oracle:
         self.fragments = [fragment.copy() for fragment in saved]
         self._rewound_s = self._now()
         self._rewinds += 1
+        self._finished = False
         for p in range(len(self.fragments)):
             self._check_pending(p)
 

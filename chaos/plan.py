@@ -26,6 +26,8 @@ a broken connection ends it earlier. Which of the two it is makes different part
 """
 FAULTS_UNTIL_S = 12.0
 """Planned faults begin before this, in virtual seconds."""
+END_FAULTS_S = 4.0
+"""Where faults go on to the end, the last ones begin so long after the run was asked to drain."""
 LEARNERS, SYNCERS = 4, 3
 BLOCKS, SHARD_BLOCKS = 60, 7
 """Data blocks of an epoch, and of a shard."""
@@ -129,6 +131,10 @@ class Plan:
     piece_bytes: int
     """How much of a payload one call carries."""
     faults: tuple[Fault, ...]
+    calm_end: bool
+    """Whether faults end, and all are back, before the run drains; else they go on until it is finished."""
+    end_faults: tuple[Fault, ...]
+    """Planned ones of the drain and the closing, at times since the drain began."""
 
     @property
     def learners(self) -> int:
@@ -161,7 +167,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
     return settings.sync_spec().model_copy(update={"chunk_bytes": chance.one_of((16, 32, 1024), "chunk")})
 
 
-def _fault(chance: Chance, number: int) -> Fault:
+def _fault(chance: Chance, number: int | str, until_s: float = FAULTS_UNTIL_S) -> Fault:
     def draw(low: float, high: float, what: str) -> float:
         return chance.between(low, high, what, number)
 
@@ -172,7 +178,7 @@ def _fault(chance: Chance, number: int) -> Fault:
         after = chance.share("after", number) < 0.5
     lasts_s = draw(0.2, 1.8, "lasts")
     party = chance.integer("party", number) % 64
-    return Fault(f"plan-{number}", kind, draw(0.0, FAULTS_UNTIL_S, "at"), party, lasts_s, method, after)
+    return Fault(f"plan-{number}", kind, draw(0.0, until_s, "at"), party, lasts_s, method, after)
 
 
 def plan(seed: int) -> Plan:
@@ -181,6 +187,9 @@ def plan(seed: int) -> Plan:
     learners = chance.one_of((3, 4), "learners")
     sync = _sync(chance, learners)
     faults = [_fault(chance, number) for number in range(chance.one_of((0, 3, 6, 9, 12), "faults"))]
+    calm_end = chance.share("calm end") < 0.5
+    at_the_end = 0 if calm_end else chance.one_of((1, 3, 5), "end faults")
+    end_faults = [_fault(chance, f"end-{number}", END_FAULTS_S) for number in range(at_the_end)]
     stormy = chance.one_of((0.0, 0.002, 0.005, 0.015), "storm")
     return Plan(
         seed=seed,
@@ -196,6 +205,8 @@ def plan(seed: int) -> Plan:
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
         piece_bytes=chance.one_of((16, 32, 4096, 4096, 4096, 4096), "piece"),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
+        calm_end=calm_end,
+        end_faults=tuple(sorted(end_faults, key=lambda fault: fault.at_s)),
     )
 
 

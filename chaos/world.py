@@ -2,13 +2,14 @@
 
 The production syncer service and learner exchange (which run the production window, grace, merge, outer step and
 rounds) on the memory bus, each party behind a `Link`. A world goes through three stages: faults strike while
-merges go on; then all is calm, everybody who was killed is back, and every fragment must go on; then the run is
-drained and must finish with its books closed. The same seed gives the same digest of all that happened.
+merges go on; then, in half the worlds, all is calm, everybody who was killed is back, and every fragment must go on;
+then the run is drained and must finish with its books closed, in the other half while faults go on. The same seed
+gives the same digest of all that happened.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,11 +254,11 @@ class World:
 
     # --- faults --------------------------------------------------------------------------------------------
 
-    async def _strike_all(self) -> None:
-        """Every planned fault at its time."""
-        striking = []
-        for fault in without(self.plan.faults, self._only):
-            await asyncio.sleep(max(0.0, fault.at_s - self.clock.now()))
+    async def _strike_all(self, faults: Sequence[Fault]) -> None:
+        """Each at its time from now on."""
+        striking, began = [], self.clock.now()
+        for fault in without(faults, self._only):
+            await asyncio.sleep(max(0.0, began + fault.at_s - self.clock.now()))
             striking.append(self._spawn(self._strike(fault)))
         if striking:
             await asyncio.wait(striking)
@@ -382,17 +383,20 @@ class World:
             self._start(f"syncer-{i}")
         for i in range(self.plan.learners):
             self._start(f"learner-{i}")
-        striking = self._spawn(self._strike_all())
+        striking = self._spawn(self._strike_all(self.plan.faults))
         if not await self._until(lambda: self.oracle.merges >= self._merges and striking.done()):
             return
-        self._calm_down()
-        before = [fragment.version for fragment in self.oracle.fragments]
-        went_on = all
-        if not await self._until(
-            lambda: went_on(f.version >= was + 2 for f, was in zip(self.oracle.fragments, before, strict=True))
-        ):
+        if self.plan.calm_end and not await self._calm_down():
             return
         await self._drain()
+
+    async def _calm_down(self) -> bool:
+        """No more faults; whoever is missing comes back, and all goes on."""
+        self._everybody_is_back()
+        before = [fragment.version for fragment in self.oracle.fragments]
+        return await self._until(
+            lambda: all(f.version >= was + 2 for f, was in zip(self.oracle.fragments, before, strict=True))
+        )
 
     async def _until(self, reached: Any) -> bool:
         """Wait until a condition holds; a fragment that does not go on for long is a violation."""
@@ -422,8 +426,7 @@ class World:
         if broken is not None:
             self.oracle.broken("take-over within two lease times", broken)
 
-    def _calm_down(self) -> None:
-        """No more faults; whoever is missing comes back."""
+    def _everybody_is_back(self) -> None:
         self._calm = True
         self._armed.clear()
         self.note("world", "calm")
@@ -436,15 +439,11 @@ class World:
     async def _drain(self) -> None:
         """The user ends the run; all parties end, and the books close."""
         bus = self._bus("world")
-        state = await bus.read_state()
-        if state is None:
-            self.oracle.broken("a run has a state", "none was written")
-            return
         self.oracle.draining()
-        await bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked by the world"}))
         self.note("world", "draining")
+        striking = self._spawn(self._strike_all(self.plan.end_faults))
         deadline = self.clock.now() + ENDS_S
-        while any(party.alive for party in self._parties.values()):
+        while not await self._ended_in_order(bus, striking.done()):
             await asyncio.sleep(0.1)
             if self.clock.now() > deadline:
                 left = [party.name for party in self._alive("")]
@@ -453,6 +452,18 @@ class World:
         self._check_end(await bus.read_state())
         standing = await read_standing(bus, len(self.layout.fragments), LIVENESS_S)
         self.oracle.check_ledger(standing)
+
+    async def _ended_in_order(self, bus: WorldBus, struck: bool) -> bool:
+        """Whether the run is finished and all are gone; does what its user does, and the one who runs the syncers.
+
+        A bus without its last second may have forgotten that the run was to drain, or that it is finished.
+        """
+        state = await bus.read_state()
+        if state is not None and state.phase is Phase.RUNNING:
+            await bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked by the world"}))
+        elif struck and state is not None and state.phase is not Phase.FINISHED and not self._alive("syncer"):
+            self._start("syncer-0")
+        return struck and not self._alive("") and state is not None and state.phase is Phase.FINISHED
 
     def _check_end(self, state: RunState | None) -> None:
         if state is None or state.phase is not Phase.FINISHED:
