@@ -36,8 +36,10 @@ class Fate:
 class Surroundings(Protocol):
     """What a link must know of its world."""
 
-    epoch: int
-    """Counts restarts of the bus."""
+    @property
+    def epoch(self) -> int:
+        """Counts restarts of the bus."""
+        ...
 
     @property
     def bus_up(self) -> bool:

@@ -29,7 +29,7 @@ from .oracle import Oracle, Violation
 from .parties import Party, WorldLearner, WorldSyncer
 from .plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
 from .record import Recorder, WorldBus, WorldStore, brief
-from .surviving import Surviving
+from .server import Server
 from .takeover import LEASE_CALLS, Takeover
 from .virtual_time import VirtualClock, run_virtual
 
@@ -42,8 +42,6 @@ ENDS_S = 100.0
 """Virtual seconds that a drain may take."""
 CRASH_WITHIN_S = 2.0
 """A party that does not come to its crash point in this time is killed where it is."""
-LOST_S = 1.0
-"""How much a bus loses that comes back without its last second."""
 MOST_CALLS = 100_000
 """Several times what any world needs: above it somebody is busy for nothing."""
 SHOWN = 400
@@ -81,9 +79,9 @@ class World:
         self._recorder = recorder
         if recorder is not None:
             recorder.watch(self.store)
-        self.epoch = 0
         self.oracle = Oracle(self.spec, self.layout, self.store, RunKeys(RUN), self.clock.now)
         self.oracle.on_violation = lambda: self._wake.set()
+        self._server = Server(self.store, self.oracle, self.clock)
         self.takeover = Takeover(len(self.layout.fragments), LEASE_S)
         self.fired: Counter[str] = Counter()
         self.crashed: Counter[str] = Counter()
@@ -91,7 +89,6 @@ class World:
         self._only, self._merges, self._traced = only, merges, traced
         self._wake = asyncio.Event()
         self._calm = False
-        self._down_until = self._full_until = 0.0
         self._effects = 0
         self._digest = xxhash.xxh3_128()
         self._trace: deque[str] = deque(maxlen=SHOWN)
@@ -125,7 +122,12 @@ class World:
     @property
     def bus_up(self) -> bool:
         """Whether the bus answers."""
-        return self.clock.now() >= self._down_until
+        return self._server.up
+
+    @property
+    def epoch(self) -> int:
+        """Counts restarts of the bus."""
+        return self._server.epoch
 
     def fate(self, party: str, number: int, method: str) -> Fate:
         """What happens to a call."""
@@ -282,38 +284,19 @@ class World:
                 self._happened(fault.kind, fault.id)
                 self._cut(everybody[fault.party % len(everybody)], fault.lasts_s)
             case Kind.BUS_RESTARTED | Kind.BUS_REWOUND:
-                await self._restart_bus(fault)
+                await self._server.restart(fault, lambda: self._disconnected(fault))
             case Kind.BUS_FULL:
                 self._happened(fault.kind, fault.id)
-                self.store.full = True
-                self._full_until = max(self._full_until, self.clock.now() + fault.lasts_s)
-                await asyncio.sleep(fault.lasts_s)
-                if self.clock.now() >= self._full_until:  # else another such fault lasts on
-                    self.store.full = False
+                await self._server.fill(fault.lasts_s)
+
+    def _disconnected(self, fault: Fault) -> None:
+        self._happened(fault.kind, fault.id)
+        for party in self._parties.values():
+            party.link.break_calls()
 
     def _cut(self, party: Party, lasts_s: float) -> None:
         party.link.cut_until = self.clock.now() + lasts_s
         party.link.break_calls()
-
-    async def _restart_bus(self, fault: Fault) -> None:
-        """The server goes away and comes back: with all it had, or as it was a second before."""
-        saved: tuple[Any, list[Surviving]] | None = None
-        epoch = self.epoch
-        if fault.kind is Kind.BUS_REWOUND:
-            saved = self.store.snapshot(), self.oracle.snapshot()
-            await asyncio.sleep(LOST_S * min(1.0, fault.lasts_s))
-        if not self.bus_up or self.epoch != epoch:
-            return  # it is down already, or what was saved is of the life before: it must not come back
-        self._happened(fault.kind, fault.id)
-        self.epoch += 1
-        self._down_until = self.clock.now() + fault.lasts_s / 2
-        if saved is None:
-            self.store.come_back()
-        else:
-            self.store.restart(saved[0])
-            self.oracle.rewind(saved[1])
-        for party in self._parties.values():
-            party.link.break_calls()
 
     async def _strike_down(self, fault: Fault, party: Party) -> None:
         """Kill it at its crash point; start it again some time later."""
