@@ -134,10 +134,19 @@ class Refusals:
         return "for which there was no cause"
 
     def _mergeable(self, state: Surviving, header: DeltaHeader) -> bool:
-        """Whether a pending delta can still be merged."""
-        merged = (header.learner, header.incarnation, header.base_version) in state.merged
+        """Whether a pending delta may still be merged: not if a newer one of its learner, or another one of the same
+        training, is there."""
+        training = (header.learner, header.incarnation, header.base_version)
+        others = [other for other in state.pending.values() if other.learner == header.learner]
         return (
-            not merged and header.base_version >= state.version - 1 and bool(np.isfinite(self._published(header)).all())
+            training not in state.merged
+            and header.base_version >= state.version - 1
+            and bool(np.isfinite(self._published(header)).all())
+            and not any(other.base_version > header.base_version for other in others)
+            and not any(
+                other.serial != header.serial and (other.incarnation, other.base_version) == training[1:]
+                for other in others
+            )
         )
 
     def _in_time(self, link: Link, header: DeltaHeader, entry: str) -> str:

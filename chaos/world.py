@@ -94,7 +94,6 @@ class World:
         self._trace: deque[str] = deque(maxlen=SHOWN)
         self._parties: dict[str, Party] = {}
         self._lives: Counter[str] = Counter()
-        self._calls: Counter[str] = Counter()
         self._armed: dict[str, Fault] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Task[None] | None = None
@@ -242,6 +241,13 @@ class World:
         self.note(name, "started", str(self._lives[name]))
         return party
 
+    def _start_all(self) -> None:
+        """All who are to be there and are not."""
+        for kind, count in (("syncer", self.plan.syncers), ("learner", self.plan.learners)):
+            for name in (f"{kind}-{i}" for i in range(count)):
+                if not self._is_alive(name):
+                    self._start(name)
+
     def _ended(self, party: Party, task: "asyncio.Task[None]") -> None:
         if party.link.dead or task.cancelled():
             return
@@ -275,7 +281,7 @@ class World:
                 self._happened(fault.kind, fault.id)
                 alive[fault.party % len(alive)].link.pause(fault.lasts_s)
             case Kind.LEARNER_JOINED if len(alive) < LEARNERS:
-                self._join(fault, "learner", LEARNERS)
+                self._join(fault)
             case Kind.LEARNER_LEFT if len(alive) > 1:
                 await self._send_away(fault, alive[fault.party % len(alive)])
             case Kind.SYNCER_REPLACED if alive:
@@ -321,8 +327,8 @@ class World:
             self.note(party.name, "killed", where)
             party.kill()
 
-    def _join(self, fault: Fault, kind: str, most: int) -> None:
-        free = [f"{kind}-{i}" for i in range(most) if not self._is_alive(f"{kind}-{i}")]
+    def _join(self, fault: Fault) -> None:
+        free = [name for i in range(LEARNERS) if not self._is_alive(name := f"learner-{i}")]
         if free:
             self._happened(fault.kind, fault.id)
             self._start(free[fault.party % len(free)])
@@ -362,10 +368,7 @@ class World:
         await asyncio.gather(*(party.task for party in self._parties.values() if party.task), return_exceptions=True)
 
     async def _story(self) -> None:
-        for i in range(self.plan.syncers):
-            self._start(f"syncer-{i}")
-        for i in range(self.plan.learners):
-            self._start(f"learner-{i}")
+        self._start_all()
         striking = self._spawn(self._strike_all(self.plan.faults))
         if not await self._until(lambda: self.oracle.merges >= self._merges and striking.done()):
             return
@@ -375,11 +378,12 @@ class World:
 
     async def _calm_down(self) -> bool:
         """No more faults; whoever is missing comes back, and all goes on."""
-        self._everybody_is_back()
-        before = [fragment.version for fragment in self.oracle.fragments]
-        return await self._until(
-            lambda: all(f.version >= was + 2 for f, was in zip(self.oracle.fragments, before, strict=True))
-        )
+        self._calm = True
+        self._armed.clear()
+        self.note("world", "calm")
+        self._start_all()
+        goals = [fragment.version + 2 for fragment in self.oracle.fragments]
+        return await self._until(lambda: all(f.version >= goal for f, goal in zip(self.oracle.fragments, goals)))  # noqa: B905
 
     async def _until(self, reached: Any) -> bool:
         """Wait until a condition holds; a fragment that does not go on for long is a violation."""
@@ -408,16 +412,6 @@ class World:
         broken = self.takeover.look(self.clock.now(), free, able, self.bus_up and not self.store.full)
         if broken is not None:
             self.oracle.broken("take-over within two lease times", broken)
-
-    def _everybody_is_back(self) -> None:
-        self._calm = True
-        self._armed.clear()
-        self.note("world", "calm")
-        for name in [f"syncer-{i}" for i in range(self.plan.syncers)] + [
-            f"learner-{i}" for i in range(self.plan.learners)
-        ]:
-            if not self._is_alive(name):
-                self._start(name)
 
     async def _drain(self) -> None:
         """The user ends the run; all parties end, and the books close."""
