@@ -1,7 +1,7 @@
 """The syncer's HTTP side, for probes, people and Prometheus. The only user of aiohttp; `service` starts it.
 
 /healthz  200 while the event loop runs
-/readyz   200 when merges can happen here, else 503 with the reason
+/readyz   200 when the syncer merges, or stands by for one that does, else 503 with the reason
 /status   the run's status as JSON (`pipeline.status`)
 /metrics  Prometheus text
 """

@@ -14,6 +14,7 @@ answered, and no longer.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -41,6 +42,8 @@ class Leases:
         self._nonce, self._name, self._lease_s = nonce, name, lease_s
         self.syncers: tuple[str, ...] = ()
         """Nonces of the syncers that are here, this one included, as last seen."""
+        self._answered_at = -math.inf
+        """When the bus last told the run's state, as of before the call."""
         self._held: dict[int, float] = {}
         """Fragment -> when its lease was last taken or prolonged, as of before the call."""
         self._stopping: set[int] = set()
@@ -48,6 +51,14 @@ class Leases:
         self._parting = False
         self._prolonging, self._sharing = asyncio.Lock(), asyncio.Lock()
         self._log = structlog.get_logger()
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether this syncer merges, or would at once if another one died; and how that is, in words."""
+        held, count, others = len(self._held), len(self._owners), max(0, len(self.syncers) - 1)
+        if self._clock.now() - self._answered_at > self._lease_s:
+            return False, "not in touch with Redis"
+        spare = f": a spare of {others + 1} syncers" if not held and others else ""
+        return held > 0 or others > 0, f"{held} of {count} leases held{spare}"
 
     async def keep(self) -> None:
         """Prolong what is held, until cancelled; after an error, call it again within a twelfth of a lease time.
@@ -163,7 +174,9 @@ class Leases:
 
     async def _share(self) -> None:
         """Compare what is held with the quota among the syncers that are here; give back, or take."""
+        began = self._clock.now()
         state = await self._in_time(self._bus.read_state())
+        self._answered_at = began
         if self._parting or (state is not None and state.phase.rank >= Phase.CLOSING.rank):
             return  # who ends the run needs all leases
         syncers = await self._in_time(self._bus.announce_syncer(self._nonce, self._name, self._lease_s))

@@ -79,11 +79,8 @@ class SyncerService:
         return await read_status(self.bus, self.clock, self.settings.liveness_s)
 
     def ready(self) -> tuple[bool, str]:
-        """Whether merges can happen here, and why not."""
-        if self.spec is None:
-            return False, "waiting for the run's spec"
-        held = sum(owner.lease.is_set() for owner in self.owners)
-        return held > 0, f"{held} of {len(self.owners)} leases held"
+        """Whether this syncer merges, or stands by for others to fail, and why not."""
+        return self._leases.ready() if self._leases else (False, "waiting for the run's spec")
 
     # --- life -----------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ async def test_health_is_the_event_loop_and_nothing_else():
 
 
 async def test_readiness_gives_its_reason():
-    """503 with the reason in words until merges can happen here."""
+    """503 with the reason in words until the syncer has a part in the run."""
     async with http(fine, lambda: (False, "waiting for the run's spec")) as get:
         assert (await get("/readyz"))[::2] == (503, "waiting for the run's spec\n")
     async with http(fine) as get:

@@ -459,6 +459,31 @@ def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
     run_virtual(main())
 
 
+def test_a_syncer_is_ready_when_it_merges_or_stands_by() -> None:
+    """More syncers than fragments: the spare one is ready too. Who is cut off is not, nor who has no run yet."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=1, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        await asyncio.sleep(1.0)
+        assert a.service.ready() == (False, "waiting for the run's spec")
+        learners = learners_of(world)
+        await world.until_version(1)
+        assert a.service.ready() == (True, "1 of 1 leases held")
+        b = Syncer(world, "b")
+        await asyncio.sleep(2 * LEASE_S)
+        ((spare, serving),) = [(x, y) for x, y in ((a, b), (b, a)) if not x.held]
+        assert serving.service.ready() == (True, "1 of 1 leases held")
+        assert spare.service.ready() == (True, "0 of 1 leases held: a spare of 2 syncers")
+        await spare.bus.close()
+        await asyncio.sleep(1.5 * LEASE_S)
+        assert spare.service.ready() == (False, "not in touch with Redis")
+        assert serving.service.ready() == (True, "1 of 1 leases held")
+        await asyncio.gather(*(party.kill() for party in (a, b, *learners)))
+
+    run_virtual(main())
+
+
 # --- ending --------------------------------------------------------------------------------------------
 
 
