@@ -15,7 +15,6 @@ import errno
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +45,8 @@ from pipeline.messages import (
 )
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, Commit
+
+from .scratch import scratch_folder
 
 KEPT = 3
 """Checkpoints kept in a directory."""
@@ -138,8 +139,7 @@ def _sync(path: Path) -> None:
 def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], momentum: Mapping[str, Float32]) -> Path:
     """Write one checkpoint folder, then name it in `latest`, then drop the oldest."""
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
-    try:
+    with scratch_folder(directory) as temporary:
         safetensors.numpy.save_file(dict(theta), temporary / "globals.safetensors")
         if momentum:
             safetensors.numpy.save_file(dict(momentum), temporary / "momentum.safetensors")
@@ -149,9 +149,6 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
         _sync(temporary)
         temporary.chmod(0o755)
         name = _rename(temporary, directory, f"checkpoint-{state.run.tokens}")
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     pointer = directory / f".latest.{name}"
     pointer.write_text(name + "\n")
     _sync(pointer)

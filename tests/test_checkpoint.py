@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +235,39 @@ def test_a_failed_save_leaves_the_one_before(tmp_path, monkeypatch, broken):
             save(tmp_path)
     assert load_checkpoint(tmp_path).path == before
     assert {p.name for p in tmp_path.iterdir()} == {"latest", before.name}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from syncer.scratch import scratch_folder
+with scratch_folder(Path(sys.argv[1])) as folder:
+    (folder / "globals.safetensors").write_bytes(b"half")
+    print(folder.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(tmp_path):
+    """And what a writer that lives has begun, in the same folder, stays."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        dead, living = (writer.stdout.readline().strip() for writer in writers)
+        writers[0].kill()
+        writers[0].wait()
+        assert {dead, living} == {path.name for path in tmp_path.iterdir()}
+        save(tmp_path)
+        assert {path.name for path in tmp_path.glob(".writing-*")} == {living}
+        assert (tmp_path / living / "globals.safetensors").read_bytes() == b"half"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
 
 
 def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
