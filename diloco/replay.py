@@ -12,6 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.messages import Committed, TapeRecord
 from pipeline.settings import BusSettings
 from syncer.checkpoint import load_checkpoint
+from syncer.recording import list_recording
 from syncer.replay import Replayed, replay
 
 from .tape import read_archive, records_of
@@ -32,12 +33,13 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
         UsageError: there is no recording or no tape, or the run's checkpoint is damaged.
         BadMessage: the tape or the recording's spec is damaged.
     """
-    saved = _saved(folder, recording.absolute().parent)  # before the tape is read: a live run goes on meanwhile
+    # Before the tape is read: a live run goes on meanwhile.
+    saved, before = _saved(folder, recording.absolute().parent), list_recording(recording)
     commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
     columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=sum(bool(commit.contributions) for commit in commits))
-        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges), saved)
+        outcome = replay(recording, commits, lambda merges: bar.advance(task, merges), saved, before)
     if outcome.merges == 0:
         raise UsageError("the tape has no merge: there is nothing to replay")
     typer.echo(_as_json(outcome) if as_json else _as_text(outcome))

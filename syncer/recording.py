@@ -202,6 +202,12 @@ def read_spec(directory: Path) -> Spec:
         raise UsageError(f"{directory} is no folder of --record-deltas: it has no {SPEC_FILE}") from error
 
 
+def list_recording(directory: Path) -> set[Path]:
+    """All files of a recording that there are now."""
+    fragments = [int(folder.name) for folder in directory.glob("[0-9]*") if folder.name.isdecimal()]
+    return {path for fragment in fragments for path in list_files(directory, fragment)}
+
+
 def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
     """The files of one fragment, by version; what is named otherwise is not of a recording."""
     found = {}

@@ -19,7 +19,7 @@ bus refused has no successor. Blocking; numpy only.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,6 +178,7 @@ def replay(
     tape: Iterable[Committed],
     progress: Callable[[int], None],
     saved: Iterable[tuple[int, int, bytes]] = (),
+    before: Container[Path] | None = None,
 ) -> Replayed:
     """Replay all merges of a run.
 
@@ -186,6 +187,8 @@ def replay(
         tape: the run's commits, by time; of several histories, if the bus was ever rewound.
         progress: called with a number of merges whenever so many more are done.
         saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.
+        before: the recording's files when the tape had not been read yet (`list_recording`), if the run may go on:
+            the tape must tell of these only. None: of all.
 
     Raises:
         UsageError: `directory` is no recording.
@@ -203,7 +206,7 @@ def replay(
                 Difference(p, records[0].version, f"the recorded run has {len(layouts)} fragments: another run's tape?")
             )
             continue
-        _FragmentReplay(directory, spec, layouts[p], records, outcome, progress).run()
+        _FragmentReplay(directory, spec, layouts[p], records, outcome, progress, before).run()
     for p in layouts.keys() - by_fragment.keys():
         outcome.differences.append(
             Difference(p, 0, "the tape has no record of this fragment: is a file of it missing?")
@@ -227,9 +230,10 @@ class _FragmentReplay:
         records: Sequence[Committed],
         outcome: Replayed,
         progress: Callable[[int], None],
+        before: Container[Path] | None,
     ) -> None:
         self._spec, self._layout, self._outcome, self._progress = spec, layout, outcome, progress
-        self._records = records
+        self._records, self._before = records, before
         self._merges = [record for record in records if record.contributions]
         self._after: dict[Node, list[Committed]] = defaultdict(list)
         for record in self._merges:
@@ -370,11 +374,12 @@ class _FragmentReplay:
         made: dict[Node, Node] = {}
         for later, paths in self._files.items():
             if later[0] > last[0] and later not in on_tape:
-                for path in paths:
+                for path in filter(self._must_be_told, paths):
                     with suppress(BadMessage, OSError):
                         header = read_merge(path, self._layout, self._spec).header
                         made[later] = header.version - 1, header.base_digest.hex()
-        committed = {*made.values(), *self._globals}
+        read = {node for node, paths in self._globals.items() if any(map(self._must_be_told, paths))}
+        committed = read.union(made.values())
         missing = 0
         while following := [later for later, base in made.items() if base == node and later in committed]:
             node, missing = following[0], missing + 1
@@ -384,6 +389,9 @@ class _FragmentReplay:
                 f"the tape ends before it: not on it are the {missing} merges up to version {node[0]}, which were "
                 "recorded, and from which others were made",
             )
+
+    def _must_be_told(self, path: Path) -> bool:
+        return self._before is None or path in self._before
 
     def _differs(self, version: int, what: str) -> None:
         self._outcome.differences.append(Difference(self._layout.id, version, what))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import run_virtual
+from diloco import replay as command
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import Committed, Spec
+from pipeline.settings import BusSettings
 from syncer import recording, replay
 from syncer.fragment import FragmentState
-from syncer.recording import _PREFIX, MergeHeader, Recorder, list_files, read_merge
+from syncer.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge
 from syncer.replay import TOLERANCE, Replayed, relative
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
@@ -434,6 +436,40 @@ def test_a_fragment_that_is_not_on_the_tape_is_named(true) -> None:
     folder, commits = true
     outcome = check(folder, [c for c in commits if c.fragment == 0])
     assert told(outcome) == ["fragment 1 version 0: the tape has no record of this fragment: is a file of it missing?"]
+
+
+def test_merges_of_a_run_that_goes_on_while_its_tape_is_read_are_no_lost_ones(true) -> None:
+    """They were recorded after the tape's end; what was recorded before the tape was read must be on it."""
+    folder, commits = true
+    whole = [c for c in commits if c.fragment == 1]
+    tape = [c for c in commits if c.fragment == 0 or c.version <= whole[-6].version]
+    assert told(check(folder, tape))
+
+    def recorded_before(version: int) -> set[Path]:
+        return {path for path in list_recording(folder) if int(path.name.split("-")[0]) <= version}
+
+    assert not told(replay.replay(folder, tape, lambda _: None, before=recorded_before(whole[-6].version)))
+    late = replay.replay(folder, tape, lambda _: None, before=recorded_before(whole[-4].version))
+    assert "not on it are the 1 merges up to" in told(late)[0]
+
+
+def test_the_command_looks_at_the_recording_before_it_reads_the_tape(copy, monkeypatch, capsys) -> None:
+    """A live run records more while the tape is read, and that is no difference."""
+    folder, commits = copy
+    last = [c for c in commits if c.fragment == 1][-6].version
+    later = [path for path, name in list_files(folder, 1).items() if name.version > last]
+    held = {path: path.read_bytes() for path in later}
+    for path in later:
+        path.unlink()
+
+    def tape(*_: Any) -> list[Committed]:
+        for path, data in held.items():
+            path.write_bytes(data)
+        return [c for c in commits if c.fragment == 0 or c.version <= last]
+
+    monkeypatch.setattr(command, "_tape", tape)
+    assert command.check(BusSettings(), folder, None, as_json=False) == 0
+    assert "all equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lost", [2, 5])
