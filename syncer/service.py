@@ -1,9 +1,9 @@
-"""The syncer as a whole: agrees on the spec, holds leases, keeps the run's state, drains and finishes it.
+"""The syncer as a whole: starts, holds leases, keeps the run's state, drains and finishes it.
 
-One `FragmentOwner` task a fragment does the merging while this syncer has the fragment's lease; `leases` shares the
-fragments with other syncers. The owner of fragment 0 is the lead: it moves the run from running to draining to
-closing, and `closing` ends it. asyncio; the bus, the clock and the offloading of heavy work are injected, so that the
-same code runs in virtual time.
+`start` finds the spec. One `FragmentOwner` task a fragment does the merging while this syncer has the fragment's
+lease; `leases` shares the fragments with other syncers. The owner of fragment 0 is the lead: it moves the run from
+running to draining to closing, and `closing` ends it. asyncio; the bus, the clock and the offloading of heavy work
+are injected, so that the same code runs in virtual time.
 """
 
 import asyncio
@@ -17,31 +17,29 @@ from typing import Any
 
 import structlog
 
-from pipeline import codec
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
-from pipeline.fragments import Layout, layout_of
+from pipeline.fragments import layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.ports import Bus, Clock
-from pipeline.settings import SyncerProcess, SyncSettings, agree
+from pipeline.settings import SyncerProcess
 from pipeline.status import read_status
 
 from .archive import TapeArchive
-from .checkpoint import is_saved, load_checkpoint, restore_checkpoint, save_checkpoint
+from .checkpoint import is_saved, save_checkpoint
 from .closing import POLL_S, finish_run
 from .intake import Offload
 from .leases import Leases, holding, release_all
 from .metrics import Metrics
 from .owner import FragmentOwner, RandomHex
 from .recording import Recorder
+from .start import Start, check_memory
 from .watch import RunWatch
 
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""
 TAPE_KEPT_S = 600.0
 """How much of the tape stays on the bus where nobody archives it."""
-RESERVE_BYTES = 32 * 2**20
-"""Memory on the bus for everything that is not a payload."""
 
 
 class SyncerService:
@@ -90,12 +88,13 @@ class SyncerService:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        spec = await self._until(stop, self._agree())
+        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload)
+        spec = await self._until(stop, start.spec())
         if spec is None:
             return
         layout = layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
-        await self._retrying(partial(self._check_memory, layout))
+        await self._retrying(partial(check_memory, self.bus, layout))
         recorder = None
         if self.settings.record_deltas:
             recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
@@ -227,77 +226,6 @@ class SyncerService:
                 self.metrics.bus_errors.inc()
                 self._log.warning("bus_unavailable", error=str(error), retry_s=retry_s)
                 await asyncio.sleep(retry_s)
-
-    # --- start ------------------------------------------------------------------------------------------
-
-    async def _agree(self) -> Spec:
-        """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it."""
-        waiting, resuming = False, self.settings.resume is not None
-        while True:
-            try:
-                resuming = resuming and not await self._resume()
-                data = None if resuming else await self.bus.read_spec()
-            except BusError as error:  # an outage, or another syncer has restored what this one was about to
-                self._log.warning("bus_unavailable", error=str(error), retry_s=1.0)
-                await asyncio.sleep(1.0)
-                continue
-            if data is not None:
-                break
-            if not waiting:
-                self._log.info("waiting_for_spec", run=self.bus.keys.run)
-                waiting = True
-            await asyncio.sleep(0.1)
-        spec = codec.decode(Spec, data)
-        agree(self.settings, spec.sync.model_dump(), SyncSettings)
-        return spec
-
-    async def _resume(self) -> bool:
-        """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
-
-        Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
-
-        A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
-        """
-        path = self.settings.resume
-        assert path is not None  # noqa: S101  # asked by the caller
-        if (data := await self.bus.read_spec()) is not None:
-            present = codec.decode(Spec, data).sync
-            self.bus.use_groups(present.groups)
-            if all(await self.bus.read_heads(range(present.fragments))):
-                state = await self.bus.read_state()
-                if state is None or not state.base_tokens:
-                    raise UsageError("the run was started before: resume under a --run name that is not in use")
-                self._log.info("already_restored", base_tokens=state.base_tokens)
-                return True
-        checkpoint = await self._offload(load_checkpoint, path)
-        spec = checkpoint.spec
-        if "tokens" in self.settings.model_fields_set:
-            spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
-        agree(self.settings, spec.sync.model_dump(), SyncSettings)
-        self.bus.use_groups(spec.sync.groups)
-        fragments = range(spec.sync.fragments)
-        for p in fragments:
-            if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
-                return False
-        async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
-            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.id, self.clock)
-        await release_all(self.bus, self.nonce, len(fragments))
-        self._log.info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
-        return True
-
-    async def _check_memory(self, layout: Layout) -> None:
-        assert layout.fragments  # noqa: S101  # a spec has at least one tensor
-        info = await self.bus.info()
-        for warning in info.warnings:
-            self._log.warning("bus_warning", detail=warning)
-        spec_bytes = 4 * layout.elements
-        # 2 globals, 2 momenta, a bf16 delta of each of at least four learners, Adam's moments in two offers of a peer
-        needed = 4 * spec_bytes + 4 * spec_bytes // 2 + 2 * 2 * spec_bytes + RESERVE_BYTES
-        if 0 < info.maxmemory_bytes < needed:
-            raise UsageError(
-                f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-                f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, 4 deltas, 2 offers of moments, a reserve): raise it"
-            )
 
     # --- background -------------------------------------------------------------------------------------
 

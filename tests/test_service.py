@@ -14,10 +14,8 @@ from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
-from pipeline.settings import SyncerProcess
 from syncer.checkpoint import load_checkpoint
-from syncer.metrics import Metrics
-from syncer.service import RESERVE_BYTES, SyncerService
+from syncer.start import RESERVE_BYTES, check_memory
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -61,13 +59,12 @@ def test_a_redis_too_small_for_the_model_and_two_offers_of_moments_is_refused(
     async def main() -> None:
         layout = layout_of((samples.tensor("wide", (10**6,)),))
         store = MemoryStore(maxmemory_bytes=elements_bytes * layout.elements + RESERVE_BYTES)
-        clock = VirtualClock()
-        service = SyncerService(MemoryBus("run", clock, store), clock, SyncerProcess(), Metrics())
+        bus = MemoryBus("run", VirtualClock(), store)
         if enough:
-            await service._check_memory(layout)
+            await check_memory(bus, layout)
         else:
             with pytest.raises(UsageError, match="2 offers of moments"):
-                await service._check_memory(layout)
+                await check_memory(bus, layout)
 
     run_virtual(main())
 
