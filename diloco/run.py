@@ -42,7 +42,7 @@ SILENT_BUS_S = 60.0
 EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
-"""On top of a party's own time limits, before it gets SIGTERM, and again before SIGKILL."""
+"""On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
 
 Status = dict[str, Any]
 
@@ -284,16 +284,16 @@ class Launcher:
 
     async def wind_down(self) -> None:
         """Wait for all processes to end, in order; remind those that take too long."""
-        settings = self._settings
-        for children, limit_s in (
-            (self._children.named("learner-"), settings.leave_s + MARGIN_S),
-            (self._children.named("evaluator"), EVALUATE_S),
-            (self._children.named("syncer"), settings.shutdown_s + MARGIN_S),
+        leave_s, shutdown_s = self._settings.leave_s + MARGIN_S, self._settings.shutdown_s + MARGIN_S
+        for children, limit_s, stopping_s in (
+            (self._children.named("learner-"), leave_s, leave_s),
+            (self._children.named("evaluator"), EVALUATE_S, MARGIN_S),
+            (self._children.named("syncer"), shutdown_s, shutdown_s),
         ):
             for left in await _gone(children, limit_s):
                 self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
                 left.send(signal.SIGTERM)
-            for left in await _gone(children, MARGIN_S):
+            for left in await _gone(children, stopping_s):
                 self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
                 left.kill_group()
         for child in (*self._children.named("syncer"), self._children["evaluator"]):

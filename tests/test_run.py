@@ -1,5 +1,7 @@
 """Promises of the launcher about the ends of a run, on the bus in memory and without processes."""
 
+import asyncio
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from chaos.virtual_time import run_virtual
 from diloco.folder import Folder
 from diloco.launch import ChildDied
 from diloco.options import RunProcess
@@ -41,10 +44,19 @@ class FakeChild:
     reported: bool = False
     pid: int = 0
     log: str = "the log"
+    stops_s: float = 0.0
 
     @property
     def alive(self) -> bool:
         return self.status is None
+
+    def send(self, number: signal.Signals) -> None:
+        """It takes `stops_s` to end in order."""
+        assert number is signal.SIGTERM
+        asyncio.get_running_loop().call_later(self.stops_s, setattr, self, "status", 0)
+
+    def kill_group(self) -> None:
+        self.status = -9
 
     def ending(self) -> str:
         return f"ended with status {self.status}"
@@ -59,6 +71,9 @@ class FakeChildren:
 
     def start(self, name: str, arguments: list[str], environ: object) -> None:
         self.started[name] = FakeChild(name, list(arguments))
+
+    def __getitem__(self, name: str) -> FakeChild:
+        return self.started[name]
 
     def named(self, prefix: str) -> list[FakeChild]:
         return [child for name, child in self.started.items() if name.startswith(prefix)]
@@ -139,6 +154,24 @@ async def test_syncers_elsewhere_and_a_finished_run_need_none_of_ours(
     await launcher._check_syncers({"phase": "running", "syncers": []})
     await launcher._check_syncers({"phase": "finished", "syncers": []})
     assert len(screen.notes) == 1
+
+
+@pytest.mark.parametrize(("name", "limit"), [("syncer", "shutdown_s"), ("learner-0", "leave_s")])
+@pytest.mark.parametrize(("more_s", "status"), [(-1.0, 0), (60.0, -9)])
+def test_who_is_told_to_stop_has_its_own_time_for_it(
+    tmp_path: Path, name: str, limit: str, more_s: float, status: int
+) -> None:
+    """A syncer that needs nearly all of its shutdown_s to commit and save is not killed in it; who needs more is."""
+
+    async def main() -> None:
+        launcher, children, *_ = launched(tmp_path, **{limit: 100.0})
+        for child in children.started.values():
+            child.status = 0
+        children[name].status, children[name].stops_s = None, 100.0 + more_s
+        await launcher.wind_down()
+        assert children[name].status == status
+
+    run_virtual(main())
 
 
 async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path) -> None:
