@@ -33,7 +33,6 @@ from pipeline.messages import (
     Phase,
     RunState,
     Shard,
-    Spec,
     TapeRecord,
     WindowView,
 )
@@ -42,12 +41,11 @@ from pipeline.standing import Standing
 
 from . import reference
 from .link import Link
-from .plan import BLOCKS, SHARD_BLOCKS
+from .plan import BLOCKS, SHARD_BLOCKS, Plan
 from .refusals import Refusals
 from .surviving import Float64, Surviving
+from .windows import Windows
 
-SETTLE_S = 2.0
-"""A grace window before any estimate; no later one is longer, steps being shorter than that."""
 REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
@@ -72,9 +70,9 @@ DeltaId = tuple[int, str, str, int]
 class Oracle:
     """Watches one run."""
 
-    def __init__(self, spec: Spec, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
+    def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
-        self._spec, self._layout, self._store, self._keys = spec, layout, store, keys
+        self._spec, self._layout, self._store, self._keys = plan.spec, layout, store, keys
         self.fragments = [Surviving() for _ in layout.fragments]
         self.violation: Violation | None = None
         self.merges = 0
@@ -95,10 +93,12 @@ class Oracle:
         self._shards: dict[str, Shard] = {}
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
+        self._windows = Windows(plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now)
         self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_offers": self._read_offers,
+            "write_chunks": self._staged,
             "commit": self._commit,
             "refuse": self._refuse,
             "write_window": self._window,
@@ -118,6 +118,7 @@ class Oracle:
 
     def adopted(self, learner: str, fragment: int, version: int, digest: bytes) -> None:
         """A learner put a global into its model."""
+        self._windows.joined(learner)
         if (fragment, version, digest) not in self._committed:
             self.broken("only committed values are adopted", f"{learner}: fragment {fragment} version {version}")
 
@@ -142,6 +143,7 @@ class Oracle:
         self._finished = False
         for p in range(len(self.fragments)):
             self._check_pending(p)
+            self._windows.changed(p, self.fragments[p])
 
     def broken(self, promise: str, detail: str) -> None:
         """Note the first violation."""
@@ -176,6 +178,7 @@ class Oracle:
             state.pending[outcome] = self._offers[p, outcome] = header
             if header.due:
                 state.due.add(header.base_version)
+            self._windows.changed(p, state)
             self._check_report(header)
         self._check_pending(p)
 
@@ -201,12 +204,25 @@ class Oracle:
         self._owner_write(link, p, nonce, "window")
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
+        self._check_close(p, self._windows.shown(link, p, window))
         if window.state != "idle" and state.version not in state.due and not self._ever_drained:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
     def _read_offers(self, link: Link, outcome: Any, p: int, cursor: str = START, *args: Any) -> None:
         if cursor == START and not isinstance(outcome, Exception):
             self._reading[link, p] = self._now()
+            self._windows.read(link, p)
+
+    def _staged(self, link: Link, outcome: Any, key: str, *args: Any) -> None:
+        """The first chunks of a merge that is to be committed next: its window is closed."""
+        if ":global:" in key and not isinstance(outcome, Exception):
+            _, p, version, _ = key.rsplit(":", 3)
+            if int(version) == self.fragments[int(p)].version + 1:
+                self._check_close(int(p), self._windows.closed(link, int(p)))
+
+    def _check_close(self, p: int, late: str | None) -> None:
+        if late is not None and not self._ever_drained:
+            self.broken("a window closes in time", f"fragment {p} version {self.fragments[p].version}: {late}")
 
     def _refuse(self, link: Link, outcome: Any, p: int, refusal: Refusal) -> None:
         if not isinstance(outcome, Exception):
@@ -215,6 +231,7 @@ class Oracle:
             since_s = self._reading.get((link, p), self._now())
             for wrong in self._refusals.refused(link, p, self.fragments[p], refusal, since_s, bool(self._closing)):
                 self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
+            self._windows.changed(p, self.fragments[p])
         self._check_pending(p)
 
     def _commit(self, link: Link, outcome: Any, commit: Commit) -> None:
@@ -242,6 +259,8 @@ class Oracle:
         self._committed.add((p, commit.version, commit.digest))
         if self._spec.sync.outer_momentum:
             state.momentum = momentum
+        self._windows.moved(link, p)
+        self._windows.changed(p, state)
         self._check_pending(p)
         staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
         if any(one.key in self._store.expiries for one in staged):
@@ -298,11 +317,6 @@ class Oracle:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
         if sync.outer_momentum and (momentum is None or np.abs(momentum - velocity).max() > scale + 1e-9):
             self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
-        # A window that waited for slow calls of its own owner closes late; more than that it may not.
-        took = commit.record
-        allowed_s = SETTLE_S + link.held_up_s(self._now() - took.grace_s - took.upload_s - took.merge_s)
-        if took.grace_s > allowed_s + 0.01 and not self._ever_drained:
-            self.broken("a window closes in time", f"{where}: grace {took.grace_s:.2f} s, allowed {allowed_s:.2f} s")
 
     def _state(self, link: Link, outcome: Any, state: RunState) -> None:
         """What was offered before a run closed is merged or refused when it is finished; later is too late."""

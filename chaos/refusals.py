@@ -94,8 +94,8 @@ class Refusals:
         for entry, other in state.pending.items() if refusal.delta_payloads and not closing else ():
             if self._key(other) not in refusal.delta_payloads or not self._mergeable(state, other):
                 continue
-            unread = offered_at(entry) >= refusal.records[0].unix_s - UNIX_START_S - SKEW_S
-            if not unread:
+            decided_s = refusal.records[0].unix_s - UNIX_START_S - SKEW_S
+            if offered_at(entry) + link.held_up_s(offered_at(entry)) < decided_s:  # else it may be unread
                 yield f"the payload of {other.learner}'s pending delta on {other.base_version} went with it"
 
     def _wrong(

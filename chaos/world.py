@@ -79,7 +79,7 @@ class World:
         self._recorder = recorder
         if recorder is not None:
             recorder.watch(self.store)
-        self.oracle = Oracle(self.spec, self.layout, self.store, RunKeys(RUN), self.clock.now)
+        self.oracle = Oracle(plan, self.layout, self.store, RunKeys(RUN), self.clock.now)
         self.oracle.on_violation = lambda: self._wake.set()
         self._server = Server(self.store, self.oracle, self.clock)
         self.takeover = Takeover(len(self.layout.fragments), LEASE_S)

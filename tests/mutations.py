@@ -186,6 +186,23 @@ MUTATIONS = [
         (("self.deadline = now + given.upload_s", "self.deadline = now"),),
     ),
     Mutation(
+        "a grace never ends early",
+        Window,
+        "decide",
+        (("if missing and now < self.deadline:", "if now < self.deadline:"),),
+    ),
+    Mutation(
+        "a window closes 1.5 s late",
+        Window,
+        "decide",
+        (
+            (
+                "if given.grace_s is None else given.grace_s)",
+                "if given.grace_s is None else given.grace_s + 1.5)",
+            ),
+        ),
+    ),
+    Mutation(
         "the momentum is lost",
         FragmentState,
         "merge",

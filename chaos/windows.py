@@ -1,0 +1,103 @@
+"""Whether windows close in time, measured on the stream and not by what their owners say.
+
+A window may stay open from the moment at which the quorum was on the stream for as long as the grace may last; once
+everybody is in, there is nobody to wait for. Not counted is what its owner could not help: it reads the stream from
+its start (it took the fragment over, or lost its connection), its calls are slow, it is paused, a merge is slow. A
+window is closed when its owner says that it waits for uploads, or stages the merged values.
+"""
+
+from collections.abc import Callable
+
+from pipeline.messages import SyncSpec, WindowView
+
+from .link import Link
+from .surviving import Surviving
+
+SETTLE_S = 2.0
+"""The grace before an owner's first merge."""
+STEPS_S = 0.05
+"""An owner acts on what it read within this, besides the time of its calls."""
+CALLS = 12
+"""A window closes with so many calls at most."""
+
+
+class Windows:
+    """The windows of one run."""
+
+    def __init__(
+        self, sync: SyncSpec, fragments: int, slowest_step_s: float, latency_s: float, now: Callable[[], float]
+    ) -> None:
+        self._sync, self._now = sync, now
+        self._grace_s = sync.grace_gamma * sync.overlap_steps * slowest_step_s
+        """The slack cannot be more than all compute time that hides a sync."""
+        self._acts_s = STEPS_S + CALLS * latency_s
+        self._learners: set[str] = set()
+        self._quorum_at: list[float | None] = [None] * fragments
+        self._all_at: list[float | None] = [None] * fragments
+        self._closed = [False] * fragments
+        self._began: dict[tuple[Link, int], float] = {}
+        self._merged: dict[tuple[Link, int], bool] = {}
+        """Owners that merged the fragment -> whether they are known to know of it."""
+
+    def joined(self, learner: str) -> None:
+        """A window may wait for this one."""
+        self._learners.add(learner)
+
+    def changed(self, p: int, state: Surviving) -> None:
+        """What is pending on a fragment's stream is another now."""
+        version, there, due = state.version, set(), False
+        for header in state.pending.values():
+            base = header.base_version
+            known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
+            if known and (header.learner, header.incarnation, base) not in state.merged:
+                there.add(header.learner)
+                due |= header.due and base == version
+        now, quorum = self._now(), self._quorum_at[p]
+        if not due or len(there) < self._sync.quorum:
+            self._quorum_at[p] = self._all_at[p] = None
+            return
+        self._quorum_at[p] = now if quorum is None else quorum
+        everybody = there >= self._learners
+        before = self._all_at[p]
+        self._all_at[p] = None if not everybody else now if before is None else before
+
+    def moved(self, link: Link, p: int) -> None:
+        """A merge was committed: a new window."""
+        self._quorum_at[p] = self._all_at[p] = None
+        self._closed[p] = False
+        self._merged[link, p] = self._merged.get((link, p), False)
+
+    def read(self, link: Link, p: int) -> None:
+        """An owner reads a stream from its start: all over again."""
+        self._began[link, p] = self._now()
+        self._closed[p] = False
+        if not self._merged.get((link, p), True):
+            del self._merged[link, p]  # it may not have heard of its merge
+
+    def shown(self, link: Link, p: int, window: WindowView) -> str | None:
+        """A window's state was written; returns what was wrong."""
+        if window.state in ("uploading", "merging"):
+            return self.closed(link, p)
+        if self._closed[p] and window.state == "collecting":  # it is open again
+            self._closed[p] = False
+            self._began[link, p] = self._now()
+        return None
+
+    def closed(self, link: Link, p: int) -> str | None:
+        """A window gathers no more; returns what was wrong."""
+        quorum, everybody, began = self._quorum_at[p], self._all_at[p], self._began.get((link, p))
+        if self._closed[p] or quorum is None or began is None:
+            return None
+        self._closed[p] = True
+        if (link, p) in self._merged:
+            self._merged[link, p] = True
+        now, since = self._now(), max(quorum, began)
+        grace_s = self._grace_s if self._merged.get((link, p)) else SETTLE_S
+        ends = since + grace_s
+        if everybody is not None:
+            ends = min(ends, max(since, everybody))
+        if (late_s := now - ends - self._acts_s) <= 0 or late_s <= link.held_up_s(since):
+            return None
+        told = "not" if everybody is None else f"{now - everybody:.3f} s ago"
+        held_s = link.held_up_s(since)
+        return f"quorum {now - since:.3f} s ago, all in {told}, grace {grace_s:.3f} s, held up {held_s:.3f} s"
