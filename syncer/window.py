@@ -6,7 +6,7 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
-| IDLE | offer | current base, due | COLLECTING | the window opened |
+| IDLE | offer | current base, due | COLLECTING | the window opened; also if the offer is late |
 | IDLE | offer | stale by one, or not due | IDLE | member of the window to come |
 | COLLECTING | decide | fewer than K learners | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
@@ -199,14 +199,14 @@ class Window:
                 return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
             if self._fixed or not (same_training or header.base_version > before.base_version):
                 self.late.append(offer)
+                self._open_for(header, now)  # its learner left a delta behind, and came back
                 return Late()
             replaced = member.offer
         elif self._fixed:
             self.late.append(offer)
             return Late()
         self._members[header.learner] = _Member(offer)
-        if self.state is State.IDLE and header.due and header.base_version == self.version:
-            self._open(now)
+        self._open_for(header, now)
         return Accepted(replaced)
 
     def uploaded(self, offer: Offer) -> None:
@@ -272,6 +272,10 @@ class Window:
     @property
     def _fixed(self) -> bool:
         return self.state in (State.UPLOADING, State.MERGING)
+
+    def _open_for(self, header: DeltaHeader, now: float) -> None:
+        if self.state is State.IDLE and header.due and header.base_version == self.version:
+            self._open(now)
 
     def _open(self, now: float) -> None:
         self.state = State.COLLECTING

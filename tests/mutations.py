@@ -85,10 +85,10 @@ MUTATIONS = [
     Mutation(
         "a stale delta opens a window",
         Window,
-        "offer",
+        "_open_for",
         ((" and header.due and header.base_version == self.version:", " and header.due:"),),
     ),
-    Mutation("a delta that follows opens a window", Window, "offer", (("and header.due and", "and"),)),
+    Mutation("a delta that follows opens a window", Window, "_open_for", (("and header.due and", "and"),)),
     Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
     Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < quorum:", "if not done:"),)),
     Mutation(
