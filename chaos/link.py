@@ -76,7 +76,8 @@ class Link:
         self._time = asyncio.get_running_loop().time
         self.party = party
         self.calls = first_call
-        self.dead = False
+        self.dead = self.late = False
+        """`late`: what is observed now took effect after its caller gave up."""
         self.paused_until = 0.0
         self.cut_until = 0.0
         self._slow: deque[tuple[float, float]] = deque(maxlen=100)
@@ -167,18 +168,22 @@ class Link:
 
     async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
         if self._world.bus_up:
-            await self._effect(name, method, args, more | {"block_s": 0.0} if name in BLOCKING else more)
+            more = more | {"block_s": 0.0} if name in BLOCKING else more
+            await self._effect(name, method, args, more, late=True)
 
     def _reaches(self) -> bool:
         return self._world.bus_up and self._time() >= self.cut_until
 
-    async def _effect(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+    async def _effect(
+        self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], late: bool = False
+    ) -> Any:
         """The call on the memory bus; its result, or the bus's own error as a value."""
         outcome: Any
         try:
             outcome = await method(*args, **more)
         except Exception as error:  # shown to the world, then raised to the party
             outcome = error
+        self.late = late
         self._world.observe(self, name, args, more, outcome)
         return outcome
 

@@ -45,15 +45,14 @@ class Windows:
 
     def changed(self, p: int, state: Surviving) -> None:
         """What is pending on a fragment's stream is another now."""
-        version, there, due = state.version, set(), False
+        version, there = state.version, set()
         for header in state.pending.values():
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
             if known and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
-                due |= header.due and base == version
         now, quorum = self._now(), self._quorum_at[p]
-        if not due or len(there) < self._sync.quorum:
+        if version not in state.due or len(there) < self._sync.quorum:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum
@@ -65,7 +64,8 @@ class Windows:
         """A merge was committed: a new window."""
         self._quorum_at[p] = self._all_at[p] = None
         self._closed[p] = False
-        self._merged[link, p] = self._merged.get((link, p), False)
+        if not link.late:
+            self._merged[link, p] = self._merged.get((link, p), False)
 
     def read(self, link: Link, p: int) -> None:
         """An owner reads a stream from its start: all over again."""
@@ -78,7 +78,7 @@ class Windows:
         """A window's state was written; returns what was wrong."""
         if window.state in ("uploading", "merging"):
             return self.closed(link, p)
-        if self._closed[p] and window.state == "collecting":  # it is open again
+        if self._closed[p] and window.state == "collecting" and not link.late:  # it is open again
             self._closed[p] = False
             self._began[link, p] = self._now()
         return None
@@ -86,9 +86,11 @@ class Windows:
     def closed(self, link: Link, p: int) -> str | None:
         """A window gathers no more; returns what was wrong."""
         quorum, everybody, began = self._quorum_at[p], self._all_at[p], self._began.get((link, p))
-        if self._closed[p] or quorum is None or began is None:
+        if link.late:
             return None
-        self._closed[p] = True
+        closed, self._closed[p] = self._closed[p], True
+        if closed or quorum is None or began is None:
+            return None
         if (link, p) in self._merged:
             self._merged[link, p] = True
         now, since = self._now(), max(quorum, began)
