@@ -177,7 +177,7 @@ class Oracle:
             state = self.fragments[p]
             state.pending[outcome] = self._offers[p, outcome] = header
             if header.due:
-                state.due.add(header.base_version)
+                state.due.add(header.base_digest)
             self._windows.changed(p, state)
             self._check_report(header)
         self._check_pending(p)
@@ -205,7 +205,7 @@ class Oracle:
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window))
-        if window.state != "idle" and state.version not in state.due and not self._ever_drained:
+        if window.state != "idle" and state.digests.get(state.version) not in state.due and not self._ever_drained:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
     def _read_offers(self, link: Link, outcome: Any, p: int, cursor: str = START, *args: Any) -> None:

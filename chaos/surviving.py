@@ -22,8 +22,8 @@ class Surviving:
     pending: dict[str, DeltaHeader] = field(default_factory=dict)
     merged: dict[tuple[str, str, int], int] = field(default_factory=dict)
     """(learner, incarnation, base version) -> tokens."""
-    due: set[int] = field(default_factory=set)
-    """Versions on which a due delta was offered."""
+    due: set[bytes] = field(default_factory=set)
+    """Digests of bases on which a due delta was offered."""
 
     def copy(self) -> "Surviving":
         """As it is now; arrays are never changed in place."""

@@ -15,8 +15,8 @@ from .surviving import Surviving
 
 SETTLE_S = 2.0
 """The grace before an owner's first merge."""
-STEPS_S = 0.05
-"""An owner acts on what it read within this, besides the time of its calls."""
+STEPS_S = 0.2
+"""An owner acts on what it read within this, besides the time of its calls; a renewed try after a failed one included."""
 CALLS = 12
 """A window closes with so many calls at most."""
 
@@ -52,7 +52,7 @@ class Windows:
             if known and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
         now, quorum = self._now(), self._quorum_at[p]
-        if version not in state.due or len(there) < self._sync.quorum:
+        if state.digests.get(version) not in state.due or len(there) < self._sync.quorum:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum
