@@ -16,7 +16,7 @@ from .surviving import Surviving
 SETTLE_S = 2.0
 """The grace before an owner's first merge."""
 STEPS_S = 0.2
-"""An owner acts on what it read within this, besides the time of its calls; a renewed try after a failed one included."""
+"""An owner acts on what it read within this, besides the time of its calls; a second try included."""
 CALLS = 12
 """A window closes with so many calls at most."""
 
