@@ -167,8 +167,7 @@ class Link:
             raise BusUnavailable("dead")
 
     async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
-        if self._world.bus_up:
-            more = more | {"block_s": 0.0} if name in BLOCKING else more
+        if self._world.bus_up and name not in BLOCKING:  # a read that nobody waits for does nothing
             await self._effect(name, method, args, more, late=True)
 
     def _reaches(self) -> bool:

@@ -36,9 +36,9 @@ from .virtual_time import VirtualClock, run_virtual
 RUN = "world"
 MERGES = 200
 """Least number of merges before a world calms down."""
-LIVELY_S, LIVELY_UNDER_FAULTS_S = 40.0, 100.0
-"""Seconds in which every fragment goes on. The longest wait, besides a take-over, is an owner's that has measured no
-upload yet, for the payload of a learner that died: 30 s. Under faults such waits can follow each other."""
+LIVELY_S = 160.0
+"""Seconds in which every fragment goes on. The longest waits are an owner's that has measured no upload yet, for the
+payload of a learner that died: 30 s, and should another one have died so, four times as long for the next window."""
 ENDS_S = 100.0
 """Virtual seconds that a drain may take."""
 CRASH_WITHIN_S = 2.0
@@ -388,15 +388,15 @@ class World:
     async def _until(self, reached: Any) -> bool:
         """Wait until a condition holds; a fragment that does not go on for long is a violation."""
         versions = [fragment.version for fragment in self.oracle.fragments]
-        since, lively_s = [self.clock.now()] * len(versions), LIVELY_S if self._calm else LIVELY_UNDER_FAULTS_S
+        since = [self.clock.now()] * len(versions)
         while not reached():
             await asyncio.sleep(0.05)
             self._look_at_leases()
             for p, fragment in enumerate(self.oracle.fragments):
                 if fragment.version != versions[p]:
                     versions[p], since[p] = fragment.version, self.clock.now()
-                elif self.clock.now() - since[p] > lively_s:
-                    self.oracle.broken("every fragment goes on", f"{p} did not for {lively_s:.0f} s: {versions}")
+                elif self.clock.now() - since[p] > LIVELY_S:
+                    self.oracle.broken("every fragment goes on", f"{p} did not for {LIVELY_S:.0f} s: {versions}")
                     return False
         return True
 
