@@ -77,7 +77,12 @@ class WindowMachine(RuleBasedStateMachine):
             assert (header.learner, header.incarnation, header.base_version) not in self.merged, "merged before"
             self.held[entry_id] = offer
         if isinstance(answer, Accepted):
-            assert state not in (State.UPLOADING, State.MERGING), "a member joined after M_t was fixed"
+            assert state is not State.MERGING, "a member joined while merging"
+            if state is State.UPLOADING:
+                assert window.members == members, "a learner joined after M_t was fixed"
+                before = answer.replaced.header if answer.replaced else None
+                assert before is not None
+                assert (before.incarnation, before.base_version) == (header.incarnation, header.base_version)
             if answer.replaced is not None:
                 before = answer.replaced.header
                 assert before.learner == header.learner
