@@ -14,8 +14,7 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 | UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
-| UPLOADING | offer | a member's training, which it has not uploaded, at a later attempt | unchanged | member instead |
-| UPLOADING or MERGING | offer | valid otherwise | unchanged | late: for the next window |
+| UPLOADING or MERGING | offer | valid | unchanged | late: for the next window |
 | any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
 
 While a run drains, any member opens the window: there will be no due ones any more.
@@ -198,9 +197,7 @@ class Window:
             if same_training and (member.uploaded or header.attempt < before.attempt):
                 lost = max(0, header.tokens - before.tokens)
                 return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
-            # While its payload is awaited too: a learner never uploads what it has outdone.
-            outdone = same_training and self.state is not State.MERGING
-            if not outdone and (self._fixed or header.base_version <= before.base_version):
+            if self._fixed or not (same_training or header.base_version > before.base_version):
                 self.late.append(offer)
                 self._open_for(header, now)  # its learner left a delta behind, and came back
                 return Late()
