@@ -129,6 +129,8 @@ class Link:
         try:
             await self._travel(fate.delay_s)
             world.crash_point(self, name, after=False)
+            if self.paused_until:
+                await self._wake_up()
             if self.dead:
                 raise BusUnavailable("dead")
             if fate.late_s:
@@ -141,6 +143,8 @@ class Link:
             if fate.twice and not self.dead and self._reaches():
                 outcome = await self._effect(name, method, args, more)
             world.crash_point(self, name, after=True)
+            if self.paused_until:
+                await self._wake_up()
             if fate.reply_lost:
                 await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the reply was lost")
@@ -161,6 +165,10 @@ class Link:
         if delay_s > SLOW_S:
             self.slow(delay_s)
         await asyncio.sleep(delay_s)
+        await self._wake_up()
+
+    async def _wake_up(self) -> None:
+        """The end of a pause, if there is one."""
         while (left_s := self.paused_until - self._time()) > 0:  # noqa: ASYNC110  # a pause may be prolonged
             await asyncio.sleep(left_s)
         if self.dead:

@@ -72,25 +72,23 @@ MESSAGE_KINDS = (
 """The last one: a call that takes effect after its caller gave up, even if it is dead by then."""
 PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.SLOW_MERGE)]
 
+_OF_A_LEARNER = (
+    *("claim_initial", "write_chunks", "finish_initial", "write_report", "offer", "read_heads", "read_chunks"),
+    *("claim_shard", "save_position", "finish_shard", "release_shards", "fill_shards", "read_tape", "tape_end"),
+)
+_OF_A_SYNCER = (
+    *("acquire_lease", "write_chunks", "commit", "commit", "refuse", "write_window", "read_offers", "read_heads"),
+    *("read_chunks", "write_state", "release_lease", "read_reports", "announce_syncer", "read_leases"),
+    "withdraw_syncer",
+)
 CRASH_POINTS = {
-    Kind.LEARNER_KILLED: (
-        *("claim_initial", "write_chunks", "finish_initial", "write_report", "offer", "read_heads", "read_chunks"),
-        *("claim_shard", "save_position", "finish_shard", "release_shards", "fill_shards", "read_tape", "tape_end"),
-    ),
-    Kind.SYNCER_KILLED: (
-        *("acquire_lease", "write_chunks", "commit", "commit", "refuse", "write_window", "read_offers", "read_heads"),
-        *(
-            "read_chunks",
-            "write_state",
-            "release_lease",
-            "read_reports",
-            "announce_syncer",
-            "read_leases",
-            "withdraw_syncer",
-        ),
-    ),
+    Kind.LEARNER_KILLED: _OF_A_LEARNER,
+    Kind.LEARNER_PAUSED: _OF_A_LEARNER,
+    Kind.SYNCER_KILLED: _OF_A_SYNCER,
+    Kind.SYNCER_PAUSED: ("write_chunks", "commit", "commit", *_OF_A_SYNCER),
 }
-"""Calls at which a party can be killed, just before or just after they take effect on the bus."""
+"""Calls at which a party can be killed or paused, just before or just after they take effect on the bus."""
+PAUSES = (Kind.LEARNER_PAUSED, Kind.SYNCER_PAUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class Fault:
     """Which learner or syncer (modulo those there are)."""
     lasts_s: float
     method: str = ""
-    """For a kill: strike when this method is called next (empty: at once)."""
+    """For a kill or a pause: strike when this method is called next (empty: at once)."""
     after: bool = False
     """Strike after the call took effect, before its answer arrives; else before."""
 

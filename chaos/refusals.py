@@ -140,6 +140,7 @@ class Refusals:
         others = [other for other in state.pending.values() if other.learner == header.learner]
         return (
             training not in state.merged
+            and header.base_digest == state.digests.get(header.base_version)
             and header.base_version >= state.version - 1
             and bool(np.isfinite(self._published(header)).all())
             and not any(other.base_version > header.base_version for other in others)

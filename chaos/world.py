@@ -27,7 +27,7 @@ from .chance import Chance
 from .link import Fate, Link
 from .oracle import Oracle, Violation
 from .parties import Party, WorldLearner, WorldSyncer
-from .plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, Fault, Kind, Plan, plan, without
+from .plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, PAUSES, Fault, Kind, Plan, plan, without
 from .record import Recorder, WorldBus, WorldStore, brief
 from .server import Server
 from .takeover import LEASE_CALLS, Takeover
@@ -42,7 +42,7 @@ payload of a learner that died: 30 s, and should another one have died so, four 
 ENDS_S = 100.0
 """Virtual seconds that a drain may take."""
 CRASH_WITHIN_S = 2.0
-"""A party that does not come to its crash point in this time is killed where it is."""
+"""A party that does not come to the point of its kill or pause in this time is struck where it is."""
 MOST_CALLS = 100_000
 """Several times what any world needs: above it somebody is busy for nothing."""
 SHOWN = 400
@@ -154,11 +154,11 @@ class World:
         )
 
     def crash_point(self, link: Link, method: str, after: bool) -> None:
-        """Kill the party if a fault is armed for this point."""
+        """Kill or pause the party if a fault is armed for this point."""
         fault = self._armed.get(link.party)
         if fault is not None and fault.method == method and fault.after is after and not link.dead:
             del self._armed[link.party]
-            self._kill(fault, self._parties[link.party], f"{method}/{'after' if after else 'before'}")
+            self._hit(fault, self._parties[link.party], f"{method}/{'after' if after else 'before'}")
 
     def observe(self, link: Link, method: str, args: tuple[Any, ...], more: dict[str, Any], outcome: Any) -> None:
         """A call took effect."""
@@ -276,11 +276,8 @@ class World:
         kind = "learner" if fault.kind.startswith("learner") else "syncer"
         alive = self._alive(kind)
         match fault.kind:
-            case Kind.LEARNER_KILLED | Kind.SYNCER_KILLED if alive:
+            case Kind.LEARNER_KILLED | Kind.SYNCER_KILLED | Kind.LEARNER_PAUSED | Kind.SYNCER_PAUSED if alive:
                 await self._strike_down(fault, alive[fault.party % len(alive)])
-            case Kind.LEARNER_PAUSED | Kind.SYNCER_PAUSED if alive:
-                self._happened(fault.kind, fault.id)
-                alive[fault.party % len(alive)].link.pause(fault.lasts_s)
             case Kind.LEARNER_JOINED if len(alive) < LEARNERS:
                 self._join(fault)
             case Kind.LEARNER_LEFT if len(alive) > 1:
@@ -306,27 +303,29 @@ class World:
         party.link.break_calls()
 
     async def _strike_down(self, fault: Fault, party: Party) -> None:
-        """Kill it at its crash point; start it again some time later."""
-        if not fault.method:
-            self._kill(fault, party, "anywhere")
-        elif party.name in self._armed:
-            return
-        else:
+        """Kill or pause it at its point; start a killed one again some time later."""
+        if fault.method:
+            if party.name in self._armed:
+                return
             self._armed[party.name] = fault
             await asyncio.sleep(CRASH_WITHIN_S)
-            if self._armed.get(party.name) is fault:
-                del self._armed[party.name]
-                self._kill(fault, party, "anywhere")
-        await asyncio.sleep(fault.lasts_s)
-        if not self._calm and not self._is_alive(party.name):
-            self._start(party.name)
+        if not fault.method or self._armed.get(party.name) is fault:
+            self._armed.pop(party.name, None)
+            self._hit(fault, party, "anywhere")
+        if fault.kind not in PAUSES:
+            await asyncio.sleep(fault.lasts_s)
+            if not self._calm and not self._is_alive(party.name):
+                self._start(party.name)
 
-    def _kill(self, fault: Fault, party: Party, where: str) -> None:
+    def _hit(self, fault: Fault, party: Party, where: str) -> None:
         if party.alive:
             self._happened(fault.kind, fault.id)
-            self.crashed[where] += 1
-            self.note(party.name, "killed", where)
-            party.kill()
+            if fault.kind in PAUSES:
+                party.link.pause(fault.lasts_s)
+            else:
+                self.crashed[where] += 1
+                self.note(party.name, "killed", where)
+                party.kill()
 
     def _join(self, fault: Fault) -> None:
         free = [name for i in range(LEARNERS) if not self._is_alive(name := f"learner-{i}")]

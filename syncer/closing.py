@@ -76,14 +76,15 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int) -> RunStat
 
 async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
     """What is still on a fragment's stream will never be merged."""
-    counted = {(one.learner, one.incarnation, one.base_version) for one in head.merged}
+    counted = {(one.learner, one.incarnation, one.base_version): one.tokens for one in head.merged}
     while offers := await bus.read_offers(head.fragment):
         records = []
         for entry in offers:
-            h = entry.header
-            training = (h.learner, h.incarnation, h.base_version) if h is not None else None
-            lost = max(0, h.tokens) if h is not None and training not in counted else 0
-            counted |= {training} if training else set()
+            h, lost = entry.header, 0
+            if h is not None:  # of several deltas of one training, what each holds beyond those before it
+                training = h.learner, h.incarnation, h.base_version
+                lost = max(0, h.tokens - counted.get(training, 0))
+                counted[training] = max(h.tokens, counted.get(training, 0))
             records.append(_rejected(head, entry, lost, clock.unix()))
         keys = {
             bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
