@@ -36,7 +36,7 @@ from .virtual_time import VirtualClock, run_virtual
 RUN = "world"
 MERGES = 200
 """Least number of merges before a world calms down."""
-LIVELY_S = 160.0
+LIVELY_S = 40.0
 """Seconds in which every fragment goes on. The longest waits are an owner's that has measured no upload yet, for the
 payload of a learner that died: 30 s, and should another one have died so, four times as long for the next window."""
 ENDS_S = 100.0

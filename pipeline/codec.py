@@ -123,7 +123,8 @@ class PayloadReader:
     def __init__(self, elements: int, codec: str, chunk_bytes: int) -> None:
         self._dtype = DTYPES[codec]
         self._chunk_bytes = chunk_bytes
-        self._data = np.empty(elements * self._dtype.itemsize, np.uint8)
+        self._size = elements * self._dtype.itemsize
+        self._data = np.empty(0, np.uint8)  # room for all of it is made for the first sound chunk
         self._total = xxhash.xxh3_128()
         self.expected = chunk_count(elements, codec, chunk_bytes)
         self.received = 0
@@ -144,13 +145,15 @@ class PayloadReader:
         except BadMessage as error:
             raise BadPayload(str(error)) from error
         start = self.received * self._chunk_bytes
-        size = min(self._chunk_bytes, len(self._data) - start)
+        size = min(self._chunk_bytes, self._size - start)
         if self.complete or chunk.index != self.received:
             raise BadPayload(f"chunk {chunk.index} came where {self.received} of {self.expected} was due")
         if len(chunk.data) != size:
             raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, the spec says {size}")
         if digest_of(chunk.data) != chunk.digest:
             raise BadPayload(f"chunk {chunk.index} fails its digest")
+        if not self.received:
+            self._data = np.empty(self._size, np.uint8)
         self._data[start : start + size] = np.frombuffer(chunk.data, np.uint8)
         self._total.update(chunk.digest)
         self.received += 1

@@ -371,6 +371,7 @@ class RefusalReason(StrEnum):
     ALREADY_MERGED = "already_merged"
     DUPLICATE = "duplicate"
     BAD_MESSAGE = "bad_message"
+    FLOOD = "flood"
     RUN_FINISHED = "run_finished"
 
 

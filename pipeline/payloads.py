@@ -1,5 +1,6 @@
 """Whole payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy.typing as npt
@@ -37,8 +38,12 @@ async def pull(
     return reader
 
 
-async def follow(bus: Bus, key: str, elements: int, codec: str, chunk_bytes: int) -> PayloadReader:
+async def follow(
+    bus: Bus, key: str, elements: int, codec: str, chunk_bytes: int, heard: Callable[[], None]
+) -> PayloadReader:
     """Read a payload while it is being uploaded, however long that takes: the caller has the deadline.
+
+    `heard` is called whenever more of it has come.
 
     Raises:
         BadPayload: corrupt.
@@ -47,6 +52,7 @@ async def follow(bus: Bus, key: str, elements: int, codec: str, chunk_bytes: int
     while not reader.complete:
         for chunk in await bus.read_chunks(key, reader.received, _piece(chunk_bytes), block_s=BLOCK_S):
             reader.feed(chunk)
+            heard()
     return reader
 
 

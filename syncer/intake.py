@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -29,6 +30,8 @@ LEAST_UPLOAD_S = 1.0
 RETRY_S = 0.2
 UPLOAD_FACTOR = 4.0
 """The upload deadline is this many times the smoothed upload time."""
+TIMEOUT_FACTOR = 2.0
+"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
 
 class Intake:
@@ -41,6 +44,7 @@ class Intake:
         self._wake, self._offload = wake, offload
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
         self._upload = Ema()
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
@@ -53,10 +57,13 @@ class Intake:
         return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
 
     def start(self, offers: Iterable[Offer], judge: Callable[[Offer, Any], Outcome]) -> None:
-        """Begin the downloads that have not begun yet."""
+        """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
         for offer in offers:
-            if offer.entry_id not in self._tasks and offer.entry_id not in self.deltas:
-                self._began[offer.entry_id] = self._clock.now()
+            if offer.entry_id in self.deltas:
+                self.outcomes.append((offer, self.deltas[offer.entry_id]))
+                self._wake.set()
+            elif offer.entry_id not in self._tasks:
+                self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
     def take(self) -> tuple[Offer, Outcome]:
@@ -69,9 +76,14 @@ class Intake:
 
     def timed_out(self, entries: Iterable[str]) -> None:
         """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
+        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
         for entry_id in entries:
             if entry_id in self._tasks:
-                self._upload.observe(self._clock.now() - self._began[entry_id])
+                self._upload.observe(min(self._clock.now() - self._began[entry_id], most))
+
+    def heard_at(self, offer: Offer) -> float:
+        """When last something of a payload came, or the bus failed; infinite once all of it is here."""
+        return self._heard.get(offer.entry_id, math.inf)
 
     def forget(self, entries: Iterable[str]) -> None:
         """These were merged or refused."""
@@ -79,6 +91,7 @@ class Intake:
             if task := self._tasks.pop(entry_id, None):
                 task.cancel()
             self._began.pop(entry_id, None)
+            self._heard.pop(entry_id, None)
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
@@ -89,6 +102,7 @@ class Intake:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         self._began.clear()
+        self._heard.clear()
         self.deltas.clear()
         self.outcomes.clear()
 
@@ -96,9 +110,14 @@ class Intake:
         h, sync, began = offer.header, self._sync, self._clock.now()
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
+
+        def heard() -> None:
+            self._heard[offer.entry_id] = self._clock.now()
+
         while True:
             try:
-                reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes)
+                reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes, heard)
+                self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(judge, offer, reader.array())
                 self._upload.observe(self._clock.now() - began)
                 break
@@ -106,6 +125,7 @@ class Intake:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)
                 break
             except BusError:
+                heard()
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()

@@ -8,8 +8,6 @@ rebuilt from the stream, which holds all that is pending.
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import structlog
 
@@ -27,32 +25,25 @@ from pipeline.messages import (
     WindowChanged,
     WindowView,
 )
-from pipeline.payloads import pull, push
-from pipeline.ports import START, Bus, Clock, Commit, Offered, Refusal, Staged
+from pipeline.payloads import pull
+from pipeline.ports import START, Bus, Clock, Commit, Offered, Refusal
 
 from .fragment import Delta, FragmentState, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
-from .intake import Intake, Offload, Outcome
+from .intake import LEAST_UPLOAD_S, Intake, Offload, Outcome
 from .metrics import Metrics
 from .recording import Recorder
+from .staging import REPLACED_TTL_S, RandomHex, Staging
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused
 
-STAGED_TTL_S = 120.0
-"""A payload staged for a commit that never came is gone after this."""
-REPLACED_TTL_S = 120.0
-REPLACED_BYTES = 256 * 2**20
-"""Replaced globals of one fragment live until they are this old, or together this large."""
 BLOCK_S = 1.0
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
-
-RandomHex = Callable[[int], str]
-"""`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""
 
 
 class FragmentOwner:
@@ -77,7 +68,8 @@ class FragmentOwner:
         self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
-        self._random_hex, self._recorder = random_hex, recorder
+        self._recorder = recorder
+        self._staging = Staging(bus, clock, layout.id, spec.sync.chunk_bytes, random_hex)
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
         self.lease = asyncio.Event()
@@ -92,7 +84,6 @@ class FragmentOwner:
         self._window: Window | None = None
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
         self._grace = GraceEstimator()
-        self._replaced: deque[tuple[str, float, int]] = deque()
         self._view = IDLE_VIEW
 
     @property
@@ -162,6 +153,7 @@ class FragmentOwner:
                     await self._offered(arrived.popleft())
                 while self._intake.outcomes:
                     await self._downloaded(*self._intake.take())
+                look_again = await self._give_up_on_the_gone()
                 decision = self._decide()
                 await self._publish_window(decision)
                 if isinstance(decision, Merge):
@@ -170,17 +162,18 @@ class FragmentOwner:
                     await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
                 else:
-                    await self._sleep(reader, decision.until)
+                    await self._sleep(reader, decision.until, look_again)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             await self._intake.close()
             self._window = None
 
-    async def _sleep(self, reader: asyncio.Task[None], until: float | None) -> None:
+    async def _sleep(self, reader: asyncio.Task[None], *until: float | None) -> None:
         if reader.done():
             reader.result()  # raises what ended it
-        timeout = None if until is None else max(TICK_S, until - self._clock.now())
+        first = min((at for at in until if at is not None), default=None)
+        timeout = None if first is None else max(TICK_S, first - self._clock.now())
         wake = asyncio.ensure_future(self.wake.wait())
         try:
             await asyncio.wait({wake, reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -257,15 +250,14 @@ class FragmentOwner:
         match answer:
             case Accepted(replaced):
                 if replaced is not None:
-                    same = replaced.header.base_version == offer.header.base_version
-                    reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
-                    lost = 0 if same else replaced.header.tokens
-                    await self._reject(replaced, reason, "a newer delta of the same learner took its place", lost)
+                    await self._outdone(replaced, offer)
                 self._start_downloads()
             case Refused(reason, detail, lost):
                 await self._reject(offer, reason, detail, lost)
-            case Late():
+            case Late(replaced):
                 self._log.debug("delta_held", learner=offer.header.learner)
+                if replaced is not None:
+                    await self._outdone(replaced, offer)
 
     def _key(self, offer: Offer) -> str:
         h = offer.header
@@ -292,6 +284,12 @@ class FragmentOwner:
         record = self._rejected(offer, reason, detail, lost)
         await self._bus.refuse(self._p, Refusal(self._nonce, self._at, (offer.entry_id,), payloads, (record,), lost))
 
+    async def _outdone(self, replaced: Offer, offer: Offer) -> None:
+        same = replaced.header.base_version == offer.header.base_version
+        reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
+        lost = 0 if same else replaced.header.tokens
+        await self._reject(replaced, reason, "a newer delta of the same learner took its place", lost)
+
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
         self._intake.timed_out(offer.entry_id for offer in overdue)
         for offer in overdue:
@@ -301,7 +299,7 @@ class FragmentOwner:
 
     def _start_downloads(self) -> None:
         assert self._window is not None and self._fragment is not None  # noqa: S101, PT018  # loaded before the loop
-        self._intake.start(self._window.member_offers(), self._fragment.judge)
+        self._intake.start(self._window.awaited(), self._fragment.judge)
 
     async def _downloaded(self, offer: Offer, outcome: Outcome) -> None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
@@ -310,6 +308,24 @@ class FragmentOwner:
         else:
             self._window.failed(offer)
             await self._reject(offer, *outcome, offer.header.tokens)
+
+    async def _give_up_on_the_gone(self) -> float | None:
+        """An upload that has stopped, of a learner that is gone, is not waited for; returns when to look again."""
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        if self._window.state is not State.UPLOADING:
+            return None
+        again, quiet_s = [], max(LEAST_UPLOAD_S, self._watch.liveness_s)
+        for offer in self._window.awaited():
+            if self._watch.is_here(offer.header.learner, offer.header.incarnation):
+                continue
+            until = self._intake.heard_at(offer) + quiet_s
+            if self._clock.now() < until:
+                again.append(until)
+            else:
+                self._window.failed(offer)
+                detail = "its learner is gone, and the upload has stopped"
+                await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
+        return min(again, default=None)
 
     # --- decisions ----------------------------------------------------------------------------------------
 
@@ -368,10 +384,10 @@ class FragmentOwner:
         merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
         if self._recorder is not None:
             await self._offload(self._recorder.merge, fragment, deltas, merged)
-        payload = await self._stage("global", merged.version, merged.theta)
+        payload = await self._staging.stage("global", merged.version, merged.theta)
         momentum = None
         if merged.momentum is not None:
-            momentum = await self._stage("momentum", merged.version, merged.momentum)
+            momentum = await self._staging.stage("momentum", merged.version, merged.momentum)
         now = self._clock.now()
         opened, quorum, fixed = (
             t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)
@@ -406,7 +422,7 @@ class FragmentOwner:
             delta_payloads=tuple(self._key(o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),
             replaced_ttl_s=REPLACED_TTL_S,
-            retired=self._retire(head.payload, merged.theta.nbytes),
+            retired=self._staging.retire(head.payload, merged.theta.nbytes),
         )
         await self._bus.commit(commit)
         self._grace.observe_quorum(record.quorum_s)
@@ -448,21 +464,3 @@ class FragmentOwner:
         self._window = self._new_window(self._head)
         for offer in window.late:
             await self._offered(Offered(offer.entry_id, offer.header))
-
-    async def _stage(self, kind: str, version: int, values: Any) -> Staged:
-        """Upload a payload under a fresh key; it expires unless a commit makes it stay."""
-        keys = self._bus.keys
-        name = keys.global_payload if kind == "global" else keys.momentum_payload
-        key = name(self._p, version, self._random_hex(8))
-        return await push(self._bus, key, values, self._spec.sync.chunk_bytes, STAGED_TTL_S)
-
-    def _retire(self, replaced: str, nbytes: int) -> tuple[str, ...]:
-        """Replaced globals that must go before their time, oldest first (byte cap)."""
-        now = self._clock.now()
-        self._replaced.append((replaced, now, nbytes))
-        while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
-            self._replaced.popleft()
-        retired = []
-        while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
-            retired.append(self._replaced.popleft()[0])
-        return tuple(retired)

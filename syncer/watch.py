@@ -56,6 +56,12 @@ class RunWatch:
         """Live learners whose fragment is at this version: only they can send a delta on it."""
         return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
 
+    def is_here(self, learner: str, incarnation: str) -> bool:
+        """Whether what it announced may still come: it is live, or has left in order (all of it is on the bus then)."""
+        who = (learner, incarnation)
+        left = (s for s in self.reports if s.report.left)
+        return any((s.report.learner, s.report.incarnation) == who for s in (*self.live(), *left))
+
     def tokens(self) -> int:
         """Trained tokens of all learners in this run, earlier parts of a resumed run included."""
         base = 0 if self.state is None else self.state.base_tokens

@@ -14,10 +14,12 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 | UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
-| UPLOADING or MERGING | offer | valid | unchanged | late: for the next window |
+| UPLOADING | offer | a member's training, which it has not uploaded, at a later attempt | unchanged | member instead |
+| UPLOADING or MERGING | offer | valid otherwise | unchanged | late: for the next window |
 | any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
 
-While a run drains, any member opens the window: there will be no due ones any more.
+While a run drains, any member opens the window: there will be no due ones any more. An attempt that took a member's
+place had less than the whole time when the upload deadline is over: it is late then, not refused.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
@@ -28,7 +30,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pipeline.messages import DeltaHeader, Head, MergedBase, RefusalReason
+from pipeline.messages import MAX_LEARNERS, DeltaHeader, Head, MergedBase, RefusalReason
+
+LATE_A_LEARNER = 4
+"""Deltas of one learner that wait for the next window at most: a staler one, this one and those of two restarts."""
 
 
 class State(StrEnum):
@@ -58,7 +63,9 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """M_t is fixed, or the learner is a member already: kept for the next window."""
+    """M_t is fixed, or the learner is a member already: kept for the next window; maybe in an older attempt's place."""
+
+    replaced: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ Decision = Wait | Merge | Reopened
 @dataclass(slots=True)
 class _Member:
     offer: Offer
+    since: float
     uploaded: bool = False
 
 
@@ -174,6 +182,10 @@ class Window:
         """Their headers, in the same order."""
         return tuple(m.offer for m in self._members.values())
 
+    def awaited(self) -> tuple[Offer, ...]:
+        """Those of them whose payload is not known to be here."""
+        return tuple(m.offer for m in self._members.values() if not m.uploaded)
+
     def pending(self) -> tuple[Offer, ...]:
         """All offers held here, members first."""
         return (*self.member_offers(), *self.late)
@@ -197,30 +209,30 @@ class Window:
             if same_training and (member.uploaded or header.attempt < before.attempt):
                 lost = max(0, header.tokens - before.tokens)
                 return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
-            if self._fixed or not (same_training or header.base_version > before.base_version):
-                self.late.append(offer)
-                self._open_for(header, now)  # its learner left a delta behind, and came back
-                return Late()
+            # While its payload is awaited too: a learner never uploads what it has outdone.
+            outdone = same_training and self.state is not State.MERGING
+            if not outdone and (self._fixed or header.base_version <= before.base_version):
+                return self._hold(offer, now)
             replaced = member.offer
         elif self._fixed:
-            self.late.append(offer)
-            return Late()
-        self._members[header.learner] = _Member(offer)
+            return self._hold(offer, now)
+        self._members[header.learner] = _Member(offer, now)
         self._open_for(header, now)
         return Accepted(replaced)
 
     def uploaded(self, offer: Offer) -> None:
         """A member's payload is here, complete and sound."""
         member = self._members.get(offer.header.learner)
-        if member is not None and member.offer is offer:
+        if member is not None and member.offer.entry_id == offer.entry_id:
             member.uploaded = True
 
     def failed(self, offer: Offer) -> None:
-        """A member's payload was refused, or vanished: it leaves the window."""
+        """A payload was refused, or vanished: its delta leaves the window, also if it is late by now."""
         member = self._members.get(offer.header.learner)
-        if member is not None and member.offer is offer:
+        if member is not None and member.offer.entry_id == offer.entry_id:
             del self._members[offer.header.learner]
             self.refused.add(offer.header.learner)
+        self.late = [late for late in self.late if late.entry_id != offer.entry_id]
 
     # --- the decision --------------------------------------------------------------------------------
 
@@ -235,14 +247,14 @@ class Window:
         count, missing = len(self._members), given.expected - self.refused - self._members.keys()
         if self.state is State.COLLECTING:
             if count < given.quorum and self.refused:
-                return self._reopen((), f"{count} of quorum {given.quorum} left after a refusal")
+                return self._reopen((), now, f"{count} of quorum {given.quorum} left after a refusal")
             if count < given.quorum:
                 return Wait(None, f"{count} of quorum {given.quorum} in, {given.live} live")
             self.quorum_at = now
             self.deadline = now + (given.settle_s if given.grace_s is None else given.grace_s)
             self.state = State.GRACE
         elif count < given.quorum:
-            return self._reopen((), f"{count} of quorum {given.quorum} left")
+            return self._reopen((), now, f"{count} of quorum {given.quorum} left")
         if self.state is State.GRACE:
             assert self.deadline is not None  # noqa: S101  # set on entering the state
             if missing and now < self.deadline:
@@ -254,17 +266,23 @@ class Window:
 
     def _uploads(self, now: float, quorum: int, missing: Iterable[str]) -> Decision:
         done = tuple(m.offer for m in self._members.values() if m.uploaded)
-        waiting = tuple(m.offer for m in self._members.values() if not m.uploaded)
-        assert self.deadline is not None  # noqa: S101  # set on entering the state
+        waiting = [m for m in self._members.values() if not m.uploaded]
+        names = [m.offer.header.learner for m in waiting]
+        assert self.deadline is not None and self.fixed_at is not None  # noqa: S101, PT018  # set on entering the state
         if waiting and now < self.deadline:
-            names = ", ".join(o.header.learner for o in waiting)
-            return Wait(self.deadline, f"{len(done)} of {len(self._members)} uploaded, waiting for {names}")
+            return Wait(self.deadline, f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(names)}")
+        time_s = self.deadline - self.fixed_at
+        recent = [m.offer for m in waiting if m.since > self.fixed_at and now - m.since < time_s]
+        for offer in recent:
+            del self._members[offer.header.learner]
+        self.late[:0] = recent
+        overdue = tuple(m.offer for m in waiting if m.offer not in recent)
         if len(done) < quorum:
-            return self._reopen(waiting, f"{len(done)} of quorum {quorum} uploaded in time")
-        absent = sorted({*missing, *(o.header.learner for o in waiting)})
+            return self._reopen(overdue, now, f"{len(done)} of quorum {quorum} uploaded in time")
+        absent = sorted({*missing, *names})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         self.state = State.MERGING
-        self._merge = Merge(done, waiting, reason)
+        self._merge = Merge(done, overdue, reason)
         return self._merge
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -281,7 +299,25 @@ class Window:
         self.state = State.COLLECTING
         self.opened_at = now
 
-    def _reopen(self, overdue: tuple[Offer, ...], reason: str) -> Reopened:
+    def _hold(self, offer: Offer, now: float) -> Late | Rejected:
+        """Keep it for the next window: of one training the newest attempt, of one learner so many trainings."""
+        header = offer.header
+        theirs = [late for late in self.late if late.header.learner == header.learner]
+        for late in theirs:
+            before = late.header
+            if (before.incarnation, before.base_version) == (header.incarnation, header.base_version):
+                if header.attempt < before.attempt:
+                    lost = max(0, header.tokens - before.tokens)
+                    return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
+                self.late[self.late.index(late)] = offer
+                return Late(replaced=late)
+        if len(theirs) >= LATE_A_LEARNER or len(self.late) >= MAX_LEARNERS:
+            return Rejected(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
+        self.late.append(offer)
+        self._open_for(header, now)  # its learner left a delta behind, and came back
+        return Late()
+
+    def _reopen(self, overdue: tuple[Offer, ...], now: float, reason: str) -> Reopened:
         for offer in overdue:
             del self._members[offer.header.learner]
         self.attempt += 1
@@ -293,7 +329,7 @@ class Window:
             if offer.header.learner in self._members:
                 self.late.append(offer)
             else:
-                self._members[offer.header.learner] = _Member(offer)
+                self._members[offer.header.learner] = _Member(offer, now)
         return Reopened(overdue, reason)
 
     @staticmethod

@@ -11,7 +11,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipeline.messages import DeltaHeader, MergedBase, RefusalReason
-from syncer.window import Accepted, Conditions, Late, Merge, Offer, Rejected, Reopened, State, Wait, Window
+from syncer.window import (
+    LATE_A_LEARNER,
+    Accepted,
+    Conditions,
+    Late,
+    Merge,
+    Offer,
+    Rejected,
+    Reopened,
+    State,
+    Wait,
+    Window,
+)
 
 from . import samples
 
@@ -35,6 +47,8 @@ class WindowMachine(RuleBasedStateMachine):
         self.draining = False
         self.held: dict[str, Offer] = {}
         self.uploaded: set[str] = set()
+        self.joined: dict[str, float] = {}
+        """When a member's delta took its place."""
         self.merged: set[tuple[str, str, int]] = set()
         self.record: dict[tuple[str, str], MergedBase] = {}
         self.seen: list[DeltaHeader] = []
@@ -76,8 +90,20 @@ class WindowMachine(RuleBasedStateMachine):
             assert header.base_digest == digest(header.base_version)
             assert (header.learner, header.incarnation, header.base_version) not in self.merged, "merged before"
             self.held[entry_id] = offer
+        if isinstance(answer, Late) and answer.replaced is not None:
+            older = answer.replaced.header
+            assert (older.learner, older.incarnation) == (header.learner, header.incarnation)
+            assert older.base_version == header.base_version
+            assert older.attempt <= header.attempt
+            del self.held[answer.replaced.entry_id]
         if isinstance(answer, Accepted):
-            assert state not in (State.UPLOADING, State.MERGING), "a member joined after M_t was fixed"
+            assert state is not State.MERGING, "a member joined while merging"
+            if state is State.UPLOADING:
+                assert window.members == members, "a learner joined after M_t was fixed"
+                assert answer.replaced is not None
+                older = answer.replaced.header
+                assert (older.incarnation, older.base_version) == (header.incarnation, header.base_version)
+            self.joined[entry_id] = self.now
             if answer.replaced is not None:
                 before = answer.replaced.header
                 assert before.learner == header.learner
@@ -107,6 +133,7 @@ class WindowMachine(RuleBasedStateMachine):
         """Decide, check what is promised of every decision, and act on it as the owner does."""
         window = self.window
         state, members, attempt, deadline = window.state, window.members, window.attempt, window.deadline
+        fixed = self.now if window.fixed_at is None else window.fixed_at
         whole = {m for m in members if any(o.header.learner == m for o in self.complete())}
         decision = window.decide(self.now, given)
         if isinstance(decision, Reopened):
@@ -115,6 +142,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert whole <= set(window.members), "a reopened window lost a complete contribution"
             assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
             assert {o.header.learner for o in window.late} <= set(window.members), "a late offer was not let in"
+            self.check_overdue(decision.overdue, fixed, deadline)
             for offer in decision.overdue:
                 del self.held[offer.entry_id]
             self.refused.clear()
@@ -124,6 +152,7 @@ class WindowMachine(RuleBasedStateMachine):
         if isinstance(decision, Wait):
             self.check_wait(decision, given, state, deadline)
         else:
+            self.check_overdue(decision.overdue, fixed, deadline)
             self.check_merge(decision, given)
         return decision
 
@@ -146,6 +175,12 @@ class WindowMachine(RuleBasedStateMachine):
                 assert decision.until == self.now + grace
         elif before is State.UPLOADING:
             assert window.deadline == deadline, "the upload deadline moved"
+
+    def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
+        """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
+        for offer in overdue:
+            joined = self.joined.get(offer.entry_id, 0.0)
+            assert joined <= fixed or self.now - joined >= (deadline or fixed) - fixed, "refused before its time"
 
     def check_merge(self, decision: Merge, given: Conditions) -> None:
         headers = [o.header for o in decision.contributions]
@@ -331,6 +366,80 @@ def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> 
     assert window.offer(Offer("2-0", samples.header("l0", incarnation="b" * 8)), 1.0) == Late()
     assert window.state is State.COLLECTING
     assert window.members == ("l0",)
+
+
+ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, upload_s=30.0)
+
+
+def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
+    """A learner never uploads an attempt once it has made a later one on the same base."""
+    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    first, second, third = (Offer(f"{n}-0", samples.header("l0", attempt=n)) for n in range(3))
+    window.offer(first, 0.0)
+    assert window.decide(0.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
+    assert window.offer(second, 1.0) == Accepted(replaced=first)
+    assert window.decide(1.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
+    window.uploaded(second)
+    decision = window.decide(2.0, ALONE)
+    assert isinstance(decision, Merge)
+    assert decision.contributions == (second,)
+    assert window.offer(third, 3.0) == Rejected(
+        RefusalReason.DUPLICATE, "another delta on this base is in the window", 0
+    )
+
+
+def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
+    """Its upload had no time yet: refusing it would lose its training. What had all its time is refused."""
+    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    outdone, late, idle = (
+        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
+    )
+    for offer in (outdone, idle):
+        window.offer(offer, 0.0)
+    window.decide(0.0, ALONE)
+    assert window.offer(late, 29.9) == Accepted(replaced=outdone)
+    decision = window.decide(30.0, ALONE)
+    assert isinstance(decision, Reopened)
+    assert decision.overdue == (idle,)
+    assert window.member_offers() == (late,)
+    assert isinstance(window.decide(30.0, ALONE), Wait)
+    window.uploaded(late)
+    again = window.decide(31.0, ALONE)
+    assert isinstance(again, Merge)
+    assert again.contributions == (late,)
+
+
+def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
+    """It is pending then: neither merged, nor overdue, nor forgotten."""
+    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    outdone, late, whole = (
+        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
+    )
+    for offer in (outdone, whole):
+        window.offer(offer, 0.0)
+    window.uploaded(whole)
+    window.decide(0.0, ALONE)
+    window.offer(late, 29.9)
+    decision = window.decide(30.0, ALONE)
+    assert isinstance(decision, Merge)
+    assert (decision.contributions, decision.overdue, window.late) == ((whole,), (), [late])
+    window.failed(late)
+    assert window.late == [], "a delta that was refused meanwhile came again"
+
+
+def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
+    """Of one training the newest attempt; of many restarts so many, and the rest is refused as a flood."""
+    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window.offer(Offer("1-0", samples.header("l0")), 0.0)
+    window.uploaded(window.member_offers()[0])
+    window.decide(0.0, ALONE)
+    one, two = (Offer(f"{n}-0", samples.header("l1", attempt=n)) for n in (2, 3))
+    assert window.offer(one, 1.0) == Late()
+    assert window.offer(two, 1.0) == Late(replaced=one)
+    answers = [window.offer(Offer(f"{n}-0", samples.header("l1", incarnation=f"{n:08x}")), 1.0) for n in range(10, 100)]
+    refused = [a.reason for a in answers if isinstance(a, Rejected)]
+    assert len(window.late) == LATE_A_LEARNER
+    assert refused == [RefusalReason.FLOOD] * (90 - LATE_A_LEARNER + 1)
 
 
 TestWindow = WindowMachine.TestCase
