@@ -85,9 +85,10 @@ CRASH_POINTS = {
     Kind.LEARNER_KILLED: _OF_A_LEARNER,
     Kind.LEARNER_PAUSED: _OF_A_LEARNER,
     Kind.SYNCER_KILLED: _OF_A_SYNCER,
-    Kind.SYNCER_PAUSED: ("write_chunks", "commit", "commit", *_OF_A_SYNCER),
+    Kind.SYNCER_PAUSED: (*("commit",) * 12, *("write_chunks",) * 6, *_OF_A_SYNCER),
 }
-"""Calls at which a party can be killed or paused, just before or just after they take effect on the bus."""
+"""Calls at which a party can be killed or paused, just before or just after they take effect on the bus. Syncers are
+paused at their commits above all: so leases end in the middle of merges."""
 PAUSES = (Kind.LEARNER_PAUSED, Kind.SYNCER_PAUSED)
 
 

@@ -24,6 +24,7 @@ from pipeline.messages import Phase, RunState
 from pipeline.standing import read_standing
 
 from .chance import Chance
+from .lapses import Lapses
 from .link import Fate, Link
 from .oracle import Oracle, Violation
 from .parties import Party, WorldLearner, WorldSyncer
@@ -37,8 +38,7 @@ RUN = "world"
 MERGES = 200
 """Least number of merges before a world calms down."""
 LIVELY_S = 40.0
-"""Seconds in which every fragment goes on. The longest waits are an owner's that has measured no upload yet, for the
-payload of a learner that died: 30 s, and should another one have died so, four times as long for the next window."""
+"""Seconds in which every fragment goes on: more than the longest wait, an owner's that has measured no upload yet."""
 ENDS_S = 100.0
 """Virtual seconds that a drain may take."""
 CRASH_WITHIN_S = 2.0
@@ -84,6 +84,7 @@ class World:
         self.oracle.on_violation = lambda: self._wake.set()
         self._server = Server(self.store, self.oracle, self.clock)
         self.takeover = Takeover(len(self.layout.fragments), LEASE_S)
+        self._lapses = Lapses(self.store, RunKeys(RUN), self.clock.now)
         self.fired: Counter[str] = Counter()
         self.crashed: Counter[str] = Counter()
         self.struck: set[str] = set()
@@ -164,10 +165,10 @@ class World:
         """A call took effect."""
         if isinstance(outcome, LeaseLost):
             self.fired[Kind.TWO_HOLDERS] += 1
-            if method == "commit":
-                self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
         elif method == "acquire_lease" and outcome is True:
             self.takeover.taken(args[0])
+        if isinstance(party := self._parties.get(link.party), WorldSyncer) and not link.late:
+            self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += self._lapses.found(party.service.nonce, method, args, outcome)
         self._effects += 1
         if self._effects > MOST_CALLS:
             self.oracle.broken("nobody is busy for nothing", f"{self._effects} calls, the last one {method}")

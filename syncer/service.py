@@ -31,8 +31,9 @@ from .closing import POLL_S, finish_run
 from .intake import Offload
 from .leases import Leases, holding, release_all
 from .metrics import Metrics
-from .owner import FragmentOwner, RandomHex
+from .owner import FragmentOwner
 from .recording import Recorder
+from .staging import RandomHex
 from .start import Start, check_memory
 from .watch import RunWatch
 

@@ -1,0 +1,36 @@
+"""How many merges met with the end of their owner's lease: it expired between the window's close and the commit. Pure."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.errors import LeaseLost
+from pipeline.keys import RunKeys
+from pipeline.memory_store import MemoryStore
+
+
+class Lapses:
+    """Watches one run's merges, which are told apart by the key of the global that they stage."""
+
+    def __init__(self, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
+        self._store, self._keys, self._now = store, keys, now
+        self._global = keys.global_payload(0, 0, "").rpartition("0:0:")[0]
+        self._merges: set[str] = set()
+
+    def found(self, nonce: str, method: str, args: tuple[Any, ...], outcome: Any) -> bool:
+        """Whether a call that took effect shows that a merge has outlived its lease; once a merge."""
+        if method == "commit":
+            key, lapsed = args[0].payload.key, isinstance(outcome, LeaseLost)
+        elif method == "write_chunks" and args[0].startswith(self._global):
+            key = args[0]
+            fragment = int(key.removeprefix(self._global).partition(":")[0])
+            lapsed = not self._holds(self._keys.lease(fragment), nonce)
+        else:
+            return False
+        if not lapsed or key in self._merges:
+            return False
+        self._merges.add(key)
+        return True
+
+    def _holds(self, lease: str, nonce: str) -> bool:
+        expired = self._store.expiries.get(lease, self._now()) <= self._now()
+        return not expired and self._store.values.get(lease) == nonce.encode()
