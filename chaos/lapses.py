@@ -1,4 +1,4 @@
-"""How many merges met with the end of their owner's lease: it expired between the window's close and the commit. Pure."""
+"""How many merges met with the end of their owner's lease: it expired before their commit took effect. Pure."""
 
 from collections.abc import Callable
 from typing import Any
