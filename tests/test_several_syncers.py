@@ -594,7 +594,8 @@ def test_a_syncer_that_dies_while_it_ends_the_run_is_replaced_by_the_next(
 
 
 def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_refuses_the_rest() -> None:
-    """However late it hears of it: it takes no lease before. Training that was offered twice is lost once."""
+    """However late it hears of it: it takes no lease before. Training that was offered twice is lost once, and what the
+    second offer holds beyond the first is lost with it."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(fragments=2, quorum=2, tokens=ENDLESS))
@@ -610,7 +611,9 @@ def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_refuse
         tokens = []
         for header in pending:
             assert header is not None
-            await world.bus.offer(header.model_copy(update={"attempt": header.attempt + 1}))
+            for attempt, more in ((1, 0), (2, 7)):
+                later = {"attempt": header.attempt + attempt, "tokens": header.tokens + more}
+                await world.bus.offer(header.model_copy(update=later))
             tokens.append(header.tokens)
         state = await world.bus.read_state()
         assert state is not None
@@ -634,9 +637,9 @@ def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_refuse
         assert [version for version, _ in state.manifest] == [0, 0]
         refused = [r for r in await world.tape() if isinstance(r, Rejected)]
         assert [(r.fragment, r.reason, r.lost_tokens) for r in refused] == [
-            (p, RefusalReason.RUN_FINISHED, lost) for p in range(2) for lost in (tokens[p], 0)
+            (p, RefusalReason.RUN_FINISHED, lost) for p in range(2) for lost in (tokens[p], 0, 7)
         ]
-        assert [head.rejected_tokens for head in await world.heads()] == tokens
+        assert [head.rejected_tokens for head in await world.heads()] == [count + 7 for count in tokens]
         await nothing_left(world)
 
     run_virtual(main())
