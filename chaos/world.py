@@ -90,8 +90,7 @@ class World:
         self.struck: set[str] = set()
         self._only, self._merges, self._traced = only, merges, traced
         self._wake = asyncio.Event()
-        self._calm = False
-        self._effects = 0
+        self._calm, self._effects = False, 0
         self._digest = xxhash.xxh3_128()
         self._trace: deque[str] = deque(maxlen=SHOWN)
         self._parties: dict[str, Party] = {}
@@ -167,8 +166,9 @@ class World:
             self.fired[Kind.TWO_HOLDERS] += 1
         elif method == "acquire_lease" and outcome is True:
             self.takeover.taken(args[0])
-        if isinstance(party := self._parties.get(link.party), WorldSyncer) and not link.late:
-            self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += self._lapses.found(party.service.nonce, method, args, outcome)
+        nonce = party.service.nonce if isinstance(party := self._parties[link.party], WorldSyncer) else ""
+        if not link.late and self._lapses.found(nonce, method, args, outcome):
+            self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
         self._effects += 1
         if self._effects > MOST_CALLS:
             self.oracle.broken("nobody is busy for nothing", f"{self._effects} calls, the last one {method}")

@@ -6,7 +6,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from pipeline.errors import BadPayload, BusError
@@ -66,13 +66,14 @@ class Intake:
                 self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
-    def take(self) -> tuple[Offer, Outcome]:
-        """The oldest outcome; a sound delta stays in `deltas`, unless it was forgotten meanwhile."""
-        offer, outcome = self.outcomes.popleft()
-        self._tasks.pop(offer.entry_id, None)
-        if isinstance(outcome, Delta) and offer.entry_id in self._began:
-            self.deltas[offer.entry_id] = outcome
-        return offer, outcome
+    def taken(self) -> Iterator[tuple[Offer, Outcome]]:
+        """Takes the outcomes, oldest first; a sound delta stays in `deltas`, unless it was forgotten meanwhile."""
+        while self.outcomes:
+            offer, outcome = self.outcomes.popleft()
+            self._tasks.pop(offer.entry_id, None)
+            if isinstance(outcome, Delta) and offer.entry_id in self._began:
+                self.deltas[offer.entry_id] = outcome
+            yield offer, outcome
 
     def timed_out(self, entries: Iterable[str]) -> None:
         """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""

@@ -42,6 +42,8 @@ from .window import Rejected as Refused
 BLOCK_S = 1.0
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
+Failed = tuple[Offer, RefusalReason, str]
+"""A delta that leaves the window, and why."""
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
@@ -151,11 +153,14 @@ class FragmentOwner:
                 self.wake.clear()
                 while arrived:
                     await self._offered(arrived.popleft())
-                while self._intake.outcomes:
-                    await self._downloaded(*self._intake.take())
-                look_again = await self._give_up_on_the_gone()
+                failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
+                gone, look_again = self._given_up()
                 decision = self._decide()
+                # The window is open again before what it lacks is refused: were it the other way round, an owner that
+                # loses the bus in between would find a window for which nobody is asked again.
                 await self._publish_window(decision)
+                for offer, reason, detail in (*failed, *gone):
+                    await self._reject(offer, reason, detail, offer.header.tokens)
                 if isinstance(decision, Merge):
                     await self._merge(decision)
                 elif isinstance(decision, Reopened):
@@ -301,19 +306,21 @@ class FragmentOwner:
         assert self._window is not None and self._fragment is not None  # noqa: S101, PT018  # loaded before the loop
         self._intake.start(self._window.awaited(), self._fragment.judge)
 
-    async def _downloaded(self, offer: Offer, outcome: Outcome) -> None:
+    def _downloaded(self, taken: tuple[Offer, Outcome]) -> Failed | None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
+        offer, outcome = taken
         if isinstance(outcome, Delta):
             self._window.uploaded(offer)
-        else:
-            self._window.failed(offer)
-            await self._reject(offer, *outcome, offer.header.tokens)
-
-    async def _give_up_on_the_gone(self) -> float | None:
-        """An upload that has stopped, of a learner that is gone, is not waited for; returns when to look again."""
-        assert self._window is not None  # noqa: S101  # loaded before the loop
-        if self._window.state is not State.UPLOADING:
             return None
+        self._window.failed(offer)
+        return offer, *outcome
+
+    def _given_up(self) -> tuple[list[Failed], float | None]:
+        """Uploads that have stopped, of learners that are gone: they are not waited for. And when to look again."""
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        given_up: list[Failed] = []
+        if self._window.state is not State.UPLOADING:
+            return given_up, None
         again, quiet_s = [], max(LEAST_UPLOAD_S, self._watch.liveness_s)
         for offer in self._window.awaited():
             if self._watch.is_here(offer.header.learner, offer.header.incarnation):
@@ -324,8 +331,8 @@ class FragmentOwner:
             else:
                 self._window.failed(offer)
                 detail = "its learner is gone, and the upload has stopped"
-                await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
-        return min(again, default=None)
+                given_up.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
+        return given_up, min(again, default=None)
 
     # --- decisions ----------------------------------------------------------------------------------------
 

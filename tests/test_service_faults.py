@@ -14,7 +14,7 @@ from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.memory import MemoryBus
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
-from pipeline.ports import Bus, Commit
+from pipeline.ports import Bus, Commit, Refusal
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -56,12 +56,32 @@ def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() ->
     run_virtual(main())
 
 
-def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it() -> None:
-    """K = 2 of 2: one delta with a NaN does not freeze its fragment."""
+def lose_the_window_after_a_refusal(bus: Any) -> None:
+    """The syncer's first word about a window after its first refusal does not get through."""
+    refuse, write, left = bus.refuse, bus.write_window, ["refusal", "loss"]
+
+    async def refused(p: int, refusal: Refusal) -> None:
+        await refuse(p, refusal)
+        left[:] = left[-1:] if left else []
+
+    async def written(*args: Any) -> None:
+        if left == ["loss"]:
+            left.clear()
+            raise BusUnavailable("lost")
+        await write(*args)
+
+    bus.refuse, bus.write_window = refused, written
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it(loses: bool) -> None:
+    """K = 2 of 2: one delta with a NaN does not freeze its fragment, also if the bus fails right after the refusal."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        world.start_syncer()
+        syncer = world.start_syncer()
+        if loses:
+            lose_the_window_after_a_refusal(syncer.bus)
         # The second comes half a second after the first: the refusal falls into the time before the quorum.
         learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.5 * i, f"{i:016x}").start() for i in range(2)]
         await world.until_version(2)
