@@ -8,7 +8,7 @@ begun): what a killed process leaves behind may stay until it expires.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pipeline.stored import EVENTS_CAP, EVALUATIONS_CAP
+from pipeline.stored import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
 """Twice what the archive leaves untrimmed, and what came since."""
@@ -72,7 +72,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
     }
     single = ("spec", "shard-epoch", "init-claim", "moments-wish", "moments-claim", "moments-offer")
     return {
-        **{name: (1, 1) for name in single},
+        **dict.fromkeys(single, (1, 1)),
         **{name: (keys, keys * scale.chunks) for name, keys in payloads.items()},
         "state": (1, 2),
         "learners": (1, scale.lives),

