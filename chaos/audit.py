@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pipeline.census import Census
 from pipeline.fragments import Layout
 from pipeline.ledger import accounts, problems, surviving
 from pipeline.messages import Committed, Rewound, ShardQueue, TapeRecord
 from pipeline.standing import Standing
 
-from .growth import Census, Scale, grown
+from .growth import Scale, grown
 from .oracle import Violation
 from .rates import Struck
 from .schedule import Manner, Party

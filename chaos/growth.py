@@ -5,9 +5,10 @@ is not taken away. Bounds follow from what the run is (learners, fragments) and 
 begun): what a killed process leaves behind may stay until it expires.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeline.census import Census
 from pipeline.stored import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
@@ -18,25 +19,6 @@ WISHES = 8
 """Headers of one learner and fragment that may wait at a time, while no syncer serves it."""
 MOMENTS = 2
 """Moments of an inner optimizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """All keys of one kind at one moment."""
-
-    keys: int
-    entries: int
-    """Entries of streams, fields of hashes, 1 a string; summed over the keys."""
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """What was on the bus at one moment."""
-
-    unix_s: float
-    used_bytes: int
-    kinds: Mapping[str, Kind]
 
 
 @dataclass(frozen=True, slots=True)

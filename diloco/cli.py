@@ -17,7 +17,7 @@ from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
-from .options import CHOSEN_BY_LAUNCHER, RunProcess, takes
+from .options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, ChaosProcess, RunProcess, takes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,6 +91,27 @@ def run(settings: RunProcess) -> None:
             raise _missing(package, "run")
     launcher = importlib.import_module("diloco.run")
     raise typer.Exit(launcher.main(settings))
+
+
+ChaosFor = Annotated[str, typer.Option("--for", metavar="DURATION", help="How long the run is struck")]
+ChaosJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file")]
+
+
+@app.command()
+@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS)
+def chaos(settings: ChaosProcess, for_: ChaosFor = "60s", json_file: ChaosJson = None) -> None:
+    """Strike a real run on this machine, then audit it: kill, pause and cut off its learners, syncers and its Redis.
+
+    What must hold whatever happens is checked on what the run leaves: versions rise by one, nothing is merged twice,
+    every token and every data shard is accounted for, nothing grows without bound, no process is left over. Ends with a
+    verdict, a report and a timeline picture in the output folder; exit status 1 if a promise was broken. Linux only.
+
+    Example: diloco chaos --learners 4 --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
+    """
+    for package in _EXTRAS:
+        if find_spec(package) is None:
+            raise _missing(package, "chaos")
+    raise typer.Exit(importlib.import_module("diloco.chaos").main(settings, for_, json_file))
 
 
 @app.command()

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from pipeline.errors import DilocoError
 from pipeline.lifecycle import die_with_parent
@@ -64,6 +65,27 @@ def environment(threads: int, redis_url: str | None) -> dict[str, str]:
     return kept
 
 
+class Process(Protocol):
+    """What a `Child` needs of its process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; the exit status."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+        ...
+
+
 class Child:
     """One process: its name, its log file, and how it is."""
 
@@ -79,9 +101,9 @@ class Child:
         self.expected_end = False
         """The launcher ended it on purpose."""
         self.restarted = False
-        self._process = self._start()
+        self._process: Process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Process:
         with self.log.open("ab") as output:
             return subprocess.Popen(
                 # -P: a file of the user's in the current folder must not stand in for a module of ours.
@@ -145,8 +167,11 @@ class Child:
 class Children:
     """All processes of a run; leaving the block kills those that are left."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(
+        self, logs: Path, kind: Callable[[str, Iterable[str], Mapping[str, str], Path], Child] = Child
+    ) -> None:
+        """`kind`: makes, and so starts, a child of these arguments."""
+        self._logs, self._kind = logs, kind
         self._by_name: dict[str, Child] = {}
 
     def __enter__(self) -> "Children":
@@ -160,7 +185,7 @@ class Children:
 
     def start(self, name: str, arguments: Iterable[str], environ: Mapping[str, str]) -> Child:
         """Start `python -m diloco ARGUMENTS`; its output goes to <logs>/<name>.log."""
-        child = Child(name, arguments, environ, self._logs / f"{name}.log")
+        child = self._kind(name, arguments, environ, self._logs / f"{name}.log")
         self._by_name[name] = child
         return child
 

@@ -80,8 +80,52 @@ class RunProcess(
     resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
 
 
+class ChaosSettings(Settings):
+    """What is done to a run under `diloco chaos`. Each kind of strike: PARTY:EVERY[/LENGTH], several with commas."""
+
+    kill: str = Field(
+        "learner:3s,syncer:7s,redis:20s",
+        description="SIGKILL, and a restart after LENGTH (1s). PARTY is learner, syncer or redis, EVERY the mean time "
+        "between two strikes; 'none' for a run without",
+    )
+    pause: str = Field("none", description="SIGSTOP, and SIGCONT after LENGTH (3s); written as --kill")
+    cut: str = Field("none", description="Reset the connections to Redis, none for LENGTH (2s); redis: everybody's")
+    hang: str = Field("none", description="Hold all bytes to and from Redis for LENGTH (2s); redis: everybody's")
+    lose_tail: bool = Field(
+        False, description="A killed Redis comes back without its last second, as with appendfsync everysec"
+    )
+
+
+class ChaosProcess(RunProcess, ChaosSettings):
+    """`diloco chaos`: a run of its own, and what is done to it."""
+
+    syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
+    tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
+        None, ge=1, description="Budget: ends the run before --for is over (default: more than it can train)"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "debug", description="Least severe log line; the audit of the data shards needs debug"
+    )
+
+
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir", "redis_password"})
 """Fields of `RunProcess` that are no flags: the launcher sets them for each process, or they are secret."""
+
+NOT_OF_CHAOS = frozenset(
+    {
+        "method",
+        "redis_url",
+        "redis_port",
+        "redis_bind",
+        "json_report",
+        "prompt",
+        "resume",
+        "record_deltas",
+        "log_losses",
+    }
+    | {"kill_learner", "kill_at", "restart_at", "groups"}
+)
+"""Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
 
 ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
 """What a settings file may hold: it can serve all parties of a run."""
@@ -130,6 +174,7 @@ def check(settings: RunProcess) -> None:
 
 
 PANELS: dict[type[Settings], str] = {
+    ChaosSettings: "Strikes",
     RunSettings: "This run",
     BusSettings: "Redis",
     LearnerSettings: "Learners",
@@ -140,6 +185,7 @@ PANELS: dict[type[Settings], str] = {
 }
 _OWN_PANEL: dict[type[Settings], type[Settings]] = {
     RunProcess: RunSettings,
+    ChaosProcess: RunSettings,
     LearnerProcess: LearnerSettings,
     SyncerProcess: SyncerSettings,
     EvaluatorProcess: EvaluatorSettings,

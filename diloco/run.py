@@ -96,7 +96,6 @@ class Launcher:
     def start(self) -> None:
         """Start all processes."""
         config = ["--config", str(self._folder.settings)]
-        one = environment(1, self._url)
         syncer = ["--checkpoint-dir", str(self._folder.checkpoints), "--tape-dir", str(self._folder.tape)]
         if self._settings.record_deltas is not None:
             syncer += ["--record-deltas", str(self._folder.recording(self._settings.record_deltas))]
@@ -106,15 +105,19 @@ class Launcher:
             name = f"syncer-{number}" if self._settings.syncers > 1 else "syncer"
             port = self._settings.http_port and self._settings.http_port + number
             own = ["--syncer-id", name, "--http-port", str(port)]
-            self._children.start(name, ["syncer", *config, *own, *syncer], one)
+            self._children.start(name, ["syncer", *config, *own, *syncer], environment(1, self._url_of(name)))
         threads = threads_for(self._settings.learners, self._settings.threads)
-        many = environment(threads, self._url)
         for number in range(self._settings.learners):
             name = f"learner-{number}"
             own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]
-            self._children.start(name, ["learner", *config, *own], many)
-        self._children.start("evaluator", ["evaluator", *config, "--threads", "1"], one)
+            self._children.start(name, ["learner", *config, *own], environment(threads, self._url_of(name)))
+        evaluator = ["evaluator", *config, "--threads", "1"]
+        self._children.start("evaluator", evaluator, environment(1, self._url_of("evaluator")))
         self._note_place()
+
+    def _url_of(self, name: str) -> str:
+        """How a process reaches Redis."""
+        return self._url
 
     def _note_place(self) -> None:
         self._folder.write_run(self._url, self._settings, self._others | self._children.pids())

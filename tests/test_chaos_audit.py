@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from chaos.audit import CHECKS, Ending, Evidence, ShardNote, audit
-from chaos.growth import Census, Kind, Scale, bounds
+from chaos.growth import Scale, bounds
 from chaos.rates import Struck
 from chaos.schedule import Manner, Party
+from pipeline.census import Census, Kind
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
 from pipeline.messages import Committed, Contribution, LearnerReport, Rewound, Shard, ShardQueue, TensorSpec

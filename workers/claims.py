@@ -36,8 +36,8 @@ class ShardClaims:
         self._bus, self._consumer, self._shared = bus, consumer, shared
         self._log = structlog.get_logger().bind(consumer=consumer)
         self._wake = asyncio.Event()
-        self._held: dict[str, int] = {}
-        """Entry id -> blocks of the shards that this learner has claimed and not acknowledged."""
+        self._held: dict[str, Shard] = {}
+        """Entry id -> shard, of those that this learner has claimed and not acknowledged."""
         self._finished: list[str] = []
         self._leaving = False
         self.returned = asyncio.Event()
@@ -72,9 +72,9 @@ class ShardClaims:
                 if claimed is None:
                     await self._fill_epoch(*wanted)
                 elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
-                    blocks = claimed.shard.stop - claimed.shard.start
-                    self._held[claimed.entry_id] = blocks
-                    if claimed.position < blocks:
+                    shard = self._held[claimed.entry_id] = claimed.shard
+                    self._log.debug("shard_claimed", epoch=shard.epoch, shard=shard.index, position=claimed.position)
+                    if claimed.position < shard.stop - shard.start:
                         self._shared.shards.put(claimed)
                     else:  # its reader died between its last block and its acknowledgement
                         self._finished.append(claimed.entry_id)
@@ -93,16 +93,24 @@ class ShardClaims:
 
     async def _settle(self) -> None:
         while self._finished:
-            await self._bus.finish_shard(self._consumer, self._finished[0])
+            await self._acknowledge(self._finished[0])
             self._held.pop(self._finished.pop(0), None)
+
+    async def _acknowledge(self, entry_id: str) -> None:
+        """Said in the log before it is done: what left the queue was read, whatever happens in between."""
+        if (shard := self._held.get(entry_id)) is not None:
+            self._log.debug("shard_read", epoch=shard.epoch, shard=shard.index)
+        await self._bus.finish_shard(self._consumer, entry_id)
 
     async def _give_back(self) -> None:
         """What the training side has not read is for others, from where it stopped."""
         if self._held:
             if self._shared.shard_handed_out is not None:
                 entry_id, read = self._shared.shard_handed_out
-                if read == self._held.get(entry_id):  # to its end, which shows only when the next block is asked for
-                    await self._bus.finish_shard(self._consumer, entry_id)
+                shard = self._held.get(entry_id)
+                # To its end, which shows only when the next block is asked for.
+                if shard is not None and read == shard.stop - shard.start:
+                    await self._acknowledge(entry_id)
                 else:
                     await self.save((entry_id, read))
             await self._bus.release_shards(self._consumer)

@@ -6,6 +6,7 @@ A token is a byte. Byte 0 stands between documents, so files that contain it (bi
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,7 @@ def open_text(data: str) -> TextData:
         UsageError: nothing there, nothing readable as text, or less than 4 KiB of it.
     """
     if data == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return _from_files(root, [p for p in sorted(root.rglob("*.py")) if not _STDLIB_SKIPPED & _parts(p, root)], data)
+        return _open_stdlib()
     path = Path(data)
     if path.is_file():
         if path.stat().st_size < MIN_BYTES:
@@ -66,6 +66,14 @@ def open_text(data: str) -> TextData:
         visible = (p for p in sorted(path.rglob("*")) if p.is_file() and not any(n[0] == "." for n in _parts(p, path)))
         return _from_files(path, visible, data)
     raise UsageError(f"data={data!r}: no such file or folder; give a text file, a folder of them, or 'stdlib'")
+
+
+@cache
+def _open_stdlib() -> TextData:
+    """Its files do not change while a process lives; a process forked from one that has read them need not."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(root.rglob("*.py")) if not _STDLIB_SKIPPED & _parts(path, root)]
+    return _from_files(root, paths, "stdlib")
 
 
 def _parts(path: Path, root: Path) -> set[str]:

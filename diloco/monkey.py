@@ -1,0 +1,187 @@
+"""Strikes a live run as planned: kills, pauses, cuts and hangs its processes, and undoes each strike in time. asyncio.
+
+Nobody is struck twice at a time. A planned strike finds its victim when it is due, among those that can be hit then;
+if there is none it is left out, and counted as `missed`. `relent` undoes what is under way, at once.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from chaos.proxy import Door, Proxy
+from chaos.rates import Struck
+from chaos.schedule import Manner, Party, Strike
+from chaos.tail import Tail
+from pipeline.embedded import EmbeddedRedis
+
+from .launch import Child
+
+REDIS = "redis"
+POLL_S = 0.02
+NOTE_TAIL_S = 0.05
+"""How often the size of the append-only file is noted."""
+DONE = {Manner.KILL: "killed", Manner.PAUSE: "paused", Manner.CUT: "cut off", Manner.HANG: "hung"}
+UNDONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
+
+
+class Processes(Protocol):
+    """Processes by name, or by its beginning (`launch.Children`)."""
+
+    def __getitem__(self, name: str) -> Child:
+        """The one of this name."""
+        ...
+
+    def named(self, prefix: str) -> list[Child]:
+        """Those whose name starts so."""
+        ...
+
+
+class Monkey:
+    """One plan of strikes, carried out once."""
+
+    def __init__(
+        self,
+        strikes: Sequence[Strike],
+        children: Processes,
+        server: EmbeddedRedis,
+        proxy: Proxy,
+        note: Callable[[str], None],
+        lose_tail: bool = False,
+    ) -> None:
+        """note: told what is done; lose_tail: a killed Redis comes back without its last second."""
+        self._strikes, self._children, self._server, self._proxy = strikes, children, server, proxy
+        self._note = note
+        self._tail = Tail() if lose_tail else None
+        self._busy: dict[str, Manner] = {}
+        """Who is struck at the moment, and how."""
+        self._over = asyncio.Event()
+        self.history: list[Struck] = []
+        """Strikes that have begun, in the order in which they were over."""
+        self.missed = 0
+
+    async def run(self) -> None:
+        """Carry out the plan, from now on; ends when all is undone."""
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._watch_tail())
+            tasks = []
+            for strike in self._strikes:
+                await self._until(began + strike.at_s - clock.time())
+                if self._over.is_set():
+                    break
+                victim = self._choose(strike)
+                if victim is None:
+                    self.missed += 1
+                else:
+                    self._busy[victim] = strike.manner
+                    tasks.append(group.create_task(self._strike(strike, victim)))
+            if tasks:
+                await asyncio.wait(tasks)
+            watching.cancel()
+
+    def relent(self) -> None:
+        """Undo all strikes now, and begin none any more."""
+        self._over.set()
+
+    def striking(self, name: str) -> bool:
+        """Whether this process is struck at the moment."""
+        return name in self._busy
+
+    def _choose(self, strike: Strike) -> str | None:
+        at_doors = strike.manner in (Manner.CUT, Manner.HANG)
+        if at_doors and any(manner in (Manner.CUT, Manner.HANG) for manner in self._busy.values()):
+            return None  # the same door must not be shut by two, and opened by one of them
+        if strike.party is Party.REDIS:
+            free = [REDIS]
+        else:
+            free = [child.name for child in self._children.named(strike.party) if child.alive]
+        free = [name for name in free if name not in self._busy]
+        return strike.victim(free) if free else None
+
+    async def _until(self, wait_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), max(0.0, wait_s))
+
+    async def _strike(self, strike: Strike, victim: str) -> None:
+        began_s = time.time()
+        self._note(f"{victim} {DONE[strike.manner]} for {strike.length_s:.1f} s")
+        detail = ""
+        if strike.party is not Party.REDIS:
+            child = self._children[victim]
+            self._begin_child(strike.manner, child, self._proxy[victim])
+            await self._until(strike.length_s)
+            self._end_child(strike.manner, child, self._proxy[victim])
+        else:
+            detail = self._begin_redis(strike.manner)
+            await self._until(strike.length_s)
+            await self._end_redis(strike.manner)
+        self._note(f"{victim} {UNDONE[strike.manner]}{detail and f' ({detail})'}")
+        self.history.append(Struck(strike.manner, strike.party, victim, began_s, time.time(), detail))
+        del self._busy[victim]
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _begin_child(manner: Manner, child: Child, door: Door) -> None:
+        match manner:
+            case Manner.KILL:
+                child.expected_end = True
+                child.kill_group()
+            case Manner.PAUSE:
+                child.send(signal.SIGSTOP)
+            case Manner.CUT:
+                door.cut()
+            case Manner.HANG:
+                door.hang()
+
+    @staticmethod
+    def _end_child(manner: Manner, child: Child, door: Door) -> None:
+        match manner:
+            case Manner.KILL:
+                child.restart()
+            case Manner.PAUSE:
+                child.send(signal.SIGCONT)
+            case Manner.CUT | Manner.HANG:
+                door.restore()
+
+    # --- Redis ----------------------------------------------------------------------------------------------
+
+    def _begin_redis(self, manner: Manner) -> str:
+        match manner:
+            case Manner.KILL:
+                self._server.kill()
+                if self._tail is not None:
+                    lost = self._tail.lose(time.monotonic(), self._server.log_file())
+                    return f"without the last {lost} bytes of its file"
+            case Manner.PAUSE:
+                self._server.pause()
+            case Manner.CUT:
+                for door in self._proxy.doors():
+                    door.cut()
+            case Manner.HANG:
+                for door in self._proxy.doors():
+                    door.hang()
+        return ""
+
+    async def _end_redis(self, manner: Manner) -> None:
+        match manner:
+            case Manner.KILL:
+                self._server.start()
+                while not self._server.answers():  # noqa: ASYNC110  # a starting server has no event to wait for
+                    await asyncio.sleep(POLL_S)
+            case Manner.PAUSE:
+                self._server.go_on()
+            case Manner.CUT | Manner.HANG:
+                for door in self._proxy.doors():
+                    door.restore()
+
+    async def _watch_tail(self) -> None:
+        while self._tail is not None:
+            if self._server.pid is not None:
+                with suppress(FileNotFoundError):  # it is being replaced by a rewritten one
+                    self._tail.note(time.monotonic(), self._server.log_file())
+            await asyncio.sleep(NOTE_TAIL_S)
