@@ -18,7 +18,7 @@ from pipeline.settings import LearnerProcess, SyncerProcess
 from tests.test_replay import record_run
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
-COMMANDS = ["run", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
+COMMANDS = ["run", "chaos", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
 URL = "redis://localhost:1"
 
 
