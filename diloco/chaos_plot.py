@@ -80,7 +80,10 @@ def draw(
     axes.grid(True, axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     shown = {strike.manner for strike in strikes}
-    marks = [Patch(color=TRAINING, label="training"), *(Patch(color=STRIKES[m], label=m) for m in Manner if m in shown)]
+    marks: list[Patch | Line2D] = [
+        Patch(color=TRAINING, label="training"),
+        *(Patch(color=STRIKES[m], label=m) for m in Manner if m in shown),
+    ]
     marks.append(Line2D([], [], linestyle="", marker="|", color=MERGE, label="merge"))
     axes.legend(
         handles=marks, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(marks), fontsize=8, frameon=False

@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
 def adopt_orphans() -> bool:
     """From now on descendants whose parent ends become children of this process, which can wait for them. Linux only;
     whether it is so."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    return sys.platform == "linux" and not ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def exit_at_once() -> None:
