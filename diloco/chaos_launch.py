@@ -63,7 +63,7 @@ class StruckLauncher(Launcher):
     async def _check(self, status: Status) -> None:
         """Whoever ended by itself while the run went on is noted, and started again; at the start, it ends the run."""
         training = status["phase"] in ("waiting", Phase.RUNNING)
-        for child in self._all():
+        for child in self._processes():
             if child.alive or child.expected_end or child.reported:
                 continue
             if not training and child.status == 0:
@@ -76,7 +76,7 @@ class StruckLauncher(Launcher):
             if training:
                 child.restart()
 
-    def _all(self) -> list[Child]:
+    def _processes(self) -> list[Child]:
         return [child for prefix in ("syncer", "learner-", "evaluator") for child in self._children.named(prefix)]
 
     def _note_ending(self, child: Child) -> None:
@@ -89,7 +89,7 @@ class StruckLauncher(Launcher):
         if not self.ended_s:
             self.ended_s = time.time()
         await super().wind_down()
-        for child in self._all():
+        for child in self._processes():
             if child.status != 0 and not child.reported:
                 self._note_ending(child)
 
