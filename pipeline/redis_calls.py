@@ -46,6 +46,8 @@ BULK_S = 60.0
 """Time limits of one call; a blocking read has its `block_s` on top of CONTROL_S."""
 
 _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
+_CLOSED = re.compile(r"the handler is closed|transport is clos")
+"""How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
 
 
@@ -237,6 +239,10 @@ class RedisCalls:
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(f"Redis at {self._where}: no answer in {limit_s:g} s") from None
             raise translate(error, self._where) from error
+        except RuntimeError as error:
+            if not _CLOSED.search(str(error)):
+                raise
+            raise BusUnavailable(f"Redis at {self._where}: the connection was reset") from error
 
     async def command(self, *args: Any) -> Any:
         """One command on the control lane."""

@@ -1,16 +1,22 @@
 """What only a server can do to us, and what its errors are called here."""
 
+import asyncio
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool
 
+from chaos.proxy import Proxy
+from pipeline.clock import fast_loop
+from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, UsageError
 from pipeline.ports import Bus
 from pipeline.redis_calls import parse, translate
+from pipeline.redis_streams import connect
 
 from .backdoor import RedisBackdoor
 
@@ -93,3 +99,43 @@ def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> No
     assert connection.cert_reqs == ssl.CERT_REQUIRED
     assert connection.check_hostname
     assert where == "example.org:7000"
+
+
+@pytest.mark.redis
+def test_connections_that_are_reset_at_any_moment_are_an_outage_and_nothing_else(redis_binary: Path | None) -> None:
+    """On the loop that processes run, which says in its own way that a connection was reset a moment ago."""
+    unavailable = answered = 0
+
+    async def main(server: EmbeddedRedis) -> None:
+        async with Proxy(server.socket_path) as proxy:
+            await proxy.add("a")
+            bus = await connect(proxy.url("a"), "r")
+            over = asyncio.Event()
+
+            async def ask() -> None:
+                nonlocal unavailable, answered
+                while not over.is_set():
+                    try:
+                        await bus.read_leases([0, 1])
+                        answered += 1
+                    except BusUnavailable:
+                        unavailable += 1
+                    await asyncio.sleep(0.003)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(6):
+                    group.create_task(ask())
+                for _ in range(15):
+                    await asyncio.sleep(0.05)
+                    proxy["a"].cut()
+                    await asyncio.sleep(0.05)
+                    proxy["a"].restore()
+                seen = answered
+                while answered == seen:  # it answers again
+                    await asyncio.sleep(0.01)
+                over.set()
+            await bus.close()
+
+    with EmbeddedRedis(binary=redis_binary) as server, asyncio.Runner(loop_factory=fast_loop) as runner:
+        runner.run(main(server))
+    assert unavailable

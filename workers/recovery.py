@@ -37,7 +37,7 @@ from .state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 Recover = Literal["auto", "peer", "fresh"]
 Source = Literal["start", "checkpoint", "peer", "fresh"]
 
-LOSSES_EVERY_S = 1.0
+LOSSES_EVERY_S = 0.25
 LOSSES_KEPT = 100_000
 """Losses that wait to be written, at most."""
 
