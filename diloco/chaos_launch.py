@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from chaos.audit import Ending
 from chaos.proxy import Proxy
@@ -15,6 +16,8 @@ from .folder import Folder
 from .launch import Child, ChildDied, Children
 from .options import RunProcess
 from .run import Launcher, Status
+
+T = TypeVar("T")
 
 MOST_ENDINGS = 5
 """A process that ends by itself more often than this is not started again: the run is given up."""
@@ -102,7 +105,7 @@ class StruckLauncher(Launcher):
         return await patiently(self._bus.read_shards)
 
 
-async def patiently(call: Any, *args: Any) -> Any:
+async def patiently(call: Callable[..., Awaitable[T]], *args: Any) -> T:
     """The answer of a call to a bus that may have been away: its old connections fail once each.
 
     Raises:

@@ -33,6 +33,7 @@ PURE = (
     "pipeline/keys.py",
     "pipeline/errors.py",
     "pipeline/stored.py",
+    "pipeline/census.py",
     "syncer/window.py",
     "syncer/grace.py",
     "syncer/merge.py",
@@ -40,6 +41,9 @@ PURE = (
     "syncer/fragment.py",
     "syncer/sharing.py",
     "workers/schedule.py",
+    "chaos/audit.py",
+    "chaos/growth.py",
+    "chaos/rates.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
 
