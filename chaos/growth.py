@@ -8,7 +8,7 @@ begun): what a killed process leaves behind may stay until it expires.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.census import Census
+from pipeline.census import Census, Kind
 from pipeline.stored import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
@@ -69,6 +69,18 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "lease": (p, p),
         "tape": (p, TAPE_CAP),
     }
+
+
+def peaks(samples: Iterable[Census]) -> dict[str, Kind]:
+    """The most that there was of each kind at any one time; keys, entries and bytes each."""
+    most: dict[str, Kind] = {}
+    for sample in samples:
+        for name, kind in sample.kinds.items():
+            before = most.get(name, kind)
+            most[name] = Kind(
+                max(before.keys, kind.keys), max(before.entries, kind.entries), max(before.bytes, kind.bytes)
+            )
+    return dict(sorted(most.items()))
 
 
 def grown(samples: Iterable[Census], scale: Scale) -> list[str]:

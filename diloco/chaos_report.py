@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from chaos.audit import Evidence, audit
+from chaos.growth import bounds, peaks
 from chaos.rates import (
     Rate,
     StepTimes,
@@ -92,6 +93,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         "yardsticks": _yardsticks(facts, inside, during),
         "step_rates": _step_rates(during, evidence.strikes),
         "blocked_share": _blocked(evidence),
+        "keys": _keys(evidence),
         "goodput": {"share": share.share, "trained_share": share.trained, "merged_share": share.merged},
         "ledger": {
             "tokens": run["tokens"],
@@ -157,6 +159,17 @@ def _step_rates(steps: StepTimes, strikes: Sequence[Struck]) -> dict[str, Any]:
 
 def _shown(rates: Mapping[str, Rate]) -> dict[str, float | None]:
     return {span: rate.per_s for span, rate in rates.items()}
+
+
+def _keys(evidence: Evidence) -> dict[str, dict[str, int | None]]:
+    """The most that was on the bus of each kind of key, and the most that may be."""
+    limits = {} if evidence.scale is None else bounds(evidence.scale)
+    found: dict[str, dict[str, int | None]] = {}
+    for name, kind in peaks(evidence.census).items():
+        most_keys, most_entries = limits.get(name, (None, None))
+        found[name] = {"keys": kind.keys, "entries": kind.entries, "bytes": kind.bytes}
+        found[name] |= {"most_keys": most_keys, "most_entries": most_entries}
+    return found
 
 
 def _blocked(evidence: Evidence) -> float:
@@ -274,6 +287,18 @@ def markdown(report: Report, command: str, picture: str) -> str:
             f"| {party} | {one['outages']} | {_s(one['outage_s'])} | {_rate(one['before'])} | {_rate(one['during'])} | "
             f"{_rate(one['after'])} | {_rate(one['ratio'])} |"
             for party, one in rates.items()
+        ),
+        "",
+        "## On the bus",
+        "",
+        "The most at any one time, once a second; in brackets the bound.",
+        "",
+        "| keys of the kind | keys | entries | KiB |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {one['keys']} ({one['most_keys']}) | {one['entries']} ({one['most_entries']}) | "
+            f"{one['bytes'] / 1024:.0f} |"
+            for name, one in report["keys"].items()
         ),
         "",
         *([f"- warning: {warning}" for warning in report["warnings"]]),

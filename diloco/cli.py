@@ -100,13 +100,15 @@ ChaosJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="
 @app.command()
 @takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS)
 def chaos(settings: ChaosProcess, for_: ChaosFor = "60s", json_file: ChaosJson = None) -> None:
-    """Strike a real run on this machine, then audit it: kill, pause and cut off its learners, syncers and its Redis.
+    """Strike a real run on this machine, then audit it. Linux only.
 
-    What must hold whatever happens is checked on what the run leaves: versions rise by one, nothing is merged twice,
-    every token and every data shard is accounted for, nothing grows without bound, no process is left over. Ends with a
-    verdict, a report and a timeline picture in the output folder; exit status 1 if a promise was broken. Linux only.
+    Learners, syncers and Redis are killed, paused and cut off while they work.
+    What they leave is audited: versions rise by one, nothing is merged twice,
+    every token and data shard is accounted for, nothing grows without bound.
+    Ends with a verdict, a report and a picture in the output folder, and with
+    exit status 1 if a promise was broken. Ctrl-C ends the strikes, not the audit.
 
-    Example: diloco chaos --learners 4 --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
+    Example: diloco chaos --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
     """
     for package in _EXTRAS:
         if find_spec(package) is None:

@@ -23,8 +23,10 @@ REDIS = "redis"
 POLL_S = 0.02
 NOTE_TAIL_S = 0.05
 """How often the size of the append-only file is noted."""
+AT_DOORS = (Manner.CUT, Manner.HANG)
 DONE = {Manner.KILL: "killed", Manner.PAUSE: "paused", Manner.CUT: "cut off", Manner.HANG: "hung"}
-UNDONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
+UNAT_DOORS = (Manner.CUT, Manner.HANG)
+DONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
 
 
 class Processes(Protocol):
@@ -92,8 +94,8 @@ class Monkey:
         return name in self._busy
 
     def _choose(self, strike: Strike) -> str | None:
-        at_doors = strike.manner in (Manner.CUT, Manner.HANG)
-        if at_doors and any(manner in (Manner.CUT, Manner.HANG) for manner in self._busy.values()):
+        doors = {name for name, manner in self._busy.items() if manner in AT_DOORS}
+        if strike.manner in AT_DOORS and (REDIS in doors or (doors and strike.party is Party.REDIS)):
             return None  # the same door must not be shut by two, and opened by one of them
         if strike.party is Party.REDIS:
             free = [REDIS]

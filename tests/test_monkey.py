@@ -140,6 +140,19 @@ def test_a_door_is_not_shut_by_two() -> None:
     did, monkey = struck(strike(1, Manner.CUT, Party.LEARNER, 5), strike(2, Manner.HANG, Party.REDIS, 1))
     assert did == ["1 door learner-0 cut", "6 door learner-0 restore"]
     assert monkey.missed == 1
+    did, monkey = struck(strike(1, Manner.CUT, Party.REDIS, 5), strike(2, Manner.HANG, Party.LEARNER, 1))
+    assert (len(did), monkey.missed) == (6, 1)
+
+
+def test_two_doors_can_be_shut_at_a_time() -> None:
+    did, monkey = struck(strike(1, Manner.CUT, Party.LEARNER, 5), strike(2, Manner.HANG, Party.SYNCER, 1))
+    assert [line.split(" ", 1)[1] for line in did] == [
+        "door learner-0 cut",
+        "door syncer-0 hang",
+        "door syncer-0 restore",
+        "door learner-0 restore",
+    ]
+    assert monkey.missed == 0
 
 
 def test_when_it_relents_all_is_undone_at_once_and_nothing_more_is_begun() -> None:
