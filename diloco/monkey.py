@@ -25,8 +25,7 @@ NOTE_TAIL_S = 0.05
 """How often the size of the append-only file is noted."""
 AT_DOORS = (Manner.CUT, Manner.HANG)
 DONE = {Manner.KILL: "killed", Manner.PAUSE: "paused", Manner.CUT: "cut off", Manner.HANG: "hung"}
-UNAT_DOORS = (Manner.CUT, Manner.HANG)
-DONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
+UNDONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
 
 
 class Processes(Protocol):

@@ -32,6 +32,7 @@ def chaos(out: Path, *arguments: object) -> dict[str, Any]:
     done = diloco(
         "chaos", "--out", out, "--learners", 2, "--json", out.parent / "c.json", *SMALL, *arguments, limit_s=240
     )
+    assert (out.parent / "c.json").exists(), done.stdout + done.stderr
     report: dict[str, Any] = json.loads((out.parent / "c.json").read_text())
     assert report["violations"] == [], done.stdout
     assert done.returncode == 0, done.stdout + done.stderr
