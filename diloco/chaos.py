@@ -186,6 +186,7 @@ async def _run(settings: ChaosProcess, folder: Folder, for_s: float, rules: list
         lease_s=settings.lease_s,
         sync_interval=settings.sync_interval,
         missed=monkey.missed,
+        late_s=monkey.late_s,
         stopped=asked.is_set(),
     )
     return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, count.samples, left)

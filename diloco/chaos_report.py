@@ -30,6 +30,9 @@ from .report import Outcome, build, ledger_line
 
 Report = dict[str, Any]
 
+LATE_S = 3.0
+"""A machine on which a strike is undone so much later than planned is too busy to measure times on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -49,6 +52,8 @@ class Facts:
     sync_interval: int
     missed: int = 0
     """Planned strikes for which there was no victim."""
+    late_s: float = 0.0
+    """How much longer than planned a strike has lasted at most."""
     stopped: bool = False
     """By the user, before its time."""
 
@@ -106,7 +111,8 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         "stopped": facts.stopped,
         "seed": facts.seed,
         "plan": dict(facts.plan),
-        "warnings": run["warnings"],
+        "strikes_late_s": facts.late_s,
+        "warnings": [*run["warnings"], *_busy(facts)],
         "settings": run["settings"],
         "timeline": {
             "began_unix_s": facts.began_s,
@@ -122,6 +128,15 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
             ],
         },
     }
+
+
+def _busy(facts: Facts) -> list[str]:
+    if facts.late_s <= LATE_S:
+        return []
+    return [
+        f"strikes were undone up to {facts.late_s:.1f} s late: this machine was busy with something else, so gaps and "
+        f"rates say little about the run"
+    ]
 
 
 def _count(strikes: Sequence[Struck], manner: Manner) -> dict[str, int]:
@@ -223,6 +238,7 @@ def summary(report: Report) -> str:
         f"training waited for the library {report['blocked_share']:.2%} of the time",
         f"tokens: {report['ledger']['line']}",
         goodput_line(report),
+        *(f"warning: {warning}" for warning in report["warnings"]),
         *(f"VIOLATION: {one['promise']}: {one['detail']}" for one in report["violations"]),
         f"verdict: {report['verdict'].upper()}" + ("" if report["violations"] else ", every promise was kept"),
     ]

@@ -62,6 +62,8 @@ class Monkey:
         self.history: list[Struck] = []
         """Strikes that have begun, in the order in which they were over."""
         self.missed = 0
+        self.late_s = 0.0
+        """How much longer than planned a strike has lasted at most."""
 
     async def run(self) -> None:
         """Carry out the plan, from now on; ends when all is undone."""
@@ -121,7 +123,9 @@ class Monkey:
             await self._until(strike.length_s)
             await self._end_redis(strike.manner)
         self._note(f"{victim} {UNDONE[strike.manner]}{detail and f' ({detail})'}")
-        self.history.append(Struck(strike.manner, strike.party, victim, began_s, time.time(), detail))
+        ended_s = time.time()
+        self.late_s = max(self.late_s, ended_s - began_s - strike.length_s)
+        self.history.append(Struck(strike.manner, strike.party, victim, began_s, ended_s, detail))
         del self._busy[victim]
 
     # --- processes ----------------------------------------------------------------------------------------

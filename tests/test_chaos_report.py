@@ -105,6 +105,13 @@ def test_a_run_without_strikes_or_steps_has_a_report_too() -> None:
     assert build_chaos(empty, GOOD)["goodput"]["share"] == 0.0
 
 
+def test_a_machine_too_busy_to_measure_on_is_told_of() -> None:
+    report = build_chaos(replace(facts(GOOD), late_s=12.0), GOOD)
+    assert report["verdict"] == "pass"
+    assert "12.0 s late" in summary(report)
+    assert "12.0 s late" not in summary(built())
+
+
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     draw(
