@@ -95,10 +95,15 @@ async def bus(backdoor: Backdoor) -> AsyncIterator[Bus]:
     await bus.close()
 
 
-@pytest.fixture
-def no_log_lines() -> Iterator[None]:
-    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command that runs in this process sends the log to its own stderr, which is closed when its test is over."""
     before = structlog.get_config()
-    quiet()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture
+def no_log_lines() -> None:
+    """A world logs thousands of outages; tests of log lines in the same process want theirs."""
+    quiet()
