@@ -9,9 +9,9 @@ from pathlib import Path
 import msgpack
 import typer
 
-from pipeline.codec import MAX_CONTROL_BYTES, decode, decode_tape
+from pipeline.codec import decode, decode_tape
 from pipeline.errors import BadMessage, UsageError
-from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
+from pipeline.messages import Committed, Message, Rejected, Rewound, Spec, TapeRecord
 from pipeline.ports import START, Bus
 from pipeline.settings import BusSettings
 
@@ -39,7 +39,7 @@ def read_archive(folder: Path) -> list[TapeRecord]:
 
 def _records(file: Path) -> Iterator[bytes]:
     data = file.read_bytes()
-    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_bin_len=MAX_CONTROL_BYTES)
+    unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_bin_len=Message.max_bytes)
     unpacker.feed(data)
     start = 0
     while True:

@@ -4,6 +4,7 @@ A payload is a flat array cut into chunks of `chunk_bytes`. Each chunk carries i
 carries the digest over all chunk digests, which is the payload's digest. Nothing here unpickles.
 """
 
+import reprlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -15,12 +16,12 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import BadMessage, BadPayload
-from .messages import FORMAT, Chunk, Message, TapeRecord
+from .messages import CHUNK_EXTRA_BYTES, FORMAT, Chunk, Committed, Message, TapeRecord
 
 M = TypeVar("M", bound=Message)
 
-MAX_CONTROL_BYTES = 64 * 2**20
-"""Upper bound of one control message; the largest is a spec with 100,000 tensors."""
+MAX_FIELDS = 256
+"""Of any map in a message."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 """Element type on the wire of each codec."""
@@ -34,34 +35,80 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, what: str, limit: int) -> Any:
+class _Shown(reprlib.Repr):
+    """A peer's value in few characters, however large it is."""
+
+    def repr_bytes(self, value: bytes, _: int) -> str:
+        """reprlib has none of its own for bytes."""
+        return repr(value[: self.maxstring])
+
+
+_shown = _Shown().repr
+
+
+def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
+    """What msgpack makes of it, with no more objects, and no longer arrays, than the kind has.
+
+    A peer can announce a large array in a few bytes, inside another one, and msgpack makes room for all of them first.
+    So a message that may have arrays is walked through before, which makes nothing: afterwards all that it announces
+    is known to be there.
+    """
+    what, parts = kind.__name__, kind.max_parts
     if len(data) > limit:
         raise BadMessage(f"{what} of {len(data)} bytes is over the limit of {limit}")
+
+    def part(value: Any) -> Any:
+        nonlocal parts
+        parts -= 1
+        if parts < 0:
+            raise ValueError(f"more than {kind.max_parts} arrays and maps")
+        return value
+
     try:
-        return msgpack.unpackb(data, use_list=False, max_bin_len=limit, max_str_len=min(limit, 2**20))
+        if kind.max_items:
+            walker = msgpack.Unpacker(max_buffer_size=max(1, limit))
+            walker.feed(data)
+            walker.skip()
+        return msgpack.unpackb(
+            data,
+            use_list=False,
+            object_hook=part,
+            list_hook=part,
+            max_array_len=kind.max_items,
+            max_map_len=MAX_FIELDS,
+            max_bin_len=limit,
+            max_str_len=min(limit, 2**20),
+            max_ext_len=0,
+        )
     except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
         raise BadMessage(f"{what} is not msgpack: {error}") from error
 
 
 def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:
     if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
-        return BadMessage(f"{what} has wire format {raw['format']!r}, this build speaks {FORMAT}: upgrade one side")
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "message"
-    return BadMessage(f"{what}: {where}: {first['msg']} (got {str(first['input'])[:80]!r})")
+        spoken = _shown(raw["format"])
+        return BadMessage(f"{what} has wire format {spoken}, this build speaks {FORMAT}: upgrade one side")
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part)[:80] for part in first["loc"]) or "message"
+    return BadMessage(f"{what}: {where}: {first['msg'][:200]} (got {_shown(first['input'])[:80]})")
 
 
-def decode(kind: type[M], data: bytes, limit: int = MAX_CONTROL_BYTES) -> M:
+def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
     """msgpack to a message of `kind`.
+
+    Args:
+        kind: has bounds of its own (`Message`).
+        data: what came.
+        limit: a lower bound for its bytes.
 
     Raises:
         BadMessage: not msgpack, too large, another format version, or a field out of bounds.
     """
-    raw = _unpack(data, kind.__name__, limit)
+    raw = _unpack(kind, data, kind.max_bytes if limit is None else min(limit, kind.max_bytes))
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise _complaint(kind.__name__, raw, error) from error
+        raise _complaint(kind.__name__, raw, error) from None
 
 
 def decode_tape(data: bytes) -> TapeRecord:
@@ -70,11 +117,11 @@ def decode_tape(data: bytes) -> TapeRecord:
     Raises:
         BadMessage: as `decode`.
     """
-    raw = _unpack(data, "TapeRecord", MAX_CONTROL_BYTES)
+    raw = _unpack(Committed, data, Committed.max_bytes)  # the largest of them
     try:
         return _tape.validate_python(raw)
     except ValidationError as error:
-        raise _complaint("TapeRecord", raw, error) from error
+        raise _complaint("TapeRecord", raw, error) from None
 
 
 # --- payloads ------------------------------------------------------------------------------------
@@ -141,7 +188,7 @@ class PayloadReader:
             BadPayload: out of order, of the wrong size, or corrupt.
         """
         try:
-            chunk = decode(Chunk, encoded, self._chunk_bytes + 256)
+            chunk = decode(Chunk, encoded, self._chunk_bytes + CHUNK_EXTRA_BYTES)
         except BadMessage as error:
             raise BadPayload(str(error)) from error
         start = self.received * self._chunk_bytes

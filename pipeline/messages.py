@@ -5,7 +5,7 @@ Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence a
 """
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
@@ -14,6 +14,11 @@ FORMAT = 1
 
 MAX_FRAGMENTS = 4096
 MAX_LEARNERS = 4096
+MAX_TENSORS = 100_000
+MAX_CHUNKS = 10**6
+MAX_CHUNK_BYTES = 16 * 2**20
+CHUNK_EXTRA_BYTES = 256
+"""What an encoded chunk has besides its data, at most."""
 
 PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
@@ -23,11 +28,20 @@ Version = Annotated[int, Field(ge=0, le=2**48)]
 SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 Text = Annotated[str, Field(max_length=512)]
 
 
 class Message(BaseModel):
-    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form."""
+    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.
+
+    A message takes no more than `max_bytes`, and has no more than `max_parts` arrays and maps, of which no array is
+    longer than `max_items`: `codec` looks at all three before it makes anything of it.
+    """
+
+    max_bytes: ClassVar[int] = 2 * 2**20
+    max_parts: ClassVar[int] = 2 * MAX_LEARNERS
+    max_items: ClassVar[int] = MAX_LEARNERS
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
 
@@ -67,21 +81,25 @@ class SyncSpec(Message):
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
-    chunk_bytes: Annotated[int, Field(ge=16, le=16 * 2**20)]
+    chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
 
 
 class Spec(Message):
     """What all parties of a run agree on; proposed by the first learner, set once."""
 
+    max_bytes: ClassVar[int] = 64 * 2**20
+    max_parts: ClassVar[int] = 2 * MAX_TENSORS + 8
+    max_items: ClassVar[int] = MAX_TENSORS
+
     format: Literal[1] = 1
     sync: SyncSpec
-    tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=100_000)]
+    tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
     trainer: Annotated[dict[str, str | int | float | bool | None], Field(max_length=64)]
     """Settings of the built-in trainer (model, data, seed ...): opaque to the syncer, equal for learners."""
 
     @model_validator(mode="after")
     def _fragments_are_filled(self) -> Self:
-        """Every fragment 0..P-1 has elements, and every tensor a name of its own: all else is built on that."""
+        """Every fragment 0..P-1 has elements, not too many to send, and every tensor a name of its own."""
         elements = [0] * self.sync.fragments
         for tensor in self.tensors:
             if tensor.fragment >= len(elements):
@@ -89,6 +107,9 @@ class Spec(Message):
             elements[tensor.fragment] += tensor.elements
         if 0 in elements:
             raise ValueError(f"fragment {elements.index(0)} has no elements")
+        chunk_bytes = self.sync.chunk_bytes
+        if (most := max(elements) * 4) > MAX_CHUNKS * chunk_bytes:
+            raise ValueError(f"a fragment of {most} bytes has over {MAX_CHUNKS} chunks of {chunk_bytes} bytes")
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise ValueError("two tensors have the same name")
         return self
@@ -99,6 +120,10 @@ class Spec(Message):
 
 class DeltaHeader(Message):
     """Announces a delta: who, measured from what, how much training it carries. Chunks follow separately."""
+
+    max_bytes: ClassVar[int] = 4096
+    max_parts: ClassVar[int] = 1
+    max_items: ClassVar[int] = 0
 
     format: Literal[1] = 1
     learner: PartyId
@@ -117,7 +142,7 @@ class DeltaHeader(Message):
     due: bool
     """True if the sync interval was over (may open a window); False if it follows an open window."""
     codec: Literal["bf16", "fp32"]
-    chunks: Annotated[int, Field(ge=1, le=10**6)]
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     layout: Digest
     step_s: Seconds
     """The learner's smoothed compute step time, for the grace window."""
@@ -126,8 +151,12 @@ class DeltaHeader(Message):
 class Chunk(Message):
     """One piece of a payload; chunk i of a payload is stream entry `{i+1}-0`."""
 
+    max_bytes: ClassVar[int] = MAX_CHUNK_BYTES + CHUNK_EXTRA_BYTES
+    max_parts: ClassVar[int] = 1
+    max_items: ClassVar[int] = 0
+
     index: Annotated[int, Field(ge=0, le=10**6)]
-    data: Annotated[bytes, Field(min_length=1, max_length=16 * 2**20)]
+    data: Annotated[bytes, Field(min_length=1, max_length=MAX_CHUNK_BYTES)]
     digest: Digest
     """xxh3-128 of `data`."""
     total: Digest | None
@@ -142,12 +171,12 @@ class WindowView(Message):
 
     state: Literal["idle", "collecting", "grace", "uploading", "merging"]
     attempt: Annotated[int, Field(ge=0, le=10**6)]
-    members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS)]
+    members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     """Learners whose delta is in this window."""
     expected: Annotated[int, Field(ge=0)]
     """How many learners the window could hope for."""
     reason: Text
-    deadline_unix_s: float | None
+    deadline_unix_s: UnixSeconds | None
 
 
 class MergedBase(Message):
@@ -173,7 +202,7 @@ class Head(Message):
     previous_digest: Digest | None
     """Digest of version - 1: the base on which a stale delta is still on record."""
     window: WindowView
-    merged: Annotated[tuple[MergedBase, ...], Field(max_length=MAX_LEARNERS)]
+    merged: Annotated[tuple[MergedBase, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     merged_deltas: Count
     merged_tokens: Count
     rejected_tokens: Count
@@ -184,7 +213,7 @@ class InitialUpload(Message):
 
     learner: PartyId
     nonce: Nonce
-    chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS)]
+    chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Chunk count of each fragment's payload."""
 
 
@@ -215,13 +244,18 @@ class MomentsWish(Message):
 class MomentsOffer(Message):
     """A complete upload of one learner's moments, for those that join. Float32, one payload a fragment and moment."""
 
+    max_bytes: ClassVar[int] = 16 * 2**20
+    max_parts: ClassVar[int] = 2 * MAX_STATE_NAMES
+    max_items: ClassVar[int] = MAX_TENSORS
+
     format: Literal[1] = 1
     learner: PartyId
     nonce: Nonce
     layout: Digest
     kind: OptimizerKind
     numbers: Annotated[
-        tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=100_000)], ...], Field(max_length=MAX_STATE_NAMES)
+        tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_TENSORS, fail_fast=True)], ...],
+        Field(max_length=MAX_STATE_NAMES),
     ]
     """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
     steps: Count
@@ -243,7 +277,7 @@ class LearnerReport(Message):
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
     published: Count
     """Token-elements in deltas of this incarnation; of several on one base, the most."""
-    versions: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_FRAGMENTS)]
+    versions: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Adopted version of each fragment; -1 before the first."""
     loss: float | None
     tokens_per_s: Seconds
@@ -278,8 +312,8 @@ class Evaluation(Message):
     """Nats per token."""
     tokens: Count
     """Trained tokens of the run when the heads were read."""
-    versions: tuple[int, ...]
-    unix_s: float
+    versions: Annotated[tuple[int, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
+    unix_s: UnixSeconds
     elapsed_s: Seconds
     """Since the run's first step."""
     final: bool
@@ -291,7 +325,7 @@ class Event(Message):
     name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
     who: Text
     detail: Text
-    unix_s: float
+    unix_s: UnixSeconds
 
 
 class Phase(StrEnum):
@@ -319,9 +353,9 @@ class RunState(Message):
     base_tokens: Count
     """Of those, tokens trained before this run was resumed."""
     budget_tokens: Count
-    started_unix_s: float
+    started_unix_s: UnixSeconds
     reason: Text
-    manifest: tuple[tuple[int, bytes], ...]
+    manifest: Annotated[tuple[tuple[int, bytes], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Once finished: (version, digest) of every fragment."""
 
 
@@ -397,7 +431,7 @@ class Committed(Message):
     version: Version
     digest: Digest
     base_digest: Digest | None
-    contributions: tuple[Contribution, ...]
+    contributions: Annotated[tuple[Contribution, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     reason: Text
     norm: Seconds
     """L2 norm of the merged pseudogradient."""
@@ -406,7 +440,7 @@ class Committed(Message):
     upload_s: Seconds
     merge_s: Seconds
     syncer: PartyId
-    unix_s: float
+    unix_s: UnixSeconds
 
     @classmethod
     def installed(
@@ -446,7 +480,7 @@ class Rejected(Message):
     """Tokens of the fragment lost by it (0 where another delta of the same training was merged)."""
     reason: Annotated[RefusalReason, Field(strict=False)]
     detail: Text
-    unix_s: float
+    unix_s: UnixSeconds
 
     @classmethod
     def of(
@@ -484,7 +518,7 @@ class WindowChanged(Message):
     version: Version
     attempt: Count
     reason: Text
-    unix_s: float
+    unix_s: UnixSeconds
 
 
 class Rewound(Message):
@@ -494,7 +528,7 @@ class Rewound(Message):
     fragment: FragmentId
     version: Version
     was_version: Version
-    unix_s: float
+    unix_s: UnixSeconds
 
 
 TapeRecord = Annotated[Committed | Rejected | WindowChanged | Rewound, Field(discriminator="kind")]

@@ -26,7 +26,6 @@ from .ports import Commit, MomentsBoard, Offered
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
-HEADER_LIMIT_BYTES = 64 * 1024
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
@@ -81,7 +80,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
 def decode_offer(fragment: int, entry_id: str, data: bytes) -> Offered:
     """An entry of a fragment stream; what does not decode is reported, not raised: its owner refuses it."""
     try:
-        header = decode(DeltaHeader, data, HEADER_LIMIT_BYTES)
+        header = decode(DeltaHeader, data)
     except BadMessage as error:
         return Offered(entry_id, None, str(error))
     if header.fragment != fragment:
@@ -108,13 +107,18 @@ def decode_shard(blob: bytes) -> Shard:
     return decode(Shard, blob, 1024)
 
 
+def _is_count(blob: bytes) -> bool:
+    """Digits, and not more of them than any number of ours has."""
+    return blob.isdigit() and len(blob) <= 20
+
+
 def decode_count(what: str, blob: bytes | None) -> int:
     """A stored decimal number, 0 where there is none.
 
     Raises:
         BadMessage: not a number.
     """
-    if blob and not blob.isdigit():
+    if blob and not _is_count(blob):
         raise BadMessage(f"{what} is not a number: {blob!r:.80}")
     return int(blob or 0)
 
@@ -124,7 +128,7 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
     live = {}
     for nonce, value in sorted(found.items()):
         until_ms, blank, name = value.partition(b" ")
-        if blank and until_ms.isdigit() and int(until_ms) > now_ms:
+        if blank and _is_count(until_ms) and int(until_ms) > now_ms:
             live[nonce.decode(errors="replace")] = name.decode(errors="replace")
     return live
 

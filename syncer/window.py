@@ -32,8 +32,10 @@ from enum import StrEnum
 
 from pipeline.messages import MAX_LEARNERS, DeltaHeader, Head, MergedBase, RefusalReason
 
+MAX_MEMBERS = MAX_LEARNERS // 2
+"""The head keeps the bases of two merges."""
 LATE_A_LEARNER = 4
-"""Deltas of one learner that wait for the next window at most: a staler one, this one and those of two restarts."""
+"""Deltas of one learner that wait for the next window at most: of two bases, before and after a restart."""
 
 
 class State(StrEnum):
@@ -216,6 +218,8 @@ class Window:
             replaced = member.offer
         elif self._fixed:
             return self._hold(offer, now)
+        elif len(self._members) >= MAX_MEMBERS:
+            return Rejected(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
         self._members[header.learner] = _Member(offer, now)
         self._open_for(header, now)
         return Accepted(replaced)
@@ -311,7 +315,7 @@ class Window:
                     return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
                 self.late[self.late.index(late)] = offer
                 return Late(replaced=late)
-        if len(theirs) >= LATE_A_LEARNER or len(self.late) >= MAX_LEARNERS:
+        if len(theirs) >= LATE_A_LEARNER or len(self.late) >= MAX_MEMBERS:
             return Rejected(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
         self.late.append(offer)
         self._open_for(header, now)  # its learner left a delta behind, and came back

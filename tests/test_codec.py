@@ -113,7 +113,7 @@ def test_another_format_version_is_said_in_words():
         (LearnerReport, samples.report(), "tokens", -1),
         (LearnerReport, samples.report(), "tokens", 2**62 + 1),
         (LearnerReport, samples.report(), "host", "x" * 513),
-        (LearnerReport, samples.report(), "versions", [0] * 4097),
+        (LearnerReport, samples.report(), "versions", [0, -2]),
         (RunState, samples.run_state(), "phase", "paused"),
         (Head, samples.head(), "version", 2**48 + 1),
     ],
