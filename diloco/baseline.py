@@ -60,6 +60,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, An
         "progress": min(1.0, last["tokens"] / budget),
         "merged_tokens": last["tokens"],
         "outer_steps": 0,
+        "refused": {},
         "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},
         "elapsed_s": last["elapsed_s"],
         "learners": [_learner(row) for row in last["learners"]],

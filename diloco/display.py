@@ -130,6 +130,13 @@ def _syncers(status: Status) -> str:
     return f"{len(status['syncers'])}, {escape(lead) if lead else 'nobody'} leads"
 
 
+def refusals(by_reason: dict[str, int]) -> str:
+    """'12 deltas (8 non_finite, 4 absurd_norm)'."""
+    total = sum(by_reason.values())
+    ordered = sorted(by_reason.items(), key=lambda item: (-item[1], item[0]))
+    return f"{total} delta{'s' if total > 1 else ''} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
+
+
 def _summary(status: Status) -> Table:
     lost = sum(value for cause, value in status["tokens_lost"].items() if cause != "pending")
     evaluation = status["evaluation"]
@@ -141,6 +148,8 @@ def _summary(status: Status) -> Table:
     ]
     if len(status["syncers"]) > 1:
         facts.append(("syncers", _syncers(status)))
+    if status["refused"]:
+        facts.append(("refused", refusals(status["refused"])))
     grid = Table.grid(padding=(0, 3))
     grid.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts))
     return grid
@@ -185,6 +194,7 @@ def plain_line(status: Status) -> str:
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",
+        *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),
         *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
         f"{duration(status['elapsed_s'])} gone",
         f"{duration(time_left(status))} left",

@@ -11,9 +11,10 @@ import typer
 
 from pipeline.codec import decode, decode_tape
 from pipeline.errors import BadMessage, UsageError
-from pipeline.messages import Committed, Message, Rejected, Rewound, Spec, TapeRecord
+from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
 from pipeline.ports import START, Bus
 from pipeline.settings import BusSettings
+from pipeline.wire import Message
 
 from .locate import locate, open_bus
 

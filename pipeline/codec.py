@@ -16,7 +16,8 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import BadMessage, BadPayload
-from .messages import CHUNK_EXTRA_BYTES, FORMAT, Chunk, Committed, Message, TapeRecord
+from .messages import Chunk, Committed, TapeRecord
+from .wire import CHUNK_EXTRA_BYTES, FORMAT, Message
 
 M = TypeVar("M", bound=Message)
 
@@ -66,7 +67,7 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
 
     try:
         if kind.max_items:
-            walker = msgpack.Unpacker(max_buffer_size=max(1, limit))
+            walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), read_size=max(1, len(data)))
             walker.feed(data)
             walker.skip()
         return msgpack.unpackb(

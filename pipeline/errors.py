@@ -52,3 +52,8 @@ class HeadMoved(BusError):
 
 class PayloadIncomplete(BusError):
     """A commit was refused because a staged payload does not have all of its chunks: stage it again."""
+
+
+def outage_event(error: BaseException) -> str:
+    """Name of the log event that tells of it: Redis can be reached and refuses writes, or cannot be reached."""
+    return "bus_full" if isinstance(error, BusFull) else "bus_unavailable"

@@ -30,9 +30,6 @@ from .messages import (
     Head,
     InitialUpload,
     LearnerReport,
-    Message,
-    MomentsOffer,
-    MomentsWish,
     Rewound,
     RunState,
     SeenReport,
@@ -41,7 +38,9 @@ from .messages import (
     WindowChanged,
     WindowView,
 )
+from .moments_messages import MomentsOffer, MomentsWish
 from .ports import START, Commit, MomentsBoard, Offered, Refusal, TapeEntry
+from .wire import Message
 
 __all__ = ["MemoryBus", "MemoryStore"]
 
@@ -316,6 +315,11 @@ class MemoryBus(MemoryCalls):
             raise BadMessage("a total of the head is out of bounds")
         return {name: b"%d" % total for name, total in sums.items()}
 
+    def _room(self, head: Hash, lost_tokens: int) -> int:
+        """A refusal is never refused for what a peer says that it lost."""
+        have = stored.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
+        return lost_tokens if have + lost_tokens < stored.COUNTER_LIMIT else 0
+
     def _delete(self, entries: Iterable[EntryId], deltas: str, keys: Iterable[str]) -> None:
         stream = self._stream(deltas)
         for at in entries:
@@ -356,7 +360,8 @@ class MemoryBus(MemoryCalls):
         await self._turn()
         head = self._owner_checks(fragment, refusal.nonce, keys.deltas(fragment))
         self._expect(fragment, head, refusal.expected)
-        sums = self._add(head, {"rejected_tokens": refusal.lost_tokens})
+        counts = {stored.refused_field(reason): n for reason, n in refusal.counts().items()}
+        sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
         if entries and not any(at in self._stream(keys.deltas(fragment)).ids for at in entries):
             return  # refused before; counted and recorded then
         self._delete(entries, keys.deltas(fragment), refusal.delta_payloads)

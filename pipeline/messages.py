@@ -7,44 +7,27 @@ Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence a
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Field, model_validator
 
-FORMAT = 1
-"""Version of the wire format. A party that meets another one says so and stops."""
-
-MAX_FRAGMENTS = 4096
-MAX_LEARNERS = 4096
-MAX_TENSORS = 100_000
-MAX_CHUNKS = 10**6
-MAX_CHUNK_BYTES = 16 * 2**20
-CHUNK_EXTRA_BYTES = 256
-"""What an encoded chunk has besides its data, at most."""
-
-PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
-Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
-FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
-Version = Annotated[int, Field(ge=0, le=2**48)]
-SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
-Count = Annotated[int, Field(ge=0, le=2**62)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
-Text = Annotated[str, Field(max_length=512)]
-
-
-class Message(BaseModel):
-    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.
-
-    A message takes no more than `max_bytes`, and has no more than `max_parts` arrays and maps, of which no array is
-    longer than `max_items`: `codec` looks at all three before it makes anything of it.
-    """
-
-    max_bytes: ClassVar[int] = 2 * 2**20
-    max_parts: ClassVar[int] = 2 * MAX_LEARNERS
-    max_items: ClassVar[int] = MAX_LEARNERS
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
-
+from .wire import (
+    CHUNK_EXTRA_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CHUNKS,
+    MAX_FRAGMENTS,
+    MAX_LEARNERS,
+    MAX_TENSORS,
+    Count,
+    Digest,
+    FragmentId,
+    Message,
+    Nonce,
+    PartyId,
+    Seconds,
+    SignedCount,
+    Text,
+    UnixSeconds,
+    Version,
+)
 
 # --- the spec ------------------------------------------------------------------------------------
 
@@ -177,6 +160,8 @@ class WindowView(Message):
     """How many learners the window could hope for."""
     reason: Text
     deadline_unix_s: UnixSeconds | None
+    doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
+    """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
 
 
 class MergedBase(Message):
@@ -206,6 +191,8 @@ class Head(Message):
     merged_deltas: Count
     merged_tokens: Count
     rejected_tokens: Count
+    refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
+    """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
 
 
 class InitialUpload(Message):
@@ -215,51 +202,6 @@ class InitialUpload(Message):
     nonce: Nonce
     chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Chunk count of each fragment's payload."""
-
-
-StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
-MAX_STATE_NAMES = 16
-
-
-class OptimizerKind(Message):
-    """What an inner optimizer keeps for each parameter it trains. Only equals can use each other's moments."""
-
-    optimizer: Text
-    """Its class."""
-    moments: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
-    """Names of the tensors shaped like the parameter, sorted."""
-    numbers: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
-    """Names of single numbers (Adam's `step`), sorted."""
-
-
-class MomentsWish(Message):
-    """A learner asks for a peer's moments."""
-
-    format: Literal[1] = 1
-    learner: PartyId
-    kind: OptimizerKind
-    """Others are of no use to it."""
-
-
-class MomentsOffer(Message):
-    """A complete upload of one learner's moments, for those that join. Float32, one payload a fragment and moment."""
-
-    max_bytes: ClassVar[int] = 16 * 2**20
-    max_parts: ClassVar[int] = 2 * MAX_STATE_NAMES
-    max_items: ClassVar[int] = MAX_TENSORS
-
-    format: Literal[1] = 1
-    learner: PartyId
-    nonce: Nonce
-    layout: Digest
-    kind: OptimizerKind
-    numbers: Annotated[
-        tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_TENSORS, fail_fast=True)], ...],
-        Field(max_length=MAX_STATE_NAMES),
-    ]
-    """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
-    steps: Count
-    """Inner steps of the donor's incarnation."""
 
 
 # --- learners, evaluations, events ---------------------------------------------------------------

@@ -11,6 +11,7 @@ Promises that every `Bus` keeps (the contract tests run on all adapters):
   step.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,8 +27,7 @@ from .messages import (
     InitialUpload,
     LearnerReport,
     MergedBase,
-    MomentsOffer,
-    MomentsWish,
+    RefusalReason,
     Rejected,
     Rewound,
     RunState,
@@ -38,6 +38,7 @@ from .messages import (
     WindowChanged,
     WindowView,
 )
+from .moments_messages import MomentsOffer, MomentsWish
 
 START = "0"
 """Cursor before the first entry of any stream."""
@@ -107,6 +108,12 @@ class Refusal:
     """Not those that another, accepted header still needs."""
     records: tuple[Rejected, ...]
     lost_tokens: int = 0
+    untold: tuple[RefusalReason, ...] = ()
+    """Reasons of refused entries that the tape does not tell of."""
+
+    def counts(self) -> dict[str, int]:
+        """How many were refused for which reason."""
+        return dict(Counter(reason.value for reason in (*(r.reason for r in self.records), *self.untold)))
 
 
 @dataclass(frozen=True, slots=True)

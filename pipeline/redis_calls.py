@@ -7,7 +7,7 @@ There are no retries here: the caller knows what may be repeated.
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -49,6 +49,14 @@ _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MAST
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
+_REMEDIES = {
+    "OOM": "its memory is full: raise its maxmemory",
+    "MISCONF": "it cannot write to its disk: free space where it keeps its data",
+    "NOREPLICAS": "too few replicas answer: start them, or lower its min-replicas-to-write",
+}
+"""What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
+NEARLY_FULL = 0.9
+"""Share of maxmemory from which on it is warned of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,8 @@ def translate(error: BaseException, where: str) -> DilocoError:
     text = str(error)
     if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)):
         return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
-    if isinstance(error, rx.OutOfMemoryError) or _FULL.search(text):
-        return BusFull(f"Redis at {where}: {text}")
+    if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
+        return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
     if "WRONGTYPE" in text:
         return BadMessage(f"Redis at {where}: {text}")
     down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
@@ -161,6 +169,17 @@ async def connect_calls(url: str) -> "RedisCalls":
     return RedisCalls(options, where, cluster)
 
 
+def _warnings(node: Mapping[str, Any]) -> Iterator[str]:
+    """What a server says of itself that somebody should mend."""
+    limit, policy = int(node.get("maxmemory", 0)), node.get("maxmemory_policy", "noeviction")
+    if limit and policy != "noeviction":
+        yield f"maxmemory-policy is {policy}: keys may be evicted; set noeviction"
+    if limit and (share := int(node["used_memory"]) / limit) >= NEARLY_FULL:
+        yield f"Redis uses {share:.0%} of its maxmemory: raise it; deltas are refused where it is full"
+    if "err" in (node.get("aof_last_write_status"), node.get("rdb_last_bgsave_status")):
+        yield "Redis cannot write to its disk: free space where it keeps its data; until then it may refuse all writes"
+
+
 def _client(options: dict[str, Any], cluster: bool) -> Client:
     if not cluster:
         return Redis.from_pool(ConnectionPool(**options))
@@ -189,11 +208,7 @@ class RedisCalls:
             reply: Any = await client.execute_command("INFO", **targets)
         nodes = list(reply.values()) if self.cluster and "redis_version" not in reply else [reply]
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
-        warnings = {
-            f"maxmemory-policy is {node['maxmemory_policy']}: keys may be evicted; set noeviction"
-            for node, limit in zip(nodes, limits, strict=True)
-            if limit and node.get("maxmemory_policy", "noeviction") != "noeviction"
-        }
+        warnings = {warning for node in nodes for warning in _warnings(node)}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
             version=str(nodes[0]["redis_version"]),

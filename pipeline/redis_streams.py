@@ -18,9 +18,6 @@ from .messages import (
     Head,
     InitialUpload,
     LearnerReport,
-    Message,
-    MomentsOffer,
-    MomentsWish,
     Rewound,
     RunState,
     SeenReport,
@@ -29,8 +26,10 @@ from .messages import (
     WindowChanged,
     WindowView,
 )
+from .moments_messages import MomentsOffer, MomentsWish
 from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
+from .wire import Message
 
 T = TypeVar("T", bound=Message)
 
@@ -275,11 +274,13 @@ class RedisBus:
         """Refuse deltas."""
         for entry in refusal.entries:
             stored.entry_id(entry)
-        records = (encode(record) for record in refusal.records)
+        records, counts = (encode(record) for record in refusal.records), refusal.counts()
+        reasons = (part for reason, n in counts.items() for part in (stored.refused_field(reason), n))
         await self._redis.script(
             "refuse",
             [*self._owned(fragment), *refusal.delta_payloads],
-            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, len(refusal.entries), *refusal.entries, *records),
+            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, len(refusal.entries), *refusal.entries),
+            *(len(counts), *reasons, *records),
         )
 
     async def write_window(

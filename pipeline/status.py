@@ -9,6 +9,7 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 (`pipeline.ledger`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
         "merged_deltas": head.merged_deltas,
         "merged_tokens": head.merged_tokens,
         "rejected_tokens": head.rejected_tokens,
+        "refused": dict(head.refused),
         "window": {
             "state": window.state,
             "attempt": window.attempt,
@@ -66,6 +68,7 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
             "expected": window.expected,
             "quorum": quorum,
             "reason": window.reason,
+            "doubted": list(window.doubted),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
         },
     }
@@ -82,7 +85,7 @@ def _tokens(
         elements = [fragment.elements for fragment in layout.fragments]
         total = layout.elements
         merged = min(tokens, sum(head.merged_tokens * elements[head.fragment] for head in heads) // total)
-        rejected = sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total
+        rejected = min(tokens, sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total)
         overwritten = sum(seen.report.overwritten for seen in reports) // total
         dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
@@ -140,6 +143,14 @@ def build_status(
     warnings = list(bus_warnings)
     if quorum > live and (state is None or state.phase is Phase.RUNNING):
         warnings.insert(0, f"quorum {quorum} > {live} live")
+    if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
+        warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
+    doubted = sorted({learner for head in present for learner in head.window.doubted})
+    if doubted and (state is None or state.phase is not Phase.FINISHED):
+        warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")
+    refused: Counter[str] = Counter()
+    for head in present:
+        refused.update(head.refused)
     return {
         "run": run,
         "phase": "waiting" if state is None else state.phase.value,
@@ -150,6 +161,7 @@ def build_status(
         "merged_tokens": merged,
         "outer_steps": sum(head.version for head in present),
         "tokens_lost": lost,
+        "refused": dict(sorted(refused.items())),
         "elapsed_s": _elapsed_s(state, reports, now_unix_s),
         "learners": [_learner(seen, live_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),

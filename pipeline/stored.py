@@ -13,16 +13,16 @@ from .messages import (
     Head,
     LearnerReport,
     MergedBase,
-    Message,
-    MomentsOffer,
-    MomentsWish,
+    RefusalReason,
     RunState,
     SeenReport,
     Shard,
     ShardQueue,
     WindowView,
 )
+from .moments_messages import MomentsOffer, MomentsWish
 from .ports import Commit, MomentsBoard, Offered
+from .wire import Message
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
@@ -50,6 +50,11 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
     }
 
 
+def refused_field(reason: str) -> str:
+    """The head's count of deltas refused for a reason."""
+    return f"refused:{reason}"
+
+
 def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
     """The head's hash to a `Head`; None where there is no hash.
 
@@ -72,6 +77,11 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             merged_deltas=int(fields[b"merged_deltas"]),
             merged_tokens=int(fields[b"merged_tokens"]),
             rejected_tokens=int(fields[b"rejected_tokens"]),
+            refused={
+                reason.value: decode_count("refusals", fields[name])
+                for reason in RefusalReason
+                if (name := refused_field(reason.value).encode()) in fields
+            },
         )
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
         raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error

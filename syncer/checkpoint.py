@@ -30,21 +30,10 @@ from safetensors import SafetensorError
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import (
-    Committed,
-    Count,
-    Digest,
-    Head,
-    Message,
-    Phase,
-    RunState,
-    ShardQueue,
-    Spec,
-    Version,
-    WindowView,
-)
+from pipeline.messages import Committed, Head, Phase, RunState, ShardQueue, Spec, WindowView
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, Commit
+from pipeline.wire import Count, Digest, Message, Version
 
 from .scratch import scratch_folder
 

@@ -6,9 +6,13 @@ learners train more steps on their old base.
 """
 
 from collections.abc import Sequence
+from statistics import median_low
 
 DECAY = 0.8
 """Share of the old estimate that each observation leaves; the paper smooths, the decay is not published."""
+
+SLOWEST_FACTOR = 10.0
+"""A step time counts up to so many times the median: no learner's word alone stretches a window."""
 
 
 class Ema:
@@ -57,7 +61,8 @@ class GraceEstimator:
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
         """
-        slowest = max((s for s in step_times if s > 0), default=None)
+        known = [s for s in step_times if s > 0]
+        slowest = min(max(known), SLOWEST_FACTOR * median_low(known)) if known else None
         if slowest is None or self._quorum.value is None or self._sync.value is None:
             return None
         slack = overlap_steps * slowest - (self._quorum.value + self._sync.value)

@@ -19,6 +19,9 @@ class Metrics:
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
+        self.doubted_learners = Gauge(
+            "diloco_doubted_learners", "Learners not waited for: their last deltas were refused", registry=registry
+        )
         self.lease_losses = Counter("diloco_lease_losses", "Leases lost to expiry or another syncer", registry=registry)
         self.bus_errors = Counter("diloco_bus_errors", "Calls that the bus failed", registry=registry)
         self.quorum_seconds = self._seconds("quorum", "From a window's opening to its quorum")

@@ -7,39 +7,35 @@ rebuilt from the stream, which holds all that is pending.
 
 import asyncio
 import secrets
-from collections import deque
 
 import structlog
 
 from pipeline import codec
 from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import (
-    Committed,
-    Digest,
-    Head,
-    RefusalReason,
-    Rejected,
-    Rewound,
-    Spec,
-    WindowChanged,
-    WindowView,
-)
+from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.payloads import pull
-from pipeline.ports import START, Bus, Clock, Commit, Offered, Refusal
+from pipeline.ports import START, Bus, Clock, Commit, Offered
+from pipeline.wire import Digest
 
+from .doubts import Doubts
 from .fragment import Delta, FragmentState, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import LEAST_UPLOAD_S, Intake, Offload, Outcome
 from .metrics import Metrics
 from .recording import Recorder
+from .refusing import Refusing
 from .staging import REPLACED_TTL_S, RandomHex, Staging
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused
 
 BLOCK_S = 1.0
+MOST_ARRIVED = 1024
+"""Headers that were read and not looked at; with more, reading waits."""
+MOST_AT_ONCE = 256
+"""Headers looked at before the window decides again, however many more there are."""
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
 Failed = tuple[Offer, RefusalReason, str]
@@ -71,6 +67,7 @@ class FragmentOwner:
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
         self._recorder = recorder
+        self._refusing, self._doubts = Refusing(bus, clock, metrics, layout.id, nonce), Doubts()
         self._staging = Staging(bus, clock, layout.id, spec.sync.chunk_bytes, random_hex)
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
@@ -87,6 +84,11 @@ class FragmentOwner:
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
         self._grace = GraceEstimator()
         self._view = IDLE_VIEW
+
+    @property
+    def doubted(self) -> frozenset[str]:
+        """Learners that this owner does not wait for."""
+        return self._doubts.learners
 
     @property
     def window_open(self) -> bool:
@@ -146,13 +148,13 @@ class FragmentOwner:
     async def _serve(self) -> None:
         if not await self._load():
             return
-        arrived: deque[Offered] = deque()
+        arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
         reader = asyncio.create_task(self._read(arrived))
         try:
             while self._serving:
                 self.wake.clear()
-                while arrived:
-                    await self._offered(arrived.popleft())
+                for _ in range(min(arrived.qsize(), MOST_AT_ONCE)):
+                    await self._offered(arrived.get_nowait())
                 failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
                 gone, look_again = self._given_up()
                 decision = self._decide()
@@ -166,7 +168,7 @@ class FragmentOwner:
                 elif isinstance(decision, Reopened):
                     await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
-                else:
+                elif arrived.empty():
                     await self._sleep(reader, decision.until, look_again)
         finally:
             reader.cancel()
@@ -234,21 +236,20 @@ class FragmentOwner:
 
     # --- offers -----------------------------------------------------------------------------------------
 
-    async def _read(self, arrived: deque[Offered]) -> None:
+    async def _read(self, arrived: asyncio.Queue[Offered]) -> None:
         cursor = START
         while True:
             for entry in await self._bus.read_offers(self._p, cursor, BLOCK_S):
                 cursor = entry.entry_id
-                arrived.append(entry)
+                self.wake.set()
+                await arrived.put(entry)
                 self.wake.set()
 
     async def _offered(self, entry: Offered) -> None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
         if entry.header is None or entry.header.fragment != self._p:
             problem = entry.problem or "the header names another fragment"
-            self._log.warning("delta_rejected", reason=RefusalReason.BAD_MESSAGE.value, detail=problem)
-            record = self._rejected(None, RefusalReason.BAD_MESSAGE, problem, 0)
-            await self._bus.refuse(self._p, Refusal(self._nonce, self._at, (entry.entry_id,), (), (record,)))
+            await self._refusing.refuse(self._at, entry.entry_id, None, RefusalReason.BAD_MESSAGE, problem)
             return
         offer = Offer(entry.entry_id, entry.header)
         answer = self._window.offer(offer, self._clock.now())
@@ -258,6 +259,7 @@ class FragmentOwner:
                     await self._outdone(replaced, offer)
                 self._start_downloads()
             case Refused(reason, detail, lost):
+                self._doubts.refused(offer.header.learner, reason)
                 await self._reject(offer, reason, detail, lost)
             case Late(replaced):
                 self._log.debug("delta_held", learner=offer.header.learner)
@@ -268,26 +270,15 @@ class FragmentOwner:
         h = offer.header
         return self._bus.keys.delta_payload(self._p, h.learner, h.incarnation, h.serial)
 
-    def _rejected(self, offer: Offer | None, reason: RefusalReason, detail: str, lost: int) -> Rejected:
-        self._metrics.refusals.labels(reason=reason.value).inc()
-        return Rejected.of(
-            offer.header if offer else None,
-            (self._p, self._fragment.version if self._fragment else 0),
-            lost_tokens=lost,
-            reason=reason,
-            detail=detail,
-            unix_s=self._clock.unix(),
-        )
-
     async def _reject(self, offer: Offer, reason: RefusalReason, detail: str, lost: int) -> None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
-        self._log.warning("delta_rejected", learner=offer.header.learner, reason=reason.value, detail=detail)
         key = self._key(offer)
         still_needed = any(self._key(other) == key for other in self._window.pending() if other is not offer)
         self._intake.forget([offer.entry_id])
         payloads = () if still_needed else (key,)
-        record = self._rejected(offer, reason, detail, lost)
-        await self._bus.refuse(self._p, Refusal(self._nonce, self._at, (offer.entry_id,), payloads, (record,), lost))
+        await self._refusing.refuse(
+            self._at, offer.entry_id, offer.header, reason, detail, lost_tokens=lost, payloads=payloads
+        )
 
     async def _outdone(self, replaced: Offer, offer: Offer) -> None:
         same = replaced.header.base_version == offer.header.base_version
@@ -298,6 +289,7 @@ class FragmentOwner:
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
         self._intake.timed_out(offer.entry_id for offer in overdue)
         for offer in overdue:
+            self._doubts.refused(offer.header.learner, RefusalReason.UPLOAD_TIMEOUT)
             await self._reject(offer, RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
 
     # --- downloads ----------------------------------------------------------------------------------------
@@ -311,26 +303,30 @@ class FragmentOwner:
         offer, outcome = taken
         if isinstance(outcome, Delta):
             self._window.uploaded(offer)
+            self._doubts.sound(offer.header.learner)
             return None
         self._window.failed(offer)
+        self._doubts.refused(offer.header.learner, outcome[0])
         return offer, *outcome
 
     def _given_up(self) -> tuple[list[Failed], float | None]:
-        """Uploads that have stopped, of learners that are gone: they are not waited for. And when to look again."""
+        """What has stopped to come and nobody waits for: of learners that are gone, once a merge needs it, and of
+        doubted ones. And when to look again."""
         assert self._window is not None  # noqa: S101  # loaded before the loop
         given_up: list[Failed] = []
-        if self._window.state is not State.UPLOADING:
-            return given_up, None
+        needed, doubted = self._window.state is State.UPLOADING, self._doubts.learners
         again, quiet_s = [], max(LEAST_UPLOAD_S, self._watch.liveness_s)
         for offer in self._window.awaited():
-            if self._watch.is_here(offer.header.learner, offer.header.incarnation):
+            learner = offer.header.learner
+            gone = needed and not self._watch.is_here(learner, offer.header.incarnation)
+            if not (gone or learner in doubted):
                 continue
             until = self._intake.heard_at(offer) + quiet_s
             if self._clock.now() < until:
                 again.append(until)
             else:
                 self._window.failed(offer)
-                detail = "its learner is gone, and the upload has stopped"
+                detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
                 given_up.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
         return given_up, min(again, default=None)
 
@@ -339,11 +335,13 @@ class FragmentOwner:
     def _conditions(self) -> Conditions:
         assert self._fragment is not None  # noqa: S101  # loaded before the loop
         watch, sync, version = self._watch, self._spec.sync, self._fragment.version
-        steps = [s.report.step_s for s in watch.expected(self._p, version)]
+        doubted = self._doubts.learners
+        expected = watch.expected(self._p, version)
+        steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
         grace = self._grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        return watch.conditions(self._p, version, grace, self._intake.upload_s)
+        return watch.conditions(self._p, version, grace, self._intake.upload_s, doubted)
 
     def _decide(self) -> Decision:
         assert self._window is not None  # noqa: S101  # loaded before the loop
@@ -359,6 +357,7 @@ class FragmentOwner:
             attempt=window.attempt,
             members=window.members,
             expected=len(self._conditions().expected),
+            doubted=tuple(sorted(self._doubts.learners)),
             reason=decision.reason[:500],
             deadline_unix_s=None if deadline is None else self._clock.unix() + deadline - now,
         )
@@ -469,5 +468,6 @@ class FragmentOwner:
         )
         self._view = IDLE_VIEW
         self._window = self._new_window(self._head)
+        self._refusing.new_window()
         for offer in window.late:
             await self._offered(Offered(offer.entry_id, offer.header))

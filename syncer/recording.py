@@ -27,7 +27,8 @@ from pydantic import Field
 from pipeline.codec import DTYPES, as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import MAX_LEARNERS, Contribution, Digest, FragmentId, Message, Seconds, Spec, Version
+from pipeline.messages import Contribution, Spec
+from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 
 from .fragment import Delta, FragmentState, Merged
 from .merge import Float32, Float64

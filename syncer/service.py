@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from pipeline.clock import LoopClock, fast_loop
-from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
+from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError, outage_event
 from pipeline.fragments import layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.ports import Bus, Clock
@@ -39,6 +39,7 @@ from .watch import RunWatch
 
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""
+BUS_LOOK_S = 5.0
 TAPE_KEPT_S = 600.0
 """How much of the tape stays on the bus where nobody archives it."""
 
@@ -118,6 +119,9 @@ class SyncerService:
             for fragment in layout.fragments
         ]
         self.metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in self.owners))
+        self.metrics.doubted_learners.set_function(
+            lambda: len({learner for owner in self.owners if owner.lease.is_set() for learner in owner.doubted})
+        )
         self.spec = spec
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         self._leases = leases = Leases(self.bus, self.clock, self.owners, self.nonce, self.id, self.settings.lease_s)
@@ -128,6 +132,7 @@ class SyncerService:
             self._retrying(leases.keep, self.settings.lease_s / 12),
             self._retrying(leases.share, min(1.0, self.settings.lease_s / 6)),
             self._retrying(self._keep_watch),
+            self._retrying(self._watch_bus),
         ]
         background.append(self._retrying(archive.follow if archive else self._keep_tape_short))
         if self.settings.checkpoint_dir and self.settings.checkpoint_every:
@@ -225,7 +230,7 @@ class SyncerService:
                 return await work()
             except (BusError, PeerError, OSError) as error:
                 self.metrics.bus_errors.inc()
-                self._log.warning("bus_unavailable", error=str(error), retry_s=retry_s)
+                self._log.warning(outage_event(error), error=str(error), retry_s=retry_s)
                 await asyncio.sleep(retry_s)
 
     # --- background -------------------------------------------------------------------------------------
@@ -250,6 +255,16 @@ class SyncerService:
                 self._log.warning("quorum_short", detail=watch.quorum_warning)
             warned = watch.quorum_warning
             await asyncio.sleep(WATCH_S)
+
+    async def _watch_bus(self) -> None:
+        """Say what is wrong with the server, once each time it comes up."""
+        warned: frozenset[str] = frozenset()
+        while True:
+            await asyncio.sleep(BUS_LOOK_S)
+            warnings = frozenset((await self.bus.info()).warnings)
+            for warning in sorted(warnings - warned):
+                self._log.warning("bus_warning", detail=warning)
+            warned = warnings
 
     async def _lead(self, watch: RunWatch, state: RunState | None) -> RunState:
         """Move the run forward: count tokens, drain at the budget, close it when drained."""
@@ -337,7 +352,7 @@ async def serve(settings: SyncerProcess) -> int:
             bus = await connect(settings.redis_url.get_secret_value(), settings.run)
             break
         except BusUnavailable as error:
-            log.warning("bus_unavailable", error=str(error), retry_s=1.0)
+            log.warning(outage_event(error), error=str(error), retry_s=1.0)
             if stop.is_set():
                 return 0
             await asyncio.sleep(1.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BusError, UsageError
+from pipeline.errors import BusError, UsageError, outage_event
 from pipeline.fragments import Layout
 from pipeline.messages import Spec
 from pipeline.ports import Bus, Clock
@@ -44,7 +44,7 @@ class Start:
                 resuming = resuming and not await self._resume()
                 data = None if resuming else await self.bus.read_spec()
             except BusError as error:  # an outage, or another syncer has restored what this one was about to
-                structlog.get_logger().warning("bus_unavailable", error=str(error), retry_s=1.0)
+                structlog.get_logger().warning(outage_event(error), error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
                 continue
             if data is not None:

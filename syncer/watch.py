@@ -90,17 +90,25 @@ class RunWatch:
         self.quorum_warning = f"quorum {self.sync.quorum} > {live} live" if short else ""
         return (who(), self.draining) != before
 
-    def conditions(self, fragment: int, version: int, grace_s: float | None, upload_s: float) -> Conditions:
+    def conditions(
+        self,
+        fragment: int,
+        version: int,
+        grace_s: float | None,
+        upload_s: float,
+        doubted: frozenset[str] = frozenset(),
+    ) -> Conditions:
         """What a window must know of the run."""
         live = {s.report.learner for s in self.live()}
         quorum = self.sync.quorum
         if self.draining:  # never lowered while running; at the end the last deltas decide
-            quorum = max(1, min(quorum, len(live)))
+            quorum = max(1, min(quorum, len(live - doubted)))
         return Conditions(
             quorum=quorum,
-            expected=frozenset(s.report.learner for s in self.expected(fragment, version)),
+            expected=frozenset(s.report.learner for s in self.expected(fragment, version)) - doubted,
             live=len(live),
             grace_s=grace_s,
             upload_s=upload_s,
             draining=self.draining,
+            doubted=doubted,
         )

@@ -30,7 +30,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pipeline.messages import MAX_LEARNERS, DeltaHeader, Head, MergedBase, RefusalReason
+from pipeline.messages import DeltaHeader, Head, MergedBase, RefusalReason
+from pipeline.wire import MAX_LEARNERS
 
 MAX_MEMBERS = MAX_LEARNERS // 2
 """The head keeps the bases of two merges."""
@@ -94,6 +95,8 @@ class Conditions:
     """Time that M_t's uploads may take."""
     draining: bool = False
     settle_s: float = 2.0
+    doubted: frozenset[str] = frozenset()
+    """Learners that count only once their payload is here, and that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,7 @@ class Window:
             if not (given.draining and self._members):
                 return Wait(None, f"no delta due, {len(self._members)} waiting")
             self._open(now)
-        count, missing = len(self._members), given.expected - self.refused - self._members.keys()
+        count, missing = self._count(given), given.expected - self.refused - self._members.keys()
         if self.state is State.COLLECTING:
             if count < given.quorum and self.refused:
                 return self._reopen((), now, f"{count} of quorum {given.quorum} left after a refusal")
@@ -266,23 +269,28 @@ class Window:
             self.state = State.UPLOADING
             self.fixed_at = now
             self.deadline = now + given.upload_s
-        return self._uploads(now, given.quorum, missing)
+        return self._uploads(now, given, missing)
 
-    def _uploads(self, now: float, quorum: int, missing: Iterable[str]) -> Decision:
+    def _count(self, given: Conditions) -> int:
+        """Headers that count for the quorum."""
+        return sum(m.uploaded or learner not in given.doubted for learner, m in self._members.items())
+
+    def _uploads(self, now: float, given: Conditions, missing: Iterable[str]) -> Decision:
         done = tuple(m.offer for m in self._members.values() if m.uploaded)
-        waiting = [m for m in self._members.values() if not m.uploaded]
+        waiting = [m for learner, m in self._members.items() if not (m.uploaded or learner in given.doubted)]
         names = [m.offer.header.learner for m in waiting]
         assert self.deadline is not None and self.fixed_at is not None  # noqa: S101, PT018  # set on entering the state
         if waiting and now < self.deadline:
             return Wait(self.deadline, f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(names)}")
         time_s = self.deadline - self.fixed_at
-        recent = [m.offer for m in waiting if m.since > self.fixed_at and now - m.since < time_s]
-        for offer in recent:
+        recent = {id(m) for m in waiting if m.since > self.fixed_at and now - m.since < time_s}
+        overdue = tuple(m.offer for m in waiting if id(m) not in recent)
+        later = [o for o in self.awaited() if o not in overdue]
+        for offer in later:
             del self._members[offer.header.learner]
-        self.late[:0] = recent
-        overdue = tuple(m.offer for m in waiting if m.offer not in recent)
-        if len(done) < quorum:
-            return self._reopen(overdue, now, f"{len(done)} of quorum {quorum} uploaded in time")
+        self.late[:0] = later
+        if len(done) < given.quorum:
+            return self._reopen(overdue, now, f"{len(done)} of quorum {given.quorum} uploaded in time")
         absent = sorted({*missing, *names})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         self.state = State.MERGING

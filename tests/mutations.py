@@ -63,7 +63,7 @@ MUTATIONS = [
         "decide",
         (
             (
-                "count, missing = len(self._members),",
+                "count, missing = self._count(given),",
                 "count, missing = sum(1 + (m.offer.header.attempt > 0) for m in self._members.values()),",
             ),
         ),
@@ -72,7 +72,7 @@ MUTATIONS = [
                 "in its uploads too",
                 Window,
                 "_uploads",
-                (("if len(done) < quorum:", "if sum(1 + (o.header.attempt > 0) for o in done) < quorum:"),),
+                (("if len(done) < given.quorum:", "if sum(1 + (o.header.attempt > 0) for o in done) < given.quorum:"),),
             ),
         ),
     ),
@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     Mutation("a delta that follows opens a window", Window, "_open_for", (("and header.due and", "and"),)),
     Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
-    Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < quorum:", "if not done:"),)),
+    Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < given.quorum:", "if not done:"),)),
     Mutation(
         "only higher versions are adopted",
         Exchange,

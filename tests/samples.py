@@ -11,9 +11,6 @@ from pipeline.messages import (
     DeltaHeader,
     Head,
     LearnerReport,
-    MomentsOffer,
-    MomentsWish,
-    OptimizerKind,
     Phase,
     RunState,
     SeenReport,
@@ -22,6 +19,7 @@ from pipeline.messages import (
     TensorSpec,
     WindowView,
 )
+from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import push
 from pipeline.ports import Bus, Commit
 

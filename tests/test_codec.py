@@ -6,7 +6,7 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import messages
@@ -22,10 +22,11 @@ from pipeline.codec import (
 )
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import Chunk, DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.wire import Message
 
 from . import samples
 
-KINDS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, messages.Message)]
+KINDS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
 EXAMPLES = [samples.header(), samples.report(), samples.spec(), samples.run_state(), samples.head()]
 ARRAY = np.arange(1000, dtype=np.float32)
 CHUNK_BYTES = 1024
@@ -141,6 +142,7 @@ def test_a_spec_whose_fragments_are_not_filled_is_refused(tensors, complaint):
         decode(Spec, msgpack.packb(raw))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from(KINDS))
 def test_random_bytes_raise_bad_message_and_nothing_else(data, kind):
     """No byte string a peer can send ends a process."""
@@ -162,6 +164,7 @@ anything = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_message_with_any_field_replaced_decodes_or_raises_bad_message(message, data):
     """Well-formed msgpack with odd values in it is no way past the types either."""
@@ -258,6 +261,7 @@ def test_chunks_are_made_one_at_a_time():
     assert len(next(chunks)) < 2 * CHUNK_BYTES
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=4))
 def test_random_chunks_raise_bad_payload_and_nothing_else(chunks):
     """No upload ends the syncer."""

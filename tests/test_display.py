@@ -57,6 +57,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "elapsed_s": 81.0,
         "learners": [learner("learner-0"), learner("learner-1", step=398)],
         "syncers": [{"id": "syncer", "leads": True, "fragments": [0, 1]}],
+        "refused": {},
         "fragments": [
             fragment(0, state="grace", members=["learner-0", "learner-1", "learner-2"], deadline_in_s=0.21),
             fragment(1, state="collecting", members=["learner-3"]),
@@ -173,6 +174,14 @@ def test_numbers_are_short():
         "3.20G",
     ]
     assert [duration(s) for s in (None, 5, 125, 3723)] == ["-", "0:05", "2:05", "1:02:03"]
+
+
+def test_refused_deltas_are_shown_with_their_reasons():
+    """On the screen and in the plain line; nothing is said while none was refused."""
+    bad = status(refused={"absurd_norm": 4, "non_finite": 8})
+    assert "refused 12 deltas (8 non_finite, 4 absurd_norm)" in plain_line(bad)
+    assert "refused 12 deltas (8 non_finite, 4 absurd_norm)" in text_of(bad, 140)
+    assert "refused" not in plain_line(status())
 
 
 def test_several_syncers_are_counted_and_the_lead_is_named():

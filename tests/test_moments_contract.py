@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.codec import decode, encode
 from pipeline.errors import BadMessage, BusFull
-from pipeline.messages import MomentsOffer
+from pipeline.moments_messages import MomentsOffer
 from pipeline.ports import Bus, MomentsBoard
 
 from . import samples

@@ -16,7 +16,7 @@ import torch
 
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import OptimizerKind
+from pipeline.moments_messages import OptimizerKind
 from pipeline.settings import SyncSettings
 from workers import state_folder
 from workers.learner import Learner

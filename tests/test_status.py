@@ -48,6 +48,7 @@ def test_the_shape_is_the_documented_one_and_json():
         "merged_deltas": 0,
         "merged_tokens": 0,
         "rejected_tokens": 0,
+        "refused": {},
         "window": {
             "state": "grace",
             "attempt": 2,
@@ -55,6 +56,7 @@ def test_the_shape_is_the_documented_one_and_json():
             "expected": 3,
             "quorum": 1,
             "reason": "grace: 1 in",
+            "doubted": [],
             "deadline_in_s": 2.5,
         },
     }
@@ -76,6 +78,26 @@ def test_it_says_which_syncer_serves_which_fragment():
     ]
     assert build(syncers={"0a": "b"}, holders=["0c"])["syncers"] == [{"id": "b", "leads": False, "fragments": []}]
     assert build()["syncers"] == []
+
+
+def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
+    """Who looks at a run sees that something is wrong with a learner, what, and with which one."""
+    window = samples.IDLE.model_copy(update={"doubted": ("l3",)})
+    heads = [
+        samples.head(0, refused={"non_finite": 2, "absurd_norm": 1}, window=window),
+        samples.head(1, refused={"non_finite": 5}, window=window),
+    ]
+    status = build(heads=heads)
+    assert status["refused"] == {"absurd_norm": 1, "non_finite": 7}
+    assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
+    assert status["warnings"] == ["not waited for, since their last deltas were refused: l3"]
+    assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
+
+
+def test_tokens_that_a_forger_claims_to_have_lost_do_not_spoil_the_account():
+    """No more can have been rejected than was trained."""
+    status = build(heads=[samples.head(0, rejected_tokens=2**60)])
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 1000
 
 
 def test_merged_tokens_count_each_fragment_by_its_share():

@@ -16,6 +16,7 @@ from chaos.virtual_time import VirtualClock
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Head, LearnerReport, Phase, Spec, SyncSpec, TensorSpec
+from pipeline.ports import Bus
 from pipeline.settings import SyncerProcess, SyncSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
@@ -84,13 +85,17 @@ class VirtualLearner:
             device="cpu",
         )
 
+    def connect(self) -> Bus:
+        """A connection of its own."""
+        return MemoryBus(RUN, self.world.clock, self.world.store)
+
     async def live(self) -> None:
         """Join, train until the run drains, leave."""
         spec = self.world.spec
         layout = layout_of(spec.tensors)
         self.values = [np.zeros(f.elements, np.float32) for f in layout.fragments]
         self.rounds = Rounds(layout, spec.sync)
-        bus = MemoryBus(RUN, self.world.clock, self.world.store)
+        bus = self.connect()
         self.exchange = Exchange(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
         await self.exchange.join(spec, layout, lambda p: self.values[p].copy())
         self.adopt()

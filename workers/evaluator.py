@@ -10,7 +10,7 @@ import time
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusError, UsageError
+from pipeline.errors import BadPayload, BusError, UsageError, outage_event
 from pipeline.fragments import Layout, layout_of
 from pipeline.lifecycle import stop_event
 from pipeline.messages import Evaluation, Head, Phase, RunState, Spec
@@ -140,7 +140,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
                     return
                 backoff_s = BACKOFF_S[0]
             except BusError as error:
-                log.warning("bus_unavailable", error=str(error), retry_s=backoff_s)
+                log.warning(outage_event(error), error=str(error), retry_s=backoff_s)
                 pause_s, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S[1])
             try:
                 await asyncio.wait_for(stop.wait(), pause_s)

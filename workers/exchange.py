@@ -19,7 +19,16 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BadPayload, BusError, BusUnavailable, PayloadIncomplete, PeerError, SpecMismatch, UsageError
+from pipeline.errors import (
+    BadPayload,
+    BusError,
+    BusUnavailable,
+    PayloadIncomplete,
+    PeerError,
+    SpecMismatch,
+    UsageError,
+    outage_event,
+)
 from pipeline.fragments import Layout
 from pipeline.messages import (
     DeltaHeader,
@@ -50,6 +59,7 @@ INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
+LOOK_FOR_SYNCERS_S = 10.0
 
 
 def compare(spec: Spec, held: Spec) -> None:
@@ -190,7 +200,8 @@ class Exchange:
     async def run(self) -> None:
         """Work until cancelled; ends early only by a bug."""
         async with asyncio.TaskGroup() as group:
-            for work in (self._follow, self._pull_wanted, self._offer, self._upload, self._report, self.claims.keep):
+            publishing = (self._offer, self._upload, self._report, self.claims.keep)
+            for work in (self._follow, self._pull_wanted, *publishing, self._look_for_syncers):
                 group.create_task(self._forever(work))
 
     def stepped(self, publications: Iterable[tuple[Publication, Callable[[], Float32]]], adopted: bool) -> None:
@@ -240,7 +251,7 @@ class Exchange:
                 self._outages += isinstance(error, BusUnavailable)
                 if self._clock.now() - began > BACKOFF_S[1]:
                     delay = BACKOFF_S[0]
-                self._log.warning("bus_unavailable", task=work.__name__.strip("_"), error=str(error), retry_s=delay)
+                self._log.warning(outage_event(error), task=work.__name__.strip("_"), error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
 
@@ -251,7 +262,7 @@ class Exchange:
                 return await call(*args)
             except BusError as error:
                 self._outages += isinstance(error, BusUnavailable)
-                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+                self._log.warning(outage_event(error), error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
 
@@ -400,7 +411,7 @@ class Exchange:
                 return  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
             except BusError as error:
                 self._outages += isinstance(error, BusUnavailable)
-                self._log.warning("bus_unavailable", error=str(error), retry_s=delay)
+                self._log.warning(outage_event(error), error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_S[1])
 
@@ -426,6 +437,21 @@ class Exchange:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._report_wake.wait()
+
+    async def _look_for_syncers(self) -> None:
+        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use."""
+        missed = 0
+        while True:
+            await asyncio.sleep(LOOK_FOR_SYNCERS_S)
+            here = await self._bus.read_syncers()
+            if here and missed > 1:
+                self._log.info("syncer_found", syncers=list(here.values()))
+            missed = 0 if here else missed + 1
+            if missed == 2:
+                remedy = (
+                    "start `diloco syncer` for this run; training goes on, and all that is published is offered again"
+                )
+                self._log.warning("no_syncer", detail=f"nothing is merged: {remedy}")
 
 
 def _encode(base: Float32, values: Callable[[], Float32], kind: str) -> npt.NDArray[Any]:

@@ -33,7 +33,7 @@ from torch import nn
 
 from pipeline import codec, logs
 from pipeline.clock import LoopClock, fast_loop
-from pipeline.errors import BusUnavailable, UsageError
+from pipeline.errors import BusUnavailable, UsageError, outage_event
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
@@ -362,7 +362,7 @@ class Learner:
             try:
                 return await connect(self._url, self._run)
             except BusUnavailable as error:
-                structlog.get_logger().warning("bus_unavailable", learner=self.id, error=str(error), retry_s=delay)
+                structlog.get_logger().warning(outage_event(error), learner=self.id, error=str(error), retry_s=delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 5.0)
 

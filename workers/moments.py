@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pipeline.errors import BadPayload
 from pipeline.fragments import Layout, Slot
-from pipeline.messages import OptimizerKind
+from pipeline.moments_messages import OptimizerKind
 
 Float32 = npt.NDArray[np.float32]
 

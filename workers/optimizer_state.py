@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeline.errors import BadPayload
 from pipeline.fragments import Layout
-from pipeline.messages import OptimizerKind
+from pipeline.moments_messages import OptimizerKind
 
 from .moments import Moments, slots
 from .parameters import FragmentTensors, Snapshot

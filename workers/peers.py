@@ -20,7 +20,7 @@ import structlog
 
 from pipeline.errors import BadPayload, BusError, DilocoError
 from pipeline.fragments import Layout
-from pipeline.messages import MomentsOffer, MomentsWish, OptimizerKind
+from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, MomentsBoard
 

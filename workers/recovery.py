@@ -24,7 +24,8 @@ from torch import nn
 
 from pipeline.errors import BadPayload
 from pipeline.fragments import Layout
-from pipeline.messages import OptimizerKind, RunState
+from pipeline.messages import RunState
+from pipeline.moments_messages import OptimizerKind
 from pipeline.ports import Bus, Clock
 
 from .moments import Moments, check

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
-from pipeline.messages import Count, Digest, Message, OptimizerKind, PartyId, Text
+from pipeline.moments_messages import OptimizerKind
+from pipeline.wire import Count, Digest, Message, PartyId, Text
 
 from .background import BackgroundThread
 from .moments import Float32, Moments, check, slots

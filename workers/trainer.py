@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
+from pipeline.errors import BusUnavailable, SpecMismatch, UsageError, outage_event
 from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 
@@ -52,7 +52,7 @@ def wait_for_bus(redis_url: str, run: str) -> Spec | None:
         try:
             return Learner.read_spec(redis_url, run)
         except BusUnavailable as error:
-            log.warning("bus_unavailable", error=str(error), retry_s=delay_s)
+            log.warning(outage_event(error), error=str(error), retry_s=delay_s)
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, 5.0)
 

@@ -1,0 +1,41 @@
+"""What all wire types are made of: the base of messages with its bounds, and bounded field types. Pure."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FORMAT = 1
+"""Version of the wire format. A party that meets another one says so and stops."""
+
+MAX_FRAGMENTS = 4096
+MAX_LEARNERS = 4096
+MAX_TENSORS = 100_000
+MAX_CHUNKS = 10**6
+MAX_CHUNK_BYTES = 16 * 2**20
+CHUNK_EXTRA_BYTES = 256
+"""What an encoded chunk has besides its data, at most."""
+
+PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
+FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
+Version = Annotated[int, Field(ge=0, le=2**48)]
+SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
+Text = Annotated[str, Field(max_length=512)]
+
+
+class Message(BaseModel):
+    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.
+
+    A message takes no more than `max_bytes`, and has no more than `max_parts` arrays and maps, of which no array is
+    longer than `max_items`: `codec` looks at all three before it makes anything of it.
+    """
+
+    max_bytes: ClassVar[int] = 2 * 2**20
+    max_parts: ClassVar[int] = 2 * MAX_LEARNERS
+    max_items: ClassVar[int] = MAX_LEARNERS
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")

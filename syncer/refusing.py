@@ -1,0 +1,69 @@
+"""Refusing deltas of one fragment: off the stream, onto the tape, into the log and the metrics. asyncio."""
+
+from collections import Counter
+
+import structlog
+
+from pipeline.messages import DeltaHeader, RefusalReason, Rejected
+from pipeline.ports import Bus, Clock, Refusal
+
+from .metrics import Metrics
+
+TOLD_A_WINDOW = 32
+"""Refusals of one learner that the tape and the log tell of while a window lasts. Further ones are counted, no more: a
+peer that floods the stream must not fill the tape, which all others read."""
+
+
+class Refusing:
+    """How an owner refuses; the lease nonce and the head are checked in the same step."""
+
+    def __init__(self, bus: Bus, clock: Clock, metrics: Metrics, fragment: int, nonce: str) -> None:
+        self._bus, self._clock, self._metrics = bus, clock, metrics
+        self._p, self._nonce = fragment, nonce
+        self._log = structlog.get_logger().bind(fragment=fragment)
+        self._told: Counter[str] = Counter()
+
+    def new_window(self) -> None:
+        """All is told again."""
+        self._told.clear()
+
+    async def refuse(
+        self,
+        at: tuple[int, bytes],
+        entry_id: str,
+        header: DeltaHeader | None,
+        reason: RefusalReason,
+        detail: str,
+        *,
+        lost_tokens: int = 0,
+        payloads: tuple[str, ...] = (),
+    ) -> None:
+        """Refuse one entry of the stream, once and for all.
+
+        Args:
+            at: (version, digest) of the head by which it was judged.
+            entry_id: of the entry.
+            header: None where its bytes did not decode.
+            reason, detail: why.
+            lost_tokens: trained for nothing.
+            payloads: keys that go with it.
+
+        Raises:
+            BusError: as `Bus.refuse`.
+        """
+        learner = header.learner if header else ""
+        self._metrics.refusals.labels(reason=reason.value).inc()
+        records: tuple[Rejected, ...] = ()
+        if self._told[learner] < TOLD_A_WINDOW:
+            self._log.warning("delta_rejected", learner=learner, reason=reason.value, detail=detail)
+            unix_s, where = self._clock.unix(), (self._p, at[0])
+            records = (
+                Rejected.of(header, where, lost_tokens=lost_tokens, reason=reason, detail=detail, unix_s=unix_s),
+            )
+        elif self._told[learner] == TOLD_A_WINDOW:
+            self._log.warning("refusals_untold", learner=learner, after=TOLD_A_WINDOW, until="the next window")
+        self._told[learner] += 1
+        untold = () if records else (reason,)
+        await self._bus.refuse(
+            self._p, Refusal(self._nonce, at, (entry_id,), payloads, records, lost_tokens, untold=untold)
+        )
