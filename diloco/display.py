@@ -148,8 +148,6 @@ def _summary(status: Status) -> Table:
     ]
     if len(status["syncers"]) > 1:
         facts.append(("syncers", _syncers(status)))
-    if status["refused"]:
-        facts.append(("refused", refusals(status["refused"])))
     grid = Table.grid(padding=(0, 3))
     grid.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts))
     return grid
@@ -178,6 +176,8 @@ def render(status: Status) -> RenderableType:
         learners = Padding(_learner_table(status), (0, 0, 1, 0))
         tables = [Columns([learners, _fragment_table(status)], padding=(0, 3))]
     warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
+    if status["refused"]:
+        warnings.insert(0, Text(f"refused {refusals(status['refused'])}", "yellow"))
     parts = [*tables, Text(""), _summary(status), *warnings, _progress(status)]
     return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
 
