@@ -192,7 +192,37 @@ async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
     (head,) = await bus.read_heads([0])
     assert head is not None
     assert head.rejected_tokens == 400
+    assert head.refused == {"non_finite": 1}
     assert [entry.record for entry in await bus.read_tape({0: START})][1:] == list(refusal.records)
+
+
+async def test_refusals_are_counted_by_reason_whether_the_tape_tells_of_them_or_not(bus: Bus) -> None:
+    expected = await first_head(bus)
+    entries = tuple([await bus.offer(samples.header(f"l{i}")) for i in range(4)])
+    untold = (RefusalReason.FLOOD, RefusalReason.FLOOD, RefusalReason.NON_FINITE)
+    await bus.refuse(0, Refusal(NONCE, expected, entries, (), (rejected("l0", 4),), lost_tokens=4, untold=untold))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.refused == {"flood": 2, "non_finite": 2}
+    assert len(await bus.read_tape({0: START})) == 2
+    await bus.commit(await commit_on(bus, expected))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.refused == {"flood": 2, "non_finite": 2}, "a commit keeps them"
+
+
+async def test_what_a_peer_says_that_it_lost_never_stops_a_refusal(bus: Bus) -> None:
+    """Else a few headers with the largest numbers that a header may have would stop a fragment for ever."""
+    expected = await first_head(bus)
+    for n in range(3):
+        entry = await bus.offer(samples.header(f"l{n}"))
+        refusal = Refusal(NONCE, expected, (entry,), (), (rejected("l0", 4),), lost_tokens=2**61 + 2**60)
+        await bus.refuse(0, refusal)
+    assert await bus.read_offers(0) == []
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.rejected_tokens == 2**61 + 2**60
+    assert head.refused == {"non_finite": 3}
 
 
 async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_changed(bus: Bus) -> None:

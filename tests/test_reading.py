@@ -141,6 +141,25 @@ def test_a_shard_with_nothing_left_is_acknowledged_and_not_read_again() -> None:
     run_virtual(main())
 
 
+def test_a_shard_of_blocks_that_the_data_does_not_have_is_acknowledged_unread() -> None:
+    """Whoever can write to the queue must not end all learners with it, nor keep them busy for ever."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        wrong = [(0, DATA[0] + 1), (5, 5), (9, 3), (2**40, 2**61)]
+        shards = [Shard(epoch=0, index=i, start=start, stop=stop) for i, (start, stop) in enumerate([*wrong, (8, 16)])]
+        await world.bus.fill_shards(0, shards)
+        learner = learner_of(world, 0).start()
+        await asyncio.sleep(10)
+        assert learner.read[:8] == [(0, at) for at in range(8, 16)]
+        assert all(at < DATA[0] for _, at in learner.read)
+        assert len(learner.read) > 50, "it went on with the next epoch"
+        await learner.kill()
+
+    run_virtual(main())
+
+
 def test_the_shard_of_a_killed_learner_is_finished_by_another_from_its_saved_position() -> None:
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9))

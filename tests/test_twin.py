@@ -71,7 +71,8 @@ MUTATIONS = {
         "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
         "",
     ),
-    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', ARGV[4])\n", ""),
+    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', lost)\n", ""),
+    "a refusal whose reason is not counted": ("refuse", "redis.call('HINCRBY', head, ARGV[i], ARGV[i + 1])", ""),
     "a chunk appended again when repeated": (
         "write_chunk",
         "if index == have then redis.call('XADD', KEYS[1], string.format('%d-0', index + 1), 'c', ARGV[3]) end",

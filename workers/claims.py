@@ -71,6 +71,9 @@ class ShardClaims:
                 claimed = await self._bus.claim_shard(self._consumer, SILENT_S, tuple(self._held))
                 if claimed is None:
                     await self._fill_epoch(*wanted)
+                elif not self._is_there(claimed.shard, wanted[0]):
+                    self._finished.append(claimed.entry_id)
+                    await self._settle()
                 elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
                     shard = self._held[claimed.entry_id] = claimed.shard
                     self._log.debug("shard_claimed", epoch=shard.epoch, shard=shard.index, position=claimed.position)
@@ -90,6 +93,13 @@ class ShardClaims:
             BusError: it may not be saved.
         """
         await self._bus.save_position(self._consumer, *position)
+
+    def _is_there(self, shard: Shard, blocks: int) -> bool:
+        """Whether this run's data, of so many blocks, has the shard's."""
+        there = 0 <= shard.start < shard.stop <= blocks
+        if not there:
+            self._log.warning("shard_refused", start=shard.start, stop=shard.stop, blocks=blocks)
+        return there
 
     async def _settle(self) -> None:
         while self._finished:
