@@ -5,6 +5,7 @@ PYTHON      ?= python3
 PIP_ARGS    ?=
 PYTEST_ARGS ?=
 SEEDS       ?= 10000
+INPUTS      ?= 1000000
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -12,7 +13,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-docker test-gpu dst lint clean
+.PHONY: help demo test test-all test-docker test-gpu dst fuzz lint clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +35,9 @@ test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 
 dst: $(VENV)/dev.stamp  ## SEEDS=10000 simulated worlds under faults, over all cores; interrupted, it goes on where it was
 	$(BIN)/python -m chaos seeds --seeds $(SEEDS)
+
+fuzz: $(VENV)/dev.stamp  ## INPUTS=1000000 broken messages and payloads for every decoder; about a minute
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
 
 lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
