@@ -82,7 +82,7 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
-        raise BadMessage(f"{what} is not msgpack: {error}") from error
+        raise BadMessage(f"{what} is no msgpack within its bounds: {error}") from error
 
 
 def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:

@@ -40,6 +40,7 @@ INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
 Failed = tuple[Offer, RefusalReason, str]
 """A delta that leaves the window, and why."""
+DOUBTED_SHOWN = 64
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
@@ -357,7 +358,7 @@ class FragmentOwner:
             attempt=window.attempt,
             members=window.members,
             expected=len(self._conditions().expected),
-            doubted=tuple(sorted(self._doubts.learners)),
+            doubted=tuple(sorted(self._doubts.learners))[:DOUBTED_SHOWN],
             reason=decision.reason[:500],
             deadline_unix_s=None if deadline is None else self._clock.unix() + deadline - now,
         )

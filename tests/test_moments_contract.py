@@ -95,7 +95,6 @@ async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdo
     ("field", "value"),
     [
         ("numbers", ((float("nan"),),)),
-        ("numbers", ((1.0,) * 100_001,)),
         ("kind", {"optimizer": "x", "moments": ("a:b",), "numbers": ()}),
         ("kind", {"optimizer": "x", "moments": ("a",) * 17, "numbers": ()}),
         ("nonce", "no nonce"),
@@ -106,3 +105,5 @@ def test_an_offer_out_of_bounds_is_refused(field: str, value: object) -> None:
     assert decode(MomentsOffer, encode(good)) == good
     with pytest.raises(BadMessage, match=field):
         decode(MomentsOffer, msgpack.packb(good.model_dump() | {field: value}))
+    with pytest.raises(BadMessage, match="100001"):
+        decode(MomentsOffer, msgpack.packb(good.model_dump() | {"numbers": ((1.0,) * 100_001,)}))

@@ -88,11 +88,11 @@ def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
         intake.start([offer], sound)
         while not intake.outcomes:
             await asyncio.sleep(0.01)
-        first = intake.take()
+        (first,) = intake.taken()
         assert not intake.outcomes
         again = Offer(offer.entry_id, offer.header)
         intake.start([again], sound)
-        assert intake.take() == (again, first[1])
+        assert list(intake.taken()) == [(again, first[1])]
         assert list(intake.deltas) == [offer.entry_id]
         await intake.close()
 
