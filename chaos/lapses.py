@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.census import kind_of
 from pipeline.errors import LeaseLost
 from pipeline.keys import RunKeys
 from pipeline.memory_store import MemoryStore
@@ -13,16 +14,15 @@ class Lapses:
 
     def __init__(self, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._store, self._keys, self._now = store, keys, now
-        self._global = keys.global_payload(0, 0, "").rpartition("0:0:")[0]
         self._merges: set[str] = set()
 
     def found(self, nonce: str, method: str, args: tuple[Any, ...], outcome: Any) -> bool:
         """Whether a call that took effect shows that a merge has outlived its lease; once a merge."""
         if method == "commit":
             key, lapsed = args[0].payload.key, isinstance(outcome, LeaseLost)
-        elif method == "write_chunks" and args[0].startswith(self._global):
+        elif method == "write_chunks" and kind_of(args[0]) == "global":
             key = args[0]
-            fragment = int(key.removeprefix(self._global).partition(":")[0])
+            fragment = int(key.split(":")[-3])  # see `RunKeys.global_payload`
             lapsed = not self._holds(self._keys.lease(fragment), nonce)
         else:
             return False

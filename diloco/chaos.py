@@ -31,6 +31,7 @@ from pipeline.errors import BusError, DilocoError, UsageError
 from pipeline.messages import Committed, ShardQueue
 from pipeline.redis_census import RedisCensus, connect_census
 from pipeline.settings import parse_duration
+from pipeline.waiting import first_of
 
 from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
 from .chaos_launch import StruckLauncher, patiently
@@ -101,24 +102,15 @@ class Count:
 
 async def _strike(launcher: StruckLauncher, monkey: Monkey, asked: asyncio.Event, for_s: float) -> None:
     """Strike from when all is under way until the time is over, the run ends or the user asks for it."""
-    await _first_of(launcher.under_way, launcher.ending, asked)
+    await first_of(launcher.under_way, launcher.ending, asked)
     if not launcher.under_way.is_set():
         return
     async with asyncio.TaskGroup() as group:
         group.create_task(monkey.run())
         with suppress(TimeoutError):
             async with asyncio.timeout(for_s):
-                await _first_of(launcher.ending, asked)
+                await first_of(launcher.ending, asked)
         monkey.relent()
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 async def _run(settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule]) -> tuple[Facts, Evidence]:
@@ -168,7 +160,7 @@ async def _run(settings: ChaosProcess, folder: Folder, for_s: float, rules: list
                 outcome = await patiently(launcher.gather, for_s, None)
                 if outcome is None or not launcher.under_way.is_set():
                     raise DilocoError(f"stopped before all learners trained: nothing was struck; logs in {folder.logs}")
-                queue = await launcher.read_queue()
+                queue = await patiently(bus.read_shards)
                 left = left_running(os.getpid(), {server.pid, spawner.pid})
             finally:
                 for one in (counting, watching, striking):

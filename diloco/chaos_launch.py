@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from chaos.audit import Ending
 from chaos.proxy import Proxy
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Phase, ShardQueue
+from pipeline.messages import Phase
 from pipeline.ports import Bus
 
 from .display import Screen
@@ -95,14 +95,6 @@ class StruckLauncher(Launcher):
         for child in self._processes():
             if child.status != 0 and not child.reported:
                 self._note_ending(child)
-
-    async def read_queue(self) -> ShardQueue:
-        """What is left on the work queue.
-
-        Raises:
-            BusUnavailable: Redis is away for long.
-        """
-        return await patiently(self._bus.read_shards)
 
 
 async def patiently(call: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -24,6 +24,7 @@ import structlog
 from pipeline.errors import BusUnavailable
 from pipeline.messages import Phase
 from pipeline.ports import Bus, Clock
+from pipeline.waiting import first_of
 
 from .owner import TICK_S, FragmentOwner
 from .sharing import excess, wanted
@@ -163,12 +164,7 @@ class Leases:
         if not self._stopping:
             await asyncio.sleep(limit_s)
             return
-        stops = [asyncio.ensure_future(self._owners[p].idle.wait()) for p in sorted(self._stopping)]
-        try:
-            await asyncio.wait(stops, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for stop in stops:
-                stop.cancel()
+        await first_of(*(self._owners[p].idle for p in sorted(self._stopping)), timeout_s=limit_s)
 
     # --- sharing ------------------------------------------------------------------------------------------
 

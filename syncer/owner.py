@@ -16,6 +16,7 @@ from pipeline.fragments import FragmentLayout
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.payloads import pull
 from pipeline.ports import START, Bus, Clock, Commit, Offered
+from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
 from .doubts import Doubts
@@ -139,12 +140,7 @@ class FragmentOwner:
     async def _lease_or_freeze(self) -> None:
         while not (self.lease.is_set() or self._watch.frozen):
             self.wake.clear()
-            lease, wake = asyncio.ensure_future(self.lease.wait()), asyncio.ensure_future(self.wake.wait())
-            try:
-                await asyncio.wait({lease, wake}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                lease.cancel()
-                wake.cancel()
+            await first_of(self.lease, self.wake)
 
     async def _serve(self) -> None:
         if not await self._load():

@@ -1,0 +1,13 @@
+"""Waiting for the first of several events. asyncio."""
+
+import asyncio
+
+
+async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
+    """Until one of the events is set, or the time is over; None: however long that takes."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
