@@ -13,7 +13,7 @@ header's; only committed values are adopted; a shard leaves the queue when all o
 closes to the token-element.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from pipeline.messages import (
     TapeRecord,
     WindowView,
 )
-from pipeline.ports import START, Commit, Refusal
+from pipeline.ports import Commit, Refusal
 from pipeline.standing import Standing
 
 from . import reference
@@ -80,6 +80,7 @@ class Oracle:
         self.on_violation: Callable[[], None] = lambda: None
         self._published: dict[DeltaId, Float64] = {}
         self._offers: dict[tuple[int, str], DeltaHeader] = {}
+        self._senders: set[str] = set()
         self._committed: set[tuple[int, int, bytes]] = set()
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
@@ -164,8 +165,10 @@ class Oracle:
         return found if isinstance(found, Stream) else None
 
     def _check_pending(self, p: int) -> None:
-        stream = self._stream(self._keys.deltas(p))
-        there = {"{}-{}".format(*at) for at in stream.ids} if stream else set()
+        there = set()
+        for learner in self._senders:
+            stream = self._stream(self._keys.deltas(p, learner))
+            there |= {f"{ms}-{seq}@{learner}" for ms, seq in stream.ids} if stream else set()
         expected = self.fragments[p].pending.keys()
         if there != expected:
             lost, strange = sorted(expected - there), sorted(there - expected)
@@ -175,6 +178,7 @@ class Oracle:
         p = header.fragment
         if not isinstance(outcome, Exception):
             state = self.fragments[p]
+            self._senders.add(header.learner)
             state.pending[outcome] = self._offers[p, outcome] = header
             if header.due:
                 state.due.add(header.base_digest)
@@ -208,8 +212,10 @@ class Oracle:
         if window.state != "idle" and state.digests.get(state.version) not in state.due and not self._ever_drained:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
-    def _read_offers(self, link: Link, outcome: Any, p: int, cursor: str = START, *args: Any) -> None:
-        if cursor == START and not isinstance(outcome, Exception):
+    def _read_offers(
+        self, link: Link, outcome: Any, p: int, after: Mapping[str, str] | None = None, *args: Any
+    ) -> None:
+        if not after and not isinstance(outcome, Exception):
             self._reading[link, p] = self._now()
             self._windows.read(link, p)
 

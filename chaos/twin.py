@@ -19,7 +19,7 @@ from pipeline.memory_store import EntryId, Stream
 from pipeline.ports import START
 from pipeline.redis_calls import RedisCalls, connect_calls
 from pipeline.redis_streams import RedisBus
-from pipeline.stored import entry_id
+from pipeline.stored import entry_id, offer_id, parse_offer_id
 
 from .plan import plan
 from .record import STAMPED, Called, Event, Expired, Full, Recorder, Restarted, Snapshot, Times, WorldStore, split_stamp
@@ -210,18 +210,23 @@ class Replay:
         def ids(stream: str, found: Iterable[str]) -> tuple[str, ...]:
             return tuple(self._entries[stream].redis(at) for at in found)
 
+        def offers(p: int, names: Iterable[str]) -> tuple[str, ...]:
+            parts = map(parse_offer_id, names)
+            return tuple(offer_id(learner, ids(keys.deltas(p, learner), [at])[0]) for learner, at in parts)
+
         given = {name: value * LONGER if name in SPANS else value for name, value in args.items() if name != "block_s"}
         match method:
             case "commit":
                 commit = args["commit"]
-                entries, ttl_s = ids(keys.deltas(commit.record.fragment), commit.entries), commit.replaced_ttl_s
+                entries, ttl_s = offers(commit.record.fragment, commit.entries), commit.replaced_ttl_s
                 given["commit"] = dataclasses.replace(commit, entries=entries, replaced_ttl_s=LONGER * ttl_s)
             case "refuse":
                 refusal = args["refusal"]
-                entries = ids(keys.deltas(args["fragment"]), refusal.entries)
+                entries = offers(args["fragment"], refusal.entries)
                 given["refusal"] = dataclasses.replace(refusal, entries=entries)
             case "read_offers" if "after" in args:
-                given["after"] = ids(keys.deltas(args["fragment"]), [args["after"]])[0]
+                after, p = args["after"] or {}, args["fragment"]
+                given["after"] = {learner: ids(keys.deltas(p, learner), [at])[0] for learner, at in after.items()}
             case "read_tape":
                 cursors = args["cursors"].items()
                 given["cursors"] = {group: ids(keys.tape(group), [after])[0] for group, after in cursors}
@@ -241,10 +246,12 @@ class Replay:
         keys = self._keys
         match method:
             case "offer":
-                return [(keys.deltas(args["header"].fragment), outcome)], None
+                header = args["header"]
+                return [(keys.deltas(header.fragment, header.learner), parse_offer_id(outcome)[1])], None
             case "read_offers":
-                stream = keys.deltas(args["fragment"])
-                return [(stream, one.entry_id) for one in outcome], [(one.header, one.problem) for one in outcome]
+                parts = [parse_offer_id(one.entry_id) for one in outcome]
+                streams = [(keys.deltas(args["fragment"], learner), at) for learner, at in parts]
+                return streams, [(one.header, one.problem) for one in outcome]
             case "read_tape":
                 ids = [(keys.tape(one.group), one.entry_id) for one in outcome]
                 return ids, [(one.group, one.record) for one in outcome]

@@ -107,9 +107,16 @@ class RunKeys:
         return self._run(f"moments:{p}:{name}:{nonce}")
 
     # --- one fragment (all in the slot of its group) -------------------------------------------------
-    def deltas(self, p: int) -> str:
-        """Fragment stream: one `DeltaHeader` per entry."""
-        return self._group(self.group(p), f"deltas:{p}")
+    def deltas(self, p: int, learner: str) -> str:
+        """Stream of one learner's headers for a fragment: one `DeltaHeader` per entry.
+
+        Each learner has its own, so that with a Redis user of its own it cannot trim, block or forge another's.
+        """
+        return self._group(self.group(p), f"deltas:{p}:{learner}")
+
+    def senders(self, group: int) -> str:
+        """Hash: names of the learners that ever offered a header in the group; only ever added to."""
+        return self._group(group, "senders")
 
     def delta_payload(self, p: int, learner: str, incarnation: str, serial: int) -> str:
         """Stream of a delta's chunks; expires."""

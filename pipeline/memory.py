@@ -5,6 +5,7 @@ before it acts, as a network call would; all of a call's work is then done witho
 makes it atomic. A store and its buses belong to one event loop.
 """
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -226,9 +227,13 @@ class MemoryBus(MemoryCalls):
     async def offer(self, header: DeltaHeader) -> str:
         """Append a header."""
         await self._turn()
-        self._stream(self.keys.deltas(header.fragment))
+        key = self.keys.deltas(header.fragment, header.learner)
+        senders = self.keys.senders(self.keys.group(header.fragment))
+        self._stream(key)
+        self._hash(senders)
         self.store.need_room()
-        return self._xadd(self.keys.deltas(header.fragment), encode(header))
+        self.store.hset(senders, {header.learner: b""})
+        return stored.offer_id(header.learner, self._xadd(key, encode(header)))
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads."""
@@ -289,11 +294,26 @@ class MemoryBus(MemoryCalls):
         return stored.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
 
     async def read_offers(
-        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+        self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
         """Pending headers."""
-        found = await self._read({self.keys.deltas(fragment): after}, limit, block_s)
-        return [stored.decode_offer(fragment, at, data) for _, entries in found for at, data in entries]
+        await self._turn()
+
+        def streams() -> dict[str, str]:
+            senders = self._hash(self.keys.senders(self.keys.group(fragment)))
+            return stored.cursors(senders, after)
+
+        cursors = streams()
+        if not cursors:
+            await asyncio.sleep(min(block_s, stored.NO_SENDER_S))
+            return []
+        if not await self._read({self.keys.deltas(fragment, name): at for name, at in cursors.items()}, 1, block_s):
+            return []
+        return [
+            stored.decode_offer(fragment, name, at, data)
+            for name, cursor in streams().items()
+            for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored.entry_id(cursor), limit)
+        ]
 
     def _owner_checks(self, p: int, nonce: str, *streams: str) -> Hash:
         """Types first, then the lease; returns the head."""
@@ -320,10 +340,16 @@ class MemoryBus(MemoryCalls):
         have = stored.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
         return lost_tokens if have + lost_tokens < stored.COUNTER_LIMIT else 0
 
-    def _delete(self, entries: Iterable[EntryId], deltas: str, keys: Iterable[str]) -> None:
-        stream = self._stream(deltas)
-        for at in entries:
-            stream.delete(at)
+    def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
+        """Streams and the entries named of each."""
+        found = stored.by_learner(entries)
+        return {self.keys.deltas(p, learner): list(map(stored.entry_id, ids)) for learner, ids in found.items()}
+
+    def _delete(self, headers: Mapping[str, list[EntryId]], keys: Iterable[str]) -> None:
+        for deltas, entries in headers.items():
+            stream = self._stream(deltas)
+            for at in entries:
+                stream.delete(at)
         for key in keys:
             self.store.delete(key)
 
@@ -332,11 +358,11 @@ class MemoryBus(MemoryCalls):
         p = stored.fragment_of(commit)
         keys = self.keys
         staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
-        entries = [stored.entry_id(entry) for entry in commit.entries]
+        headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
         stored.one_slot((keys.head(p), *(s.key for s in staged), *gone))
         await self._turn()
-        head = self._owner_checks(p, commit.nonce, keys.deltas(p), *(s.key for s in staged))
+        head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
         old_payload = head.get(b"payload", b"").decode()
         old_momentum = head.get(b"momentum", b"").decode()
@@ -350,21 +376,21 @@ class MemoryBus(MemoryCalls):
         self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         self._expire(old_payload, commit.replaced_ttl_s)
-        self._delete(entries, keys.deltas(p), (*gone, old_momentum))
+        self._delete(headers, (*gone, old_momentum))
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         """Refuse deltas."""
         keys = self.keys
-        entries = [stored.entry_id(entry) for entry in refusal.entries]
+        headers = self._headers(fragment, refusal.entries)
         stored.one_slot((keys.head(fragment), *refusal.delta_payloads))
         await self._turn()
-        head = self._owner_checks(fragment, refusal.nonce, keys.deltas(fragment))
+        head = self._owner_checks(fragment, refusal.nonce, *headers)
         self._expect(fragment, head, refusal.expected)
         counts = {stored.refused_field(reason): n for reason, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
-        if entries and not any(at in self._stream(keys.deltas(fragment)).ids for at in entries):
+        if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
             return  # refused before; counted and recorded then
-        self._delete(entries, keys.deltas(fragment), refusal.delta_payloads)
+        self._delete(headers, refusal.delta_payloads)
         self.store.hset(keys.head(fragment), sums)
         for record in refusal.records:
             self._xadd(keys.tape(keys.group(fragment)), encode(record))

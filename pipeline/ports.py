@@ -118,9 +118,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """An entry of a fragment stream. `header` is None where the bytes did not decode; `problem` says why."""
+    """A header on its learner's stream. `header` is None where it cannot be taken; `problem` says why."""
 
     entry_id: str
+    """`ms-seq@learner`"""
     header: DeltaHeader | None
     problem: str = ""
 
@@ -275,7 +276,7 @@ class Bus(Protocol):
 
     # --- fragments: learners ---------------------------------------------------------------------
     async def offer(self, header: DeltaHeader) -> str:
-        """Append a header to its fragment's stream; returns the entry id."""
+        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`."""
         ...
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
@@ -316,9 +317,19 @@ class Bus(Protocol):
         ...
 
     async def read_offers(
-        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+        self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
-        """Entries of the fragment stream after an id. What is on the stream is what is pending."""
+        """Headers by learner, of each in the order in which they came and at most `limit`. What is there is pending.
+
+        Waits up to `block_s` for the first one of a learner that has offered before; one that offers for the first
+        time is seen by the next call.
+
+        Args:
+            fragment: id.
+            after: learner -> entry id (`ms-seq`) of the last header that is known; the others' are read from the start.
+            block_s: 0: what is there now.
+            limit: for each learner.
+        """
         ...
 
     async def commit(self, commit: Commit) -> None:

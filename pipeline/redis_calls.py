@@ -320,8 +320,8 @@ class RedisCalls:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         for cursor in cursors.values():
             stored.entry_id(cursor)
-        if self.cluster and len(cursors) > 1:
-            return await self._read_slots(cursors, limit, block_s)
+        if self.cluster and len(slots := stored.by_slot(cursors)) > 1:
+            return await self._read_slots(slots, limit, block_s)
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
@@ -338,10 +338,10 @@ class RedisCalls:
         ]
 
     async def _read_slots(
-        self, cursors: Mapping[str, str], limit: int, block_s: float
+        self, slots: Iterable[Mapping[str, str]], limit: int, block_s: float
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """One read for each slot; the first that has something ends the waiting."""
-        reads = [asyncio.ensure_future(self.read({k: c}, limit, block_s)) for k, c in cursors.items()]
+        reads = [asyncio.ensure_future(self.read(cursors, limit, block_s)) for cursors in slots]
         when = asyncio.FIRST_COMPLETED if block_s > 0 else asyncio.ALL_COMPLETED
         pending, found = set(reads), list[tuple[str, list[tuple[str, bytes]]]]()
         try:

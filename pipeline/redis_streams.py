@@ -3,6 +3,7 @@
 Every step that is more than one command is a script under `lua/` (see `_prelude.lua` for their rules).
 """
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -188,8 +189,10 @@ class RedisBus:
     # --- fragments: learners ---------------------------------------------------------------------
     async def offer(self, header: DeltaHeader) -> str:
         """Append a header."""
-        at: bytes = await self._redis.command("XADD", self.keys.deltas(header.fragment), "*", "h", encode(header))
-        return at.decode()
+        p, learner = header.fragment, header.learner
+        keys = [self.keys.deltas(p, learner), self.keys.senders(self.keys.group(p))]
+        (at,) = await self._redis.script("offer", keys, learner, encode(header))
+        return stored.offer_id(learner, at.decode())
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads."""
@@ -237,20 +240,32 @@ class RedisBus:
         return stored.live_syncers(int(now_ms), _pairs(found))
 
     async def read_offers(
-        self, fragment: int, after: str = START, block_s: float = 0.0, limit: int = 256
+        self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
         """Pending headers."""
-        found = await self._redis.read({self.keys.deltas(fragment): after}, limit, block_s)
-        return [stored.decode_offer(fragment, at, data) for _, entries in found for at, data in entries]
+        senders = await self._redis.command("HKEYS", self.keys.senders(self.keys.group(fragment)))
+        cursors = stored.cursors(senders, after)
+        if not cursors:
+            await asyncio.sleep(min(block_s, stored.NO_SENDER_S))
+            return []
+        learners = {self.keys.deltas(fragment, learner): learner for learner in cursors}
+        found = await self._redis.read({key: cursors[name] for key, name in learners.items()}, limit, block_s)
+        of = {learners[key]: entries for key, entries in found}
+        return [stored.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
 
     def _owned(self, p: int) -> list[str]:
-        return [self.keys.lease(p), self.keys.head(p), self.keys.deltas(p), self.keys.tape(self.keys.group(p))]
+        return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]
+
+    def _headers(self, p: int, entries: Iterable[str]) -> tuple[list[str], list[str | int]]:
+        """The streams of headers as keys, and as arguments: how many streams, how many headers, (stream, id) ..."""
+        found = stored.by_learner(entries)
+        named = [part for i, ids in enumerate(found.values()) for at in ids for part in (i, at)]
+        return [self.keys.deltas(p, learner) for learner in found], [len(found), len(named) // 2, *named]
 
     async def commit(self, commit: Commit) -> None:
         """Move the head."""
         p = stored.fragment_of(commit)
-        for entry in commit.entries:
-            stored.entry_id(entry)
+        streams, headers = self._headers(p, commit.entries)
         # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
         # the head still names the same.
         old = await self._redis.command("HMGET", self.keys.head(p), "payload", "momentum")
@@ -258,6 +273,7 @@ class RedisBus:
         momentum = commit.momentum
         keys = [*self._owned(p), commit.payload.key, *([momentum.key] if momentum else [])]
         keys += [old_payload] if old_payload else []
+        keys += streams
         keys += [*commit.delta_payloads, *commit.retired, *([old_momentum] if old_momentum else [])]
         version, digest = commit.expected or ("", b"")
         await self._redis.script(
@@ -266,21 +282,19 @@ class RedisBus:
             *(commit.nonce, version, digest, commit.payload.chunks, momentum.chunks if momentum else ""),
             *(old_payload, old_momentum, to_ms(commit.replaced_ttl_s)),
             *(len(commit.record.contributions), commit.merged_tokens, encode(commit.record)),
-            *(len(commit.entries), *commit.entries),
+            *headers,
             *(part for pair in stored.head_fields(commit).items() for part in pair),
         )
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         """Refuse deltas."""
-        for entry in refusal.entries:
-            stored.entry_id(entry)
+        streams, headers = self._headers(fragment, refusal.entries)
         records, counts = (encode(record) for record in refusal.records), refusal.counts()
         reasons = (part for reason, n in counts.items() for part in (stored.refused_field(reason), n))
         await self._redis.script(
             "refuse",
-            [*self._owned(fragment), *refusal.delta_payloads],
-            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, len(refusal.entries), *refusal.entries),
-            *(len(counts), *reasons, *records),
+            [*self._owned(fragment), *streams, *refusal.delta_payloads],
+            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, *headers, len(counts), *reasons, *records),
         )
 
     async def write_window(
@@ -292,9 +306,8 @@ class RedisBus:
         record: WindowChanged | Rewound | None,
     ) -> None:
         """Publish the window."""
-        lease, head, _, tape = self._owned(fragment)
         args = (nonce, *expected, encode(window), encode(record) if record else "")
-        await self._redis.script("write_window", [lease, head, tape], *args)
+        await self._redis.script("write_window", self._owned(fragment), *args)
 
     async def trim_tape(self, group: int, before: str) -> None:
         """Drop old tape entries."""

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from .messages import DeltaHeader, LearnerReport, Phase
-from .ports import START, Bus
+from .ports import Bus
+from .stored import parse_offer_id
 
 Incarnation = tuple[str, str]
 """(learner, incarnation)"""
@@ -45,10 +46,10 @@ async def read_standing(bus: Bus, fragments: int, live_s: float, gone: Collectio
     heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
     offers: list[DeltaHeader] = []
     for p in range(fragments):
-        cursor = START
-        while more := await bus.read_offers(p, cursor):
+        after: dict[str, str] = {}
+        while more := await bus.read_offers(p, after):
             offers += [one.header for one in more if one.header is not None]
-            cursor = more[-1].entry_id
+            after |= dict(parse_offer_id(one.entry_id) for one in more)
     seen = await bus.read_reports()
     live = frozenset(
         (one.report.learner, one.report.incarnation)

@@ -3,6 +3,7 @@
 Pure: bytes in, messages out, and the checks that need no server.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -21,13 +22,18 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import Commit, MomentsBoard, Offered
+from .ports import START, Commit, MomentsBoard, Offered
 from .wire import Message
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
+NO_SENDER_S = 0.1
+"""While no learner has offered anything there is no stream to wait for: whoever reads waits this long."""
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
+
+
+_LEARNER = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class MergedBases(Message):
@@ -87,15 +93,54 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
         raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error
 
 
-def decode_offer(fragment: int, entry_id: str, data: bytes) -> Offered:
-    """An entry of a fragment stream; what does not decode is reported, not raised: its owner refuses it."""
+def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
+    """An entry of a learner's stream; what does not decode is reported, not raised: its owner refuses it."""
+    name = offer_id(learner, at)
     try:
         header = decode(DeltaHeader, data)
     except BadMessage as error:
-        return Offered(entry_id, None, str(error))
+        return Offered(name, None, str(error))
     if header.fragment != fragment:
-        return Offered(entry_id, None, f"header of fragment {header.fragment} on the stream of fragment {fragment}")
-    return Offered(entry_id, header)
+        return Offered(name, None, f"header of fragment {header.fragment} on a stream of fragment {fragment}")
+    if header.learner != learner:
+        return Offered(name, None, f"header of {header.learner} on the stream of {learner}")
+    return Offered(name, header)
+
+
+def offer_id(learner: str, at: str) -> str:
+    """Name of an entry of a learner's stream: `ms-seq@learner`."""
+    return f"{at}@{learner}"
+
+
+def parse_offer_id(text: str) -> tuple[str, str]:
+    """(learner, entry id) of such a name.
+
+    Raises:
+        BusError: it is none.
+    """
+    at, _, learner = text.partition("@")
+    entry_id(at)
+    if not learner:
+        raise BusError(f"invalid name of a header {text!r:.80}: it is <entry id>@<learner>")
+    return learner, at
+
+
+def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
+    """Names of headers as learner -> entry ids, learners in order."""
+    found: dict[str, list[str]] = {}
+    for learner, at in map(parse_offer_id, entries):
+        found.setdefault(learner, []).append(at)
+    return dict(sorted(found.items()))
+
+
+def cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
+    """Learner -> entry id after which its stream is read: from the start where none is named.
+
+    A sender that cannot be a learner's name has no stream: any learner may have put it there.
+    """
+    names = {name.decode() for name in senders if _LEARNER.fullmatch(name)}
+    known = after or {}
+    return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
 
 
 def decode_state(blob: bytes | None) -> RunState | None:
@@ -176,13 +221,25 @@ def fragment_of(commit: Commit) -> int:
     return commit.record.fragment
 
 
+def _tag(key: str) -> str:
+    return key[key.find("{") : key.find("}") + 1]
+
+
+def by_slot(cursors: Mapping[str, str]) -> list[dict[str, str]]:
+    """Cursors of streams, apart by hash tag."""
+    found: dict[str, dict[str, str]] = {}
+    for key, cursor in cursors.items():
+        found.setdefault(_tag(key), {})[key] = cursor
+    return list(found.values())
+
+
 def one_slot(keys: Iterable[str]) -> None:
     """All keys of one atomic step must share a hash tag, or it would fail on Redis Cluster only.
 
     Raises:
         ValueError: naming the tags.
     """
-    tags = {key[key.find("{") : key.find("}") + 1] for key in keys}
+    tags = set(map(_tag, keys))
     if len(tags) > 1 or "" in tags:
         raise ValueError(f"keys of several cluster slots in one step: {sorted(tags)}")
 

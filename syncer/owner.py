@@ -15,7 +15,8 @@ from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, Paylo
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.payloads import pull
-from pipeline.ports import START, Bus, Clock, Commit, Offered
+from pipeline.ports import Bus, Clock, Commit, Offered
+from pipeline.stored import parse_offer_id
 from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
@@ -234,10 +235,11 @@ class FragmentOwner:
     # --- offers -----------------------------------------------------------------------------------------
 
     async def _read(self, arrived: asyncio.Queue[Offered]) -> None:
-        cursor = START
+        after: dict[str, str] = {}
         while True:
-            for entry in await self._bus.read_offers(self._p, cursor, BLOCK_S):
-                cursor = entry.entry_id
+            for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
+                learner, after_id = parse_offer_id(entry.entry_id)
+                after = {**after, learner: after_id}
                 self.wake.set()
                 await arrived.put(entry)
                 self.wake.set()

@@ -44,7 +44,7 @@ MUTATIONS = [
         (
             (
                 "    head = self._owner_checks(",
-                "    self._delete(entries, keys.deltas(p), ())\n    head = self._owner_checks(",
+                "    self._delete(headers, ())\n    head = self._owner_checks(",
             ),
         ),
     ),

@@ -16,6 +16,7 @@ from pipeline.errors import (
 )
 from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, WindowChanged
 from pipeline.ports import START, Bus, Refusal
+from pipeline.stored import parse_offer_id
 
 from . import samples
 from .backdoor import Backdoor
@@ -206,28 +207,36 @@ async def test_headers_are_pending_in_order_until_they_are_refused_or_merged(bus
     offers = await bus.read_offers(0)
     assert [o.entry_id for o in offers] == entries
     assert [o.header.learner for o in offers if o.header] == ["l0", "l1", "l2"]
-    assert [o.entry_id for o in await bus.read_offers(0, after=entries[0])] == entries[1:]
-    assert [o.entry_id for o in await bus.read_offers(0, limit=1)] == entries[:1]
+    known = dict(map(parse_offer_id, entries[:2]))
+    assert [o.entry_id for o in await bus.read_offers(0, after=known)] == entries[2:]
+    again = await bus.offer(samples.header("l0", serial=1))
+    assert [o.entry_id for o in await bus.read_offers(0, after=known)] == [again, entries[2]]
+    assert [o.entry_id for o in await bus.read_offers(0, limit=1)] == entries
     assert await bus.read_offers(1) == []
 
 
 async def test_a_header_that_does_not_decode_is_reported_and_does_not_hide_the_next(
     bus: Bus, backdoor: Backdoor
 ) -> None:
-    backdoor.append(bus.keys.deltas(0), b"\xc1 no message")
-    backdoor.append(bus.keys.deltas(0), encode(samples.header("forged", fragment=1)))
+    await bus.offer(samples.header("l0", fragment=1))
+    backdoor.append(bus.keys.deltas(0, "l0"), b"\xc1 no message")
+    backdoor.append(bus.keys.deltas(0, "l0"), encode(samples.header("l0", fragment=1)))
+    backdoor.append(bus.keys.deltas(0, "l0"), encode(samples.header("l1")))
     await bus.offer(samples.header("l0"))
-    first, second, third = await bus.read_offers(0)
+    first, second, forged, third = await bus.read_offers(0)
     assert first.header is None
     assert "msgpack" in first.problem
     assert second.header is None
     assert "fragment 1" in second.problem
+    assert forged.header is None
+    assert "header of l1 on the stream of l0" in forged.problem
     assert third.header is not None
 
 
 async def test_an_owner_waits_for_the_next_header(bus: Bus, backdoor: Backdoor) -> None:
     other = await backdoor.connect()
-    read = asyncio.ensure_future(bus.read_offers(0, block_s=5))
+    known = parse_offer_id(await other.offer(samples.header(serial=1)))
+    read = asyncio.ensure_future(bus.read_offers(0, dict([known]), block_s=5))
     await asyncio.sleep(0.05)
     entry = await other.offer(samples.header())
     assert [o.entry_id for o in await read] == [entry]
@@ -235,6 +244,7 @@ async def test_an_owner_waits_for_the_next_header(bus: Bus, backdoor: Backdoor) 
 
 
 async def test_a_blocking_read_ends_empty_when_its_time_is_over_and_holds_up_nobody(bus: Bus) -> None:
+    await bus.offer(samples.header(fragment=30))
     started = time.monotonic()
     reads = [asyncio.ensure_future(bus.read_offers(p, block_s=0.4)) for p in range(20)]
     await asyncio.sleep(0.01)
@@ -366,6 +376,7 @@ async def test_what_is_no_syncer_in_their_table_is_dropped(bus: Bus, backdoor: B
 
 
 async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> None:
+    await bus.offer(samples.header(fragment=1))  # somebody whose stream can be waited for
     reads = [asyncio.ensure_future(bus.read_offers(0, block_s=30)), asyncio.ensure_future(bus.tape_end())]
     await asyncio.sleep(0.1)
     await bus.close()
@@ -379,6 +390,7 @@ async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> 
 
 
 async def test_a_cancelled_read_leaves_the_bus_usable(bus: Bus) -> None:
+    await bus.offer(samples.header(fragment=1))
     read = asyncio.ensure_future(bus.read_offers(0, block_s=30))
     await asyncio.sleep(0.05)
     read.cancel()
@@ -404,7 +416,9 @@ async def test_stored_control_values_that_do_not_decode_are_named(bus: Bus, back
 
 async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdoor: Backdoor) -> None:
     keys = bus.keys
-    for key in (keys.deltas(0), keys.shard_positions, keys.state, keys.seen, keys.spec, keys.init_claim):
+    await bus.offer(samples.header(fragment=1))  # so that there is a learner to read of
+    deltas = keys.deltas(0, "l0")
+    for key in (deltas, keys.shard_positions, keys.state, keys.seen, keys.spec, keys.init_claim):
         backdoor.plant(key, "string" if key not in (keys.spec, keys.init_claim) else "hash")
     before = backdoor.dump()
     for call in (
@@ -420,7 +434,7 @@ async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdo
         bus.read_reports(),
         bus.read_spec(),
         bus.claim_initial(A, 1),
-        bus.write_chunks(keys.deltas(0), 0, [b"a"], 1),
+        bus.write_chunks(deltas, 0, [b"a"], 1),
     ):
         with pytest.raises(BadMessage):
             await call
@@ -478,12 +492,12 @@ async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bu
     """It would pass unnoticed on a single node and fail on a cluster."""
     bus.use_groups(2)
     digest = await head_of(bus)
-    commit = await commit_on(bus, (0, digest), delta_payloads=(bus.keys.deltas(1),))
+    commit = await commit_on(bus, (0, digest), delta_payloads=(bus.keys.head(1),))
     before = backdoor.dump()
     with pytest.raises(ValueError, match="several cluster slots"):
         await bus.commit(commit)
     with pytest.raises(ValueError, match="several cluster slots"):
         await bus.refuse(
-            0, Refusal(nonce=A, expected=(0, digest), entries=(), delta_payloads=(bus.keys.deltas(1),), records=())
+            0, Refusal(nonce=A, expected=(0, digest), entries=(), delta_payloads=(bus.keys.head(1),), records=())
         )
     assert backdoor.dump() == before

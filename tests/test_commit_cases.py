@@ -171,7 +171,7 @@ async def test_replaced_payloads_over_the_byte_cap_go_with_the_commit(bus: Bus) 
 async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
     """More than a Lua stack holds."""
     expected = await first_head(bus)
-    entries = tuple(f"{i + 1}-0" for i in range(20_000))
+    entries = tuple(f"{i + 1}-0@l{i % 7}" for i in range(20_000))
     gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, i) for i in range(20_000))
     await bus.commit(await commit_on(bus, expected, entries=entries, delta_payloads=gone))
     (head,) = await bus.read_heads([0])
@@ -283,7 +283,7 @@ ANY_STEP = [
     Case("tape of another type", BadMessage, lambda b, bus: b.plant(bus.keys.tape(0), "hash")),
 ]
 REMOVING_STEP = [
-    Case("headers of another type", BadMessage, lambda b, bus: b.plant(bus.keys.deltas(0), "string")),
+    Case("headers of another type", BadMessage, lambda b, bus: b.plant(bus.keys.deltas(0, "l0"), "string")),
     Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"many")),
     Case("total out of bounds", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"%d" % 2**62)),
 ]

@@ -24,6 +24,7 @@ from pipeline.memory import MemoryBus
 from pipeline.memory_store import Stream
 from pipeline.messages import Shard
 from pipeline.redis_calls import Script
+from pipeline.stored import parse_offer_id
 
 from . import samples
 
@@ -47,8 +48,9 @@ MUTATIONS = {
     ),
     "a commit that deletes the headers before its checks": (
         "commit",
-        "local momentum, replaced\n",
-        "local momentum, replaced\nfor i = 13, 12 + ARGV[12] do redis.call('XDEL', deltas, ARGV[i]) end\n",
+        "if redis.call('GET', lease)",
+        "for i = 14, fields - 1, 2 do redis.call('XDEL', KEYS[at + ARGV[i]], ARGV[i + 1]) end\n"
+        "if redis.call('GET', lease)",
     ),
     "a commit that lets its payload expire": ("commit", "redis.call('PERSIST', payload)\n", ""),
     "a commit that lets its momentum expire": ("commit", "if momentum then redis.call('PERSIST', momentum) end\n", ""),
@@ -60,12 +62,16 @@ MUTATIONS = {
     ),
     "a commit that deletes one header too few": (
         "commit",
-        "for i = 13, 12 + entries do",
-        "for i = 14, 12 + entries do",
+        "for i = 14, fields - 1, 2 do",
+        "for i = 16, fields - 1, 2 do",
     ),
     "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[11])\n", ""),
-    "a commit that leaves payloads behind": ("commit", "for i = at, #KEYS do", "for i = at + 1, #KEYS do"),
-    "a refusal that counts twice when repeated": ("refuse", "local pending = entries == 0", "local pending = true"),
+    "a commit that leaves payloads behind": (
+        "commit",
+        "for i = at + streams, #KEYS do",
+        "for i = at + streams + 1, #KEYS do",
+    ),
+    "a refusal that counts twice when repeated": ("refuse", "local pending = records == 7", "local pending = true"),
     "a refusal that does not check the lease": (
         "refuse",
         "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
@@ -182,14 +188,15 @@ def test_what_memory_alone_holds_in_the_end_is_a_difference(redis_server: str) -
     one = recorded(story)
     keys, values, expiries = MemoryBus(RUN, VirtualClock(), one.store).keys, one.store.values, one.store.expiries
     assert difference(one, redis_server) is None
-    deltas, shards = values[keys.deltas(0)], values[keys.shards]
+    header_key = keys.deltas(0, "l0")
+    deltas, shards = values[header_key], values[keys.shards]
     assert isinstance(deltas, Stream)
     assert isinstance(shards, Stream)
     for wrong in (
         {keys.spec: b"another"},
         {keys.tape(0): Stream()},
-        {keys.deltas(0): dataclasses.replace(deltas, data=[b"another"])},
-        {keys.deltas(0): dataclasses.replace(deltas, ids=[(1, 0)])},
+        {header_key: dataclasses.replace(deltas, data=[b"another"])},
+        {header_key: dataclasses.replace(deltas, ids=[(1, 0)])},
         {keys.shards: dataclasses.replace(shards, held={})},
         {keys.shard_positions: {b"1-0": b"3"}},
         {keys.lease(0): {b"another": b"type"}},
@@ -274,7 +281,7 @@ def test_what_expired_was_lost_or_came_back_is_the_same_there(redis_server: str)
         await asyncio.sleep(0.5)
         assert await bus.read_offers(0) == []
         again = await bus.offer(samples.header())
-        assert await bus.read_offers(0, after=lost) == await bus.read_offers(0)
+        assert await bus.read_offers(0, dict([parse_offer_id(lost)])) == await bus.read_offers(0)
         assert (await bus.read_offers(0))[0].entry_id == again
         store.come_back()
         assert await bus.acquire_lease(0, "c" * 16, 1.0)
