@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
-from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
 from .options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, ChaosProcess, RunProcess, takes
 
@@ -129,7 +129,7 @@ def learner(settings: LearnerProcess) -> None:
 
 
 @app.command()
-@takes(SyncerProcess)
+@takes(SyncerProcess, omit=NO_FLAG)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
     _join(settings, "syncer")

@@ -32,6 +32,7 @@ from pipeline.settings import (
     TrainerSettings,
     agree,
 )
+from pipeline.tls import OPTIONS
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 
 from .locate import REPORT_FILE, RUN_FILE, RUNS, is_running, without_secrets
@@ -51,8 +52,8 @@ SHARED: tuple[type[Settings], ...] = (
     EvaluatorSettings,
 )
 """Settings that the children read from the file."""
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume", "record_deltas"}
-"""Not in the file, because they differ from child to child."""
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume", "record_deltas", "redis_url", *OPTIONS}
+"""Not in the file: they differ from child to child, or are a part of the URL in its environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def plain(settings: RunProcess) -> dict[str, Any]:
 
 def to_toml(settings: RunProcess) -> str:
     """The settings that all children share, as flat TOML; what is None is left out."""
-    names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG | {"redis_url"}]
+    names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG]
     values = plain(settings)
     return "".join(f"{name} = {_toml(values[name])}\n" for name in names if values[name] is not None)
 

@@ -33,7 +33,7 @@ class Place:
 def without_secrets(url: str) -> str:
     """The URL with `***` for its password, wherever it stands."""
     hidden = re.sub(r"://([^:/@?]*):[^/?]*@", r"://\1:***@", url)
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
+    return re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", hidden)
 
 
 def is_running(pid: int) -> bool:
@@ -54,8 +54,8 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         UsageError: there is none, or it ended without a report.
     """
     if folder is None:
-        if settings.redis_url is not None:
-            return Place(settings.run, settings.redis_url.get_secret_value(), None)
+        if (url := settings.bus_url()) is not None:
+            return Place(settings.run, url, None)
         candidates = [file.parent for name in (RUN_FILE, REPORT_FILE) for file in RUNS.glob(f"*/{name}")]
         if not candidates:
             raise UsageError(f"no run in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)")
@@ -69,9 +69,9 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         raise UsageError(f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}")
     url = live["redis_url"]
     if url is not None and "***" in url:
-        if settings.redis_url is None:
+        if (named := settings.bus_url()) is None:
             raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
-        url = settings.redis_url.get_secret_value()
+        url = named
     return Place(live["run"], url, folder)
 
 

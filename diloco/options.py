@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, SecretStr
 
 from pipeline.errors import UsageError
 from pipeline.settings import (
+    NO_FLAG,
     BusSettings,
     Duration,
     EvaluatorProcess,
@@ -108,7 +109,7 @@ class ChaosProcess(RunProcess, ChaosSettings):
     )
 
 
-CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir", "redis_password"})
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"}) | NO_FLAG
 """Fields of `RunProcess` that are no flags: the launcher sets them for each process, or they are secret."""
 
 NOT_OF_CHAOS = frozenset(

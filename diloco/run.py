@@ -96,6 +96,9 @@ class Launcher:
     def start(self) -> None:
         """Start all processes."""
         config = ["--config", str(self._folder.settings)]
+        secrets = {}
+        if self._settings.http_token is not None:
+            secrets["DILOCO_HTTP_TOKEN"] = self._settings.http_token.get_secret_value()
         syncer = ["--checkpoint-dir", str(self._folder.checkpoints), "--tape-dir", str(self._folder.tape)]
         if self._settings.record_deltas is not None:
             syncer += ["--record-deltas", str(self._folder.recording(self._settings.record_deltas))]
@@ -105,7 +108,8 @@ class Launcher:
             name = f"syncer-{number}" if self._settings.syncers > 1 else "syncer"
             port = self._settings.http_port and self._settings.http_port + number
             own = ["--syncer-id", name, "--http-port", str(port)]
-            self._children.start(name, ["syncer", *config, *own, *syncer], environment(1, self._url_of(name)))
+            environ = environment(1, self._url_of(name)) | secrets
+            self._children.start(name, ["syncer", *config, *own, *syncer], environ)
         threads = threads_for(self._settings.learners, self._settings.threads)
         for number in range(self._settings.learners):
             name = f"learner-{number}"
@@ -372,9 +376,9 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
     assert task is not None  # noqa: S101  # this is a coroutine
     lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
     with ExitStack() as stack:
-        if settings.redis_url is not None:
-            url = settings.redis_url.get_secret_value()
-            others = {}
+        named = settings.bus_url()
+        if named is not None:
+            url, others = named, {}
         else:
             password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
             embedded = EmbeddedRedis(

@@ -14,6 +14,10 @@ class UsageError(DilocoError):
     """Bad settings, paths or environment: the message says what is allowed and what to do next."""
 
 
+class NotPermitted(UsageError):
+    """The bus does not let this party's user do that."""
+
+
 class PeerError(DilocoError):
     """Another party sent something that cannot be used."""
 

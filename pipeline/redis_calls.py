@@ -30,10 +30,12 @@ from .errors import (
     DilocoError,
     HeadMoved,
     LeaseLost,
+    NotPermitted,
     PayloadIncomplete,
     UsageError,
 )
 from .ports import BusInfo
+from .tls import check_files
 
 Lane = Literal["control", "bulk", "blocking"]
 Client = Redis | RedisCluster
@@ -57,6 +59,22 @@ _REMEDIES = {
 """What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
 NEARLY_FULL = 0.9
 """Share of maxmemory from which on it is warned of."""
+_FORBIDDEN = re.compile(r"^The user executing the script can't |ACL failure in script")
+_TLS = (
+    (
+        re.compile("CERTIFICATE_REQUIRED|certificate required"),
+        "it asks for a client certificate: set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
+    ),
+    (
+        re.compile("CERTIFICATE_VERIFY_FAILED"),
+        "its certificate is not to be trusted: set DILOCO_REDIS_CA to the file of the authority that issued it",
+    ),
+    (
+        re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
+        "no TLS is spoken there: name its TLS port, or use redis://",
+    ),
+)
+"""What OpenSSL says, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +98,18 @@ def translate(error: BaseException, where: str) -> DilocoError:
     if isinstance(error.__cause__, rx.AuthenticationError):
         error = error.__cause__  # redis-py wraps what happens while it connects
     text = str(error)
-    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError, rx.NoPermissionError)):
+    if isinstance(error, rx.NoPermissionError) or _FORBIDDEN.search(text):
+        return NotPermitted(
+            f"Redis at {where} does not permit this user that: {text}; set a user for this party in DILOCO_REDIS_URL "
+            "(a learner's own user goes with its --learner-id; `diloco acl` makes users)"
+        )
+    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
         return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
+    for sign, hint in _TLS:
+        if sign.search(text):
+            return UsageError(f"Redis at {where}: {hint} ({text})")
+    if isinstance(error, rx.NoScriptError):
+        return BusUnavailable(f"Redis at {where} does not have the scripts yet: a syncer loads them")
     if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
         return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
     if "WRONGTYPE" in text:
@@ -147,6 +175,7 @@ async def connect_calls(url: str) -> "RedisCalls":
         BusUnavailable: there is no answer.
     """
     options, where = parse(url)
+    check_files(options)
     try:
         probe = Redis.from_pool(ConnectionPool(**options))
     except (ValueError, TypeError):
@@ -157,7 +186,10 @@ async def connect_calls(url: str) -> "RedisCalls":
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except _ERRORS as error:
-        raise translate(error, where) from None
+        found = translate(error, where)
+        if "closed by server" in str(error) and not _is_tls(options):
+            found = BusUnavailable(f"{found} If it expects TLS, use rediss://.")
+        raise found from None
     finally:
         await probe.aclose()
     version = str(info["redis_version"])
@@ -166,7 +198,18 @@ async def connect_calls(url: str) -> "RedisCalls":
     cluster = bool(info.get("cluster_enabled"))
     if cluster and "path" in options:
         raise UsageError(f"Redis at {where} is a cluster: reach it by redis:// or rediss://, not by unix://")
-    return RedisCalls(options, where, cluster)
+    calls = RedisCalls(options, where, cluster)
+    try:
+        await calls.load_scripts()
+    except BaseException:
+        await calls.close()
+        raise
+    return calls
+
+
+def _is_tls(options: Mapping[str, Any]) -> bool:
+    kind = options.get("connection_class")
+    return kind is not None and kind.__name__ == "SSLConnection"
 
 
 def _warnings(node: Mapping[str, Any]) -> Iterator[str]:
@@ -183,10 +226,8 @@ def _warnings(node: Mapping[str, Any]) -> Iterator[str]:
 def _client(options: dict[str, Any], cluster: bool) -> Client:
     if not cluster:
         return Redis.from_pool(ConnectionPool(**options))
-    kind = options.get("connection_class")
     rest = {name: value for name, value in options.items() if name not in ("connection_class", "db")}
-    tls = kind is not None and kind.__name__ == "SSLConnection"
-    return RedisCluster(**rest, ssl=tls, retry=Retry(NoBackoff(), 0))
+    return RedisCluster(**rest, ssl=_is_tls(options), retry=Retry(NoBackoff(), 0))
 
 
 class RedisCalls:
@@ -267,13 +308,30 @@ class RedisCalls:
     async def script(self, name: str, keys: Sequence[str], *args: Any) -> list[Any]:
         """Run a script; returns what it answered after OK."""
         stored.one_slot(keys)
-        code = script(name)
+        command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         async with self.call("control", CONTROL_S) as client:
             try:
-                reply = await client.execute_command("EVALSHA", code.sha, len(keys), *keys, *args)
+                reply = await client.execute_command(*command)
             except rx.NoScriptError:
-                reply = await client.execute_command("EVAL", code.text, len(keys), *keys, *args)
+                reply = None
+        if reply is None:
+            await self.load_scripts()
+            reply = await self.command(*command)
         return self.answer(reply)
+
+    async def load_scripts(self) -> None:
+        """Give the server all scripts, for all parties: a user that may not, waits for one that may."""
+        names = (path.name for path in (resources.files(__package__) / "lua").iterdir())
+        texts = [script(name[:-4]).text for name in names if name.endswith(".lua") and not name.startswith("_")]
+        async with self.call("control", CONTROL_S) as client:
+            nodes = client.get_primaries() if isinstance(client, RedisCluster) else [None]
+            for node in nodes:
+                there = {} if node is None else {"target_nodes": node}
+                try:
+                    for text in texts:
+                        await client.execute_command("SCRIPT LOAD", text, **there)
+                except rx.NoPermissionError:
+                    return
 
     def answer(self, reply: Any) -> list[Any]:
         """What a script answered after OK; raises what it answered else."""
@@ -309,7 +367,7 @@ class RedisCalls:
             commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
         replies = await self.pipeline("bulk", BULK_S, commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
-            commands[0] = ("EVAL", code.text, *commands[0][2:])
+            await self.load_scripts()
             replies = await self.pipeline("bulk", BULK_S, commands)
         for reply in replies:
             self.answer(reply)

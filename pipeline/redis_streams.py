@@ -5,11 +5,12 @@ Every step that is more than one command is a script under `lua/` (see `_prelude
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from . import stored
 from .codec import decode, decode_tape, encode
-from .errors import BusUnavailable, UsageError
+from .errors import BusUnavailable, NotPermitted, UsageError
 from .keys import RunKeys
 from .messages import (
     ClaimedShard,
@@ -75,9 +76,9 @@ class RedisBus:
     # --- the run as a whole ----------------------------------------------------------------------
     async def propose_spec(self, spec: bytes) -> bytes:
         """Set the spec once."""
-        holds = await self.read_spec()  # SET, even with NX, is refused where memory is short
+        holds = await self.read_spec()  # SETNX is refused where memory is short
         if holds is None:
-            _, holds = await self._redis.many([("SET", self.keys.spec, spec, "NX"), ("GET", self.keys.spec)])
+            _, holds = await self._redis.many([("SETNX", self.keys.spec, spec), ("GET", self.keys.spec)])
         if holds is None:
             raise BusUnavailable("the spec vanished as it was set")
         return bytes(holds)
@@ -182,7 +183,8 @@ class RedisBus:
     ) -> list[bytes]:
         """Chunks from an index on."""
         if extend_s > 0:
-            await self._redis.script("extend", [key], to_ms(extend_s))
+            with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
+                await self._redis.script("extend", [key], to_ms(extend_s))
         found = await self._redis.read({key: f"{first}-0"}, limit, block_s, "bulk")
         return [data for _, entries in found for _, data in entries]
 

@@ -21,6 +21,7 @@ from pydantic_settings import (
 
 from .errors import SpecMismatch, UsageError
 from .messages import SyncSpec
+from .tls import OPTIONS, with_tls
 
 ENV_PREFIX = "DILOCO_"
 
@@ -68,8 +69,21 @@ class BusSettings(Settings):
     redis_url: SecretStr | None = Field(
         None, description="Redis to use: redis://, rediss:// or unix://. Secrets belong in DILOCO_REDIS_URL"
     )
+    redis_ca: Path | None = Field(None, description="For rediss://: file of the authority that issued its certificate")
+    redis_cert: Path | None = Field(None, description="For rediss://: client certificate, if the server wants one")
+    redis_key: Path | None = Field(None, description="For rediss://: key of the client certificate")
     run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
+
+    def bus_url(self) -> str | None:
+        """The Redis URL, with its password and its certificate files; None: no Redis was named.
+
+        Raises:
+            UsageError: certificates for a URL without TLS.
+        """
+        if self.redis_url is None:
+            return None
+        return with_tls(self.redis_url.get_secret_value(), {name: getattr(self, name) for name in OPTIONS})
 
 
 class SyncSettings(Settings):
@@ -154,6 +168,11 @@ class SyncerSettings(Settings):
     drain_s: Duration = Field(30.0, description="Longest time to gather last deltas at the end of a run")
     shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint after SIGTERM")
     http_host: str = Field("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
+    http_token: SecretStr | None = Field(
+        None,
+        min_length=8,
+        description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
+    )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
     checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
@@ -195,6 +214,11 @@ class RankProcess(LearnerProcess, EvaluatorSettings):
 
 
 S = TypeVar("S", bound=Settings)
+
+SECRETS = frozenset({"redis_url", "redis_password", "http_token"})
+"""Settings whose values are never shown."""
+NO_FLAG = frozenset({"http_token", "redis_password"})
+"""Secrets that are no flags, since every user of a machine can read a process's arguments."""
 
 
 def allowed(kind: type[Settings], name: str) -> str:
@@ -252,7 +276,7 @@ def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         takes = allowed(kind, name) if name in kind.model_fields else ""
-        shown = "***" if name == "redis_url" else repr(problem["input"])
+        shown = "***" if name in SECRETS else repr(problem["input"])
         hint = f" (allowed: {takes})" if takes else ""
         flag, variable = name.replace("_", "-"), ENV_PREFIX + name.upper()
         lines.append(f"{name}={shown}: {problem['msg']}{hint}; set it with --{flag}, {variable} or the settings file")

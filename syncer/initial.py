@@ -6,8 +6,10 @@ import structlog
 from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Committed, InitialUpload, SyncSpec, WindowView
-from pipeline.payloads import pull
+from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, Commit, Staged
+
+from .staging import STAGED_TTL_S
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
@@ -33,14 +35,22 @@ async def commit_initial(
             "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
         )
         return False
-    await bus.commit(
-        _first_commit(upload, layout.id, payload.digest, Staged(key, payload.expected), nonce, syncer, clock)
-    )
+    # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
+    own = bus.keys.global_payload(layout.id, 0, upload.nonce)
+    staged = await push(bus, own, payload.array(), sync.chunk_bytes, STAGED_TTL_S)
+    await bus.commit(_first_commit(upload, key, layout.id, payload.digest, staged, nonce, syncer, clock))
     return True
 
 
 def _first_commit(
-    upload: InitialUpload, fragment: int, digest: bytes, payload: Staged, nonce: str, syncer: str, clock: Clock
+    upload: InitialUpload,
+    key: str,
+    fragment: int,
+    digest: bytes,
+    payload: Staged,
+    nonce: str,
+    syncer: str,
+    clock: Clock,
 ) -> Commit:
     record = Committed.installed(
         fragment,
@@ -60,4 +70,5 @@ def _first_commit(
         window=IDLE_VIEW,
         merged=(),
         record=record,
+        delta_payloads=(key,),
     )

@@ -344,12 +344,13 @@ async def serve(settings: SyncerProcess) -> int:
 
     from .http import start_http
 
-    if settings.redis_url is None:
+    url = settings.bus_url()
+    if url is None:
         raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
     stop, log, clock = stop_event(), structlog.get_logger(), LoopClock()
     while True:
         try:
-            bus = await connect(settings.redis_url.get_secret_value(), settings.run)
+            bus = await connect(url, settings.run)
             break
         except BusUnavailable as error:
             log.warning(outage_event(error), error=str(error), retry_s=1.0)
@@ -358,7 +359,10 @@ async def serve(settings: SyncerProcess) -> int:
             await asyncio.sleep(1.0)
     metrics = Metrics()
     service = SyncerService(bus, clock, settings, metrics)
-    http = await start_http(service.status, service.ready, metrics.registry, settings.http_host, settings.http_port)
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    http = await start_http(
+        service.status, service.ready, metrics.registry, settings.http_host, settings.http_port, token
+    )
     try:
         await service.run(stop)
         return 0 if service.in_order else 1

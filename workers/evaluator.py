@@ -122,7 +122,8 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
     Raises:
         UsageError, SpecMismatch: as `Evaluator`.
     """
-    if settings.redis_url is None:
+    url = settings.bus_url()
+    if url is None:
         raise UsageError("an evaluator needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
     bus: Bus | None = None
     evaluator: Evaluator | None = None
@@ -132,7 +133,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
             pause_s = POLL_S
             try:
                 if bus is None:
-                    bus = await connect(settings.redis_url.get_secret_value(), settings.run)
+                    bus = await connect(url, settings.run)
                 if evaluator is None and (spec := await _read_spec(bus)) is not None:
                     bus.use_groups(spec.sync.groups)
                     evaluator = Evaluator(bus, spec, settings.eval_every, settings.eval_tokens, settings.data)

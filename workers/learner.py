@@ -38,7 +38,7 @@ from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
-from pipeline.settings import SyncSettings
+from pipeline.settings import BusSettings, SyncSettings, load
 
 from .background import yield_core
 from .exchange import Exchange
@@ -93,7 +93,7 @@ class Learner:
         """
         if log_losses and state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
-        url = redis_url or os.environ.get("DILOCO_REDIS_URL")
+        url = load(BusSettings, {"redis_url": redis_url or None}).bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
         if not structlog.is_configured():

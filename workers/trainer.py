@@ -65,9 +65,9 @@ def train(settings: LearnerProcess) -> int:
         SpecMismatch: this learner's settings or text differ from the run's.
     """
     stop = StopFlag()
-    if settings.redis_url is None:
+    redis_url = settings.bus_url()
+    if redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
-    redis_url = settings.redis_url.get_secret_value()
     spec = wait_for_bus(redis_url, settings.run)
     try:
         return train_once(settings, spec, redis_url, stop)
