@@ -186,10 +186,7 @@ async def connect_calls(url: str) -> "RedisCalls":
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except _ERRORS as error:
-        found = translate(error, where)
-        if "closed by server" in str(error) and not _is_tls(options):
-            found = BusUnavailable(f"{found} If it expects TLS, use rediss://.")
-        raise found from None
+        raise _hinted(translate(error, where), _is_tls(options)) from None
     finally:
         await probe.aclose()
     version = str(info["redis_version"])
@@ -205,6 +202,16 @@ async def connect_calls(url: str) -> "RedisCalls":
         await calls.close()
         raise
     return calls
+
+
+def _hinted(error: DilocoError, tls: bool) -> DilocoError:
+    """A server that hangs up, or is silent, may want another kind of connection, and cannot say so."""
+    if isinstance(error, BusUnavailable) and re.search("closed by server|reset by peer", str(error)):
+        wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else "TLS (rediss://)"
+        return BusUnavailable(f"{error}; perhaps it wants {wants}")
+    if isinstance(error, BusUnavailable) and tls and "Timeout" in str(error):
+        return BusUnavailable(f"{error}; perhaps no TLS is spoken there (redis://)")
+    return error
 
 
 def _is_tls(options: Mapping[str, Any]) -> bool:

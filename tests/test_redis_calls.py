@@ -13,7 +13,7 @@ from redis.asyncio import ConnectionPool
 from chaos.proxy import Proxy
 from pipeline.clock import fast_loop
 from pipeline.embedded import EmbeddedRedis
-from pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, UsageError
+from pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted, UsageError
 from pipeline.ports import Bus
 from pipeline.redis_calls import parse, translate
 from pipeline.redis_streams import connect
@@ -86,7 +86,12 @@ IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9
         (rx.ResponseError("NOREPLICAS Not enough good replicas to write."), BusFull),
         (rx.ResponseError(IN_SCRIPT + "WRONGTYPE Operation against a key"), BadMessage),
         (rx.AuthenticationError("WRONGPASS invalid username-password pair"), UsageError),
-        (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), UsageError),
+        (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), NotPermitted),
+        (rx.ResponseError("The user executing the script can't run this command or subcommand"), NotPermitted),
+        (rx.ResponseError("ACL failure in script: No permissions to access a key"), NotPermitted),
+        (rx.NoScriptError("No matching script. Please use EVAL."), BusUnavailable),
+        (rx.ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"), UsageError),
+        (rx.ConnectionError("[SSL: WRONG_VERSION_NUMBER] wrong version number"), UsageError),
         (rx.ResponseError("value is not an integer; key diloco:{BOOM x}"), BusError),
     ],
     ids=lambda value: None if isinstance(value, type) else str(value)[-30:],
