@@ -196,6 +196,27 @@ def tape(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, 
     importlib.import_module("diloco.tape").show(settings, folder, as_json)
 
 
+@app.command("acl")
+def acl(
+    learner: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A learner with a user of its own; give it once for each")
+    ] = None,
+    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="Name of the run, or '*' for every run")] = "run",
+    passwords: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
+    ] = None,
+    template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
+) -> None:
+    """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
+
+    Passwords come from REDIS_<USER>_PASSWORD, e.g. REDIS_SYNCER_PASSWORD, or from --passwords. The user `learner` is
+    for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
+    """
+    maker = importlib.import_module("diloco.acl")
+    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords), nl=False)
+
+
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint)")]
 
 

@@ -17,14 +17,12 @@ from .keys import PREFIX
 
 SHARED_LEARNER = "learner"
 """User for learners of any name: kept from all that is the syncer's, not from each other's deltas."""
-PARTIES = ("syncer", SHARED_LEARNER, "evaluator", "viewer")
-
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
 """What a connection needs, and what scripts ask without a key."""
 _READ = "+get +hget +hmget +hgetall +hkeys +xread +xrange +xrevrange +xlen +type +exists +pttl"
 _SYNCER = (
     f"{_READ} +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
-    "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +eval +evalsha +script|load"
+    "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|load"
 )
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
@@ -137,6 +135,5 @@ def viewer(run: str = "*") -> User:
 
 
 def users(run: str = "*", learners: Iterable[str] = ()) -> list[User]:
-    """All users of a run: of named learners one each, else one for all learners."""
-    named = [learner(run, name) for name in learners]
-    return [syncer(run), *(named or [learner(run)]), evaluator(run), viewer(run)]
+    """All users of a run: one for learners of any name, and one for each named learner."""
+    return [syncer(run), learner(run), *(learner(run, name) for name in learners), evaluator(run), viewer(run)]

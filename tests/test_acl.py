@@ -55,7 +55,7 @@ class Server:
         self.backdoor = RedisBackdoor(self.run, url)
         self.admin: Any = self.backdoor.client
         self.admin.execute_command("ACL", "LOG", "RESET")
-        self.users = [*acl.users(self.run, LEARNERS), acl.learner(self.run)]
+        self.users = acl.users(self.run, LEARNERS)
         for user in self.users:
             self.admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
 

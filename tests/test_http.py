@@ -6,9 +6,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from pipeline.errors import BusUnavailable, UsageError
 from pipeline.messages import Committed, Contribution
+from pipeline.settings import SyncerProcess, load
 from syncer.http import start_http
 from syncer.metrics import Metrics
 
@@ -18,11 +20,13 @@ async def http(
     status: Callable[[], Awaitable[dict[str, Any]]],
     ready: Callable[[], tuple[bool, str]] = lambda: (True, "2 of 2 leases held"),
     metrics: Metrics | None = None,
+    token: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str, str]]]]:
-    runner = await start_http(status, ready, (metrics or Metrics()).registry, "127.0.0.1", 0)
+    runner = await start_http(status, ready, (metrics or Metrics()).registry, "127.0.0.1", 0, token)
     port = runner.addresses[0][1]
     try:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=headers) as session:
 
             async def get(path: str) -> tuple[int, str, str]:
                 async with session.get(f"http://127.0.0.1:{port}{path}") as answer:
@@ -110,6 +114,71 @@ async def test_metrics_are_prometheus_text():
         'diloco_quorum_seconds_bucket{le="0.3"} 1.0',
     ):
         assert line in lines
+
+
+TOKEN = "correct-horse"  # noqa: S105  # made up
+PATHS = ("/readyz", "/status", "/metrics", "/no-such-page")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "Bearer wrong-horse",
+        "Bearer ",
+        TOKEN,
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer \udcff",
+    ],
+    ids=str,
+)
+async def test_without_its_token_nothing_but_health_is_told(given: str | None):
+    """401 says which header is wanted, and never the token; a container's health check needs none."""
+    headers = {} if given is None else {"Authorization": given}
+    async with http(fine, token=TOKEN, headers=headers) as get:
+        assert (await get("/healthz"))[::2] == (200, "ok\n")
+        for path in PATHS:
+            code, _, body = await get(path)
+            assert code == 401
+            assert "Authorization: Bearer" in body
+            assert TOKEN not in body
+            assert "running" not in body
+
+
+async def test_with_its_token_everything_is_as_without_one():
+    async with http(fine, token=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"}) as get:
+        assert [(await get(path))[0] for path in ("/healthz", *PATHS)] == [200, 200, 200, 200, 404]
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned"),
+    [("0.0.0.0", None, True), ("0.0.0.0", TOKEN, False), ("127.0.0.1", None, False), ("localhost", None, False)],  # noqa: S104
+)
+async def test_an_open_address_without_a_token_is_warned_of(host: str, token: str | None, warned: bool):
+    with capture_logs() as lines:
+        runner = await start_http(fine, lambda: (True, ""), Metrics().registry, host, 0, token)
+        await runner.cleanup()
+    found = [line for line in lines if line["event"] == "http_open"]
+    assert bool(found) is warned
+    assert all(line["log_level"] == "warning" and "DILOCO_HTTP_TOKEN" in line["detail"] for line in found)
+    assert not any(TOKEN in str(line) for line in lines)
+
+
+def test_it_is_for_this_machine_alone_unless_told_otherwise(monkeypatch):
+    """And its token comes from the environment or a file: no flag, which every user of the machine could read."""
+    assert load(SyncerProcess).http_host == "127.0.0.1"
+    assert load(SyncerProcess).http_token is None
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", TOKEN)
+    token = load(SyncerProcess).http_token
+    assert token is not None
+    assert token.get_secret_value() == TOKEN
+    assert TOKEN not in repr(load(SyncerProcess))
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "short")
+    with pytest.raises(UsageError, match="http_token") as refused:
+        load(SyncerProcess)
+    assert "short" not in str(refused.value)
 
 
 async def test_a_taken_port_is_said_in_words():

@@ -1,0 +1,21 @@
+#!/bin/sh
+# Starts the Redis of compose.yaml: its users are those of users.acl, with the hashes of the passwords in the environment.
+# A file that `diloco acl` made (REDIS_ACL in compose.lan.yaml) has its hashes already, and is taken as it is.
+set -eu
+
+users=/data/users.acl
+umask 077
+sed '/^#/d' /etc/diloco/users.acl > "$users"
+for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users" | tr -d '{}' | sort -u); do
+  eval "password=\${$variable:-}"
+  if [ -z "$password" ]; then
+    echo "$variable is empty: set it to a password for this Redis user" >&2
+    exit 1
+  fi
+  hash=$(printf %s "$password" | sha256sum | cut -d ' ' -f 1)
+  sed -i "s/{$variable}/$hash/" "$users"
+  unset "$variable"
+done
+
+# Every write is on disk within a second; nothing is ever evicted.
+exec docker-entrypoint.sh redis-server --appendonly yes --save '' --maxmemory-policy noeviction --aclfile "$users"

@@ -1,0 +1,91 @@
+"""`diloco acl`: an ACL file for Redis 7, with users of a run's parties; passwords never pass through arguments.
+
+A password is taken from the environment (REDIS_SYNCER_PASSWORD ...), else from a file of such lines, else made up and
+appended to that file. The ACL file holds their hashes only.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from pipeline import acl
+from pipeline.errors import UsageError
+
+HEADER = """\
+# Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.
+# Redis reads comments nowhere: they go before it does (deploy/redis.sh).
+"""
+LEAST = 12
+"""Characters of a password that is not made up here."""
+
+
+def variable(user: str) -> str:
+    """The variable that holds a user's password."""
+    return f"REDIS_{re.sub(r'[^A-Z0-9]', '_', user.upper())}_PASSWORD"
+
+
+def template() -> str:
+    """The file that is shipped: users of any run, with the names of variables in place of hashes."""
+    lines = (user.line(f"{{{variable(user.name)}}}") for user in acl.users())
+    return HEADER + "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
+
+
+def acl_file(run: str, learners: Iterable[str], passwords: Mapping[str, str]) -> str:
+    """Lines for a run's users. `passwords`: by variable."""
+    lines = []
+    for user in acl.users(run, learners):
+        digest = hashlib.sha256(passwords[variable(user.name)].encode()).hexdigest()
+        lines.append(user.line(digest))
+    return "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
+
+
+def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Path | None) -> dict[str, str]:
+    """Passwords by variable: of the environment, of the file, or made up and appended to the file.
+
+    Raises:
+        UsageError: one is missing and there is no file to keep it in, is too short, or belongs to two users.
+    """
+    found = {**_read(file), **{name: environ[name] for name in names if environ.get(name)}}
+    missing = [name for name in names if name not in found]
+    if missing and file is None:
+        raise UsageError(
+            f"no password in {', '.join(missing)}: set them, or give --passwords FILE to have them made up"
+        )
+    made = {name: secrets.token_hex(24) for name in missing}
+    passwords = {name: (found | made)[name] for name in names}
+    for name, password in passwords.items():
+        if len(password) < LEAST:
+            raise UsageError(f"{name} is shorter than {LEAST} characters")
+    if len(set(passwords.values())) < len(passwords):
+        raise UsageError("two users have the same password: then neither is kept from what is the other's")
+    if made and file is not None:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as out:
+            out.writelines(f"{name}={password}\n" for name, password in made.items())
+    return passwords
+
+
+def _read(file: Path | None) -> dict[str, str]:
+    if file is None or not file.exists():
+        return {}
+    if file.stat().st_mode & 0o077:
+        raise UsageError(f"others can read {file}: chmod 600 {file}")
+    lines = (line.partition("=") for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def make(run: str, learners: list[str], passwords: Path | None) -> str:
+    """The ACL file of a run.
+
+    Raises:
+        UsageError: a name cannot be one, occurs twice, or a password is missing.
+    """
+    for name in (*learners, *(() if run == "*" else (run,))):
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+            raise UsageError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 64 at most")
+    names = [variable(user.name) for user in acl.users(run, learners)]
+    if len(set(names)) < len(names):
+        raise UsageError("two learners would have their passwords in the same variable: choose names that differ more")
+    return acl_file(run, learners, gather_passwords(names, os.environ, passwords))
