@@ -72,6 +72,28 @@ def test_what_is_scaled_has_nothing_that_only_one_container_can_have(name):
         assert last - first >= 10
 
 
+@pytest.mark.parametrize("name", ["syncer", "learner", "evaluator"])
+def test_each_party_logs_in_as_its_own_redis_user(name):
+    """With a password from the environment; the default, which is no secret, is the one that Redis is started with."""
+    (url,) = re.findall(r"DILOCO_REDIS_URL: (.*)", service(name))
+    given = f"${{REDIS_{name.upper()}_PASSWORD:-{name}-inside}}"
+    assert url == f"redis://{name}:{given}@redis:6379/0"
+    assert f"REDIS_{name.upper()}_PASSWORD: {given}\n" in service("redis")
+
+
+def test_redis_starts_with_the_users_that_are_shipped_and_gets_a_port_only_with_passwords_of_ones_own():
+    """In compose.lan.yaml a missing password is an error that names its variable."""
+    redis, lan = service("redis"), (ROOT / "compose.lan.yaml").read_text()
+    assert "./deploy/users.acl" in redis
+    assert "ports:" not in redis
+    for name in set(re.findall(r"REDIS_[A-Z]+_PASSWORD", (ROOT / "deploy" / "users.acl").read_text())):
+        assert re.search(rf"^      {name}: \$\{{{name}:\?.+\}}$", lan, re.MULTILINE)
+        assert f"{name}: " in redis
+    script = (ROOT / "deploy" / "redis.sh").read_text()
+    for option in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile"):
+        assert option in script
+
+
 def test_all_syncers_share_one_volume_for_checkpoints_and_tape():
     """Whoever takes the lead saves where the one before did; each archives the tape into files of its own."""
     text = service("syncer")
