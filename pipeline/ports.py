@@ -4,7 +4,7 @@ Promises that every `Bus` keeps (the contract tests run on all adapters):
 
 - Each method is one atomic step on the bus, or reads only. A method that raises `BusUnavailable` may or may
   not have happened; one that raises any other `BusError` has changed nothing.
-- Entries of one fragment stream, and of one group's tape, are read in the order they were written.
+- Headers of one learner and fragment, and entries of one group's tape, are read in the order they were written.
 - Blocking reads (`block_s`) return early with what is there, or an empty list when the time is over; they
   never hold up other calls.
 - A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce and the head inside the same atomic

@@ -75,7 +75,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int) -> RunStat
 
 
 async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
-    """What is still on a fragment's stream will never be merged."""
+    """What is still on a fragment's streams will never be merged."""
     counted = {(one.learner, one.incarnation, one.base_version): one.tokens for one in head.merged}
     while offers := await bus.read_offers(head.fragment):
         records = []

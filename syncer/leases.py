@@ -3,7 +3,7 @@
 Every third of a lease time `keep` prolongs what is held, and `share` says that this syncer is here, which tells who
 else is, and then gives back what is above its quota (`sharing`), or takes free leases up to it. An owner that shall
 stop ends a merge in hand first, with its lease prolonged meanwhile, and only then is the lease given back; what is
-pending stays on the fragment's stream, from which the successor rebuilds the window. A syncer that dies says nothing
+pending stays on the fragment's streams, from which the successor rebuilds the window. A syncer that dies says nothing
 any more: its leases and its presence end within a lease time, and the others find them free within a third of one.
 
 The bus may take longer over one call than a lease lasts. So neither loop waits for the other, and a call that is not

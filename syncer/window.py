@@ -51,7 +51,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A delta's header and its entry in the fragment stream."""
+    """A delta's header and its entry on its learner's stream."""
 
     entry_id: str
     header: DeltaHeader
