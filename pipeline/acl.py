@@ -89,6 +89,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             # Its deltas.
             (_CHUNKS, keys.of_groups(f"deltas:*:{own}", f"delta:*:{own}:*")),
             ("+hsetnx +type", keys.of_groups("senders")),
+            ("+xadd +type", keys.of_groups("arrivals")),
             # What learners share: nobody's word is taken for more than it is worth.
             ("+setnx", keys.of_run("spec")),
             ("+hget +hgetall +hset +persist +type", keys.of_run("learners", "seen")),
@@ -124,7 +125,7 @@ def viewer(run: str = "*") -> User:
     """`diloco status`, `diloco tape`, dashboards: read what is about the run, not the parameters."""
     keys, read = _Patterns(run), "%R~"
     about = ("spec", "state", "learners", "seen", "events", "evaluations", "syncers")
-    of_fragments = ("head:*", "lease:*", "deltas:*", "senders", "tape")
+    of_fragments = ("head:*", "lease:*", "deltas:*", "senders", "arrivals", "tape")
     return User(
         "viewer",
         _rules(

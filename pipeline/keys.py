@@ -118,6 +118,10 @@ class RunKeys:
         """Hash: names of the learners that ever offered a header in the group; only ever added to."""
         return self._group(group, "senders")
 
+    def arrivals(self, group: int) -> str:
+        """Stream whose one entry is the last of the `senders` to come: wakes owners, and says nothing else."""
+        return self._group(group, "arrivals")
+
     def delta_payload(self, p: int, learner: str, incarnation: str, serial: int) -> str:
         """Stream of a delta's chunks; expires."""
         return self._group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{serial}")

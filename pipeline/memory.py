@@ -5,9 +5,8 @@ before it acts, as a network call would; all of a call's work is then done witho
 makes it atomic. A store and its buses belong to one event loop.
 """
 
-import asyncio
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,13 +17,10 @@ from .errors import (
     HeadMoved,
     LeaseLost,
     PayloadIncomplete,
-    UsageError,
 )
-from .memory_calls import MemoryCalls
-from .memory_shards import RELEASED, choose
-from .memory_store import EntryId, Hash, MemoryStore, Stream
+from .memory_shards import MemoryShards
+from .memory_store import EntryId, Hash, MemoryStore
 from .messages import (
-    ClaimedShard,
     DeltaHeader,
     Evaluation,
     Event,
@@ -34,8 +30,6 @@ from .messages import (
     Rewound,
     RunState,
     SeenReport,
-    Shard,
-    ShardQueue,
     WindowChanged,
     WindowView,
 )
@@ -48,7 +42,7 @@ __all__ = ["MemoryBus", "MemoryStore"]
 T = TypeVar("T", bound=Message)
 
 
-class MemoryBus(MemoryCalls):
+class MemoryBus(MemoryShards):
     """`pipeline.ports.Bus` on a `MemoryStore`; see there for what each method promises."""
 
     def _owned(self, key: str, nonce: str) -> None:
@@ -229,11 +223,15 @@ class MemoryBus(MemoryCalls):
         await self._turn()
         key = self.keys.deltas(header.fragment, header.learner)
         senders = self.keys.senders(self.keys.group(header.fragment))
-        self._stream(key)
-        self._hash(senders)
+        arrivals = self.keys.arrivals(self.keys.group(header.fragment))
+        _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
         self.store.need_room()
-        self.store.hset(senders, {header.learner: b""})
-        return stored.offer_id(header.learner, self._xadd(key, encode(header)))
+        at = self._xadd(key, encode(header))
+        if header.learner.encode() not in known:
+            self.store.hset(senders, {header.learner: b""})
+            self._xadd(arrivals, header.learner.encode())
+            self.store.stream(arrivals).keep_last()
+        return stored.offer_id(header.learner, at)
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads."""
@@ -298,20 +296,17 @@ class MemoryBus(MemoryCalls):
     ) -> list[Offered]:
         """Pending headers."""
         await self._turn()
+        group = self.keys.group(fragment)
 
-        def streams() -> dict[str, str]:
-            senders = self._hash(self.keys.senders(self.keys.group(fragment)))
-            return stored.cursors(senders, after)
+        def cursors() -> dict[str, str]:
+            return stored.cursors(self._hash(self.keys.senders(group)), after)
 
-        cursors = streams()
-        if not cursors:
-            await asyncio.sleep(min(block_s, stored.NO_SENDER_S))
-            return []
-        if not await self._read({self.keys.deltas(fragment, name): at for name, at in cursors.items()}, 1, block_s):
-            return []
+        arrivals = self._stream(self.keys.arrivals(group))
+        known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
+        await self._read(known | {self.keys.arrivals(group): "{}-{}".format(*arrivals.last)}, 1, block_s)
         return [
             stored.decode_offer(fragment, name, at, data)
-            for name, cursor in streams().items()
+            for name, cursor in cursors().items()
             for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored.entry_id(cursor), limit)
         ]
 
@@ -416,90 +411,3 @@ class MemoryBus(MemoryCalls):
         tape, limit = self._stream(self.keys.tape(group)), stored.entry_id(before)
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
-
-    # --- data shards -----------------------------------------------------------------------------
-    def _queue(self) -> tuple[Stream, Hash, int]:
-        epochs = stored.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
-        return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
-
-    def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
-        self.store.need_room()
-        stream = self.store.stream(self.keys.shards)
-        stream.delivered = stream.delivered or (0, 0)
-        for shard, position in shards:
-            at = self._xadd(self.keys.shards, encode(shard))
-            if position:
-                self.store.hset(self.keys.shard_positions, {at: b"%d" % position})
-        self._set(self.keys.shard_epoch, b"%d" % epochs)
-
-    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
-        """Queue an epoch."""
-        await self._turn()
-        if self._queue()[2] != epoch:
-            return False
-        self._put(epoch + 1, ((shard, 0) for shard in shards))
-        return True
-
-    async def count_epochs(self) -> int:
-        """Epochs queued."""
-        await self._turn()
-        return self._queue()[2]
-
-    async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        """Take a shard."""
-        known_ids = {stored.entry_id(at) for at in known}
-        await self._turn()
-        stream, positions, _ = self._queue()
-        seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
-        if stream.delivered is None:
-            return None
-        taken = choose(stream.held, seen, consumer, known_ids, max(1, round(1000 * silent_s)), now_ms)
-        found = stream.after(stream.delivered, 1) if taken is None else stream.after((taken[0], taken[1] - 1), 1)
-        if not found:
-            return None
-        at, blob = found[0]
-        stream.delivered = max(stream.delivered, stored.entry_id(at))
-        stream.held[stored.entry_id(at)] = (consumer, now_ms)
-        position = stored.decode_count("shard position", positions.get(at.encode()))
-        return ClaimedShard(entry_id=at, shard=stored.decode_shard(blob), position=position)
-
-    def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
-        return stream.held.get(stored.entry_id(entry_id), ("", 0))[0] == consumer
-
-    async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        """Remember how far a shard was read."""
-        await self._turn()
-        stream, positions, _ = self._queue()
-        if not self._holds(stream, consumer, entry_id):
-            return
-        if position > stored.decode_count("shard position", positions.get(entry_id.encode())):
-            self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
-
-    async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        """Acknowledge a shard."""
-        await self._turn()
-        stream, positions, _ = self._queue()
-        if self._holds(stream, consumer, entry_id):
-            del stream.held[stored.entry_id(entry_id)]
-            stream.delete(stored.entry_id(entry_id))
-            positions.pop(entry_id.encode(), None)
-
-    async def release_shards(self, consumer: str) -> None:
-        """Give back all shards of a consumer."""
-        await self._turn()
-        held, now_ms = self._queue()[0].held, self._unix_ms()
-        held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
-
-    async def read_shards(self) -> ShardQueue:
-        """Shards not yet acknowledged."""
-        await self._turn()
-        stream, positions, epochs = self._queue()
-        return stored.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
-
-    async def restore_shards(self, queue: ShardQueue) -> None:
-        """Put a checkpoint's queue back."""
-        await self._turn()
-        stream, positions, epochs = self._queue()
-        if stream.ids or positions or epochs:
-            raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
-        self._put(queue.epochs, queue.open)

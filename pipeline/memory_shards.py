@@ -1,8 +1,13 @@
-"""Which shard of the work queue a claim takes, on the bus in memory: the twin of `lua/claim_shard.lua`. Pure."""
+"""The data work queue of the bus in memory. `choose` is the twin of `lua/claim_shard.lua`, and pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .memory_store import EntryId, Hash
+from . import stored
+from .codec import encode
+from .errors import UsageError
+from .memory_calls import MemoryCalls
+from .memory_store import EntryId, Hash, Stream
+from .messages import ClaimedShard, Shard, ShardQueue
 
 RELEASED = "released"
 """Holder of what was given back: no consumer's name, since those have a dot before the incarnation."""
@@ -37,3 +42,93 @@ def choose(
     if mine:
         return mine[0]
     return min((at for at, (holder, _) in held.items() if holder != consumer and gone(at)), default=None)
+
+
+class MemoryShards(MemoryCalls):
+    """The methods of `pipeline.ports.Bus` that are about data shards."""
+
+    def _queue(self) -> tuple[Stream, Hash, int]:
+        epochs = stored.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
+        return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
+
+    def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
+        self.store.need_room()
+        stream = self.store.stream(self.keys.shards)
+        stream.delivered = stream.delivered or (0, 0)
+        for shard, position in shards:
+            at = self._xadd(self.keys.shards, encode(shard))
+            if position:
+                self.store.hset(self.keys.shard_positions, {at: b"%d" % position})
+        self._set(self.keys.shard_epoch, b"%d" % epochs)
+
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+        """Queue an epoch."""
+        await self._turn()
+        if self._queue()[2] != epoch:
+            return False
+        self._put(epoch + 1, ((shard, 0) for shard in shards))
+        return True
+
+    async def count_epochs(self) -> int:
+        """Epochs queued."""
+        await self._turn()
+        return self._queue()[2]
+
+    async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
+        """Take a shard."""
+        known_ids = {stored.entry_id(at) for at in known}
+        await self._turn()
+        stream, positions, _ = self._queue()
+        seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
+        if stream.delivered is None:
+            return None
+        taken = choose(stream.held, seen, consumer, known_ids, max(1, round(1000 * silent_s)), now_ms)
+        found = stream.after(stream.delivered, 1) if taken is None else stream.after((taken[0], taken[1] - 1), 1)
+        if not found:
+            return None
+        at, blob = found[0]
+        stream.delivered = max(stream.delivered, stored.entry_id(at))
+        stream.held[stored.entry_id(at)] = (consumer, now_ms)
+        position = stored.decode_count("shard position", positions.get(at.encode()))
+        return ClaimedShard(entry_id=at, shard=stored.decode_shard(blob), position=position)
+
+    def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
+        return stream.held.get(stored.entry_id(entry_id), ("", 0))[0] == consumer
+
+    async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
+        """Remember how far a shard was read."""
+        await self._turn()
+        stream, positions, _ = self._queue()
+        if not self._holds(stream, consumer, entry_id):
+            return
+        if position > stored.decode_count("shard position", positions.get(entry_id.encode())):
+            self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
+
+    async def finish_shard(self, consumer: str, entry_id: str) -> None:
+        """Acknowledge a shard."""
+        await self._turn()
+        stream, positions, _ = self._queue()
+        if self._holds(stream, consumer, entry_id):
+            del stream.held[stored.entry_id(entry_id)]
+            stream.delete(stored.entry_id(entry_id))
+            positions.pop(entry_id.encode(), None)
+
+    async def release_shards(self, consumer: str) -> None:
+        """Give back all shards of a consumer."""
+        await self._turn()
+        held, now_ms = self._queue()[0].held, self._unix_ms()
+        held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
+
+    async def read_shards(self) -> ShardQueue:
+        """Shards not yet acknowledged."""
+        await self._turn()
+        stream, positions, epochs = self._queue()
+        return stored.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
+
+    async def restore_shards(self, queue: ShardQueue) -> None:
+        """Put a checkpoint's queue back."""
+        await self._turn()
+        stream, positions, epochs = self._queue()
+        if stream.ids or positions or epochs:
+            raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
+        self._put(queue.epochs, queue.open)

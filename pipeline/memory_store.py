@@ -42,6 +42,10 @@ class Stream:
         self.last = at
         return f"{at[0]}-{at[1]}"
 
+    def keep_last(self) -> None:
+        """Remove all but the last entry."""
+        del self.ids[:-1], self.data[:-1]
+
     def delete(self, at: EntryId) -> bool:
         """Remove an entry if it is there."""
         index = bisect_left(self.ids, at)

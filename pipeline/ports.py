@@ -321,8 +321,7 @@ class Bus(Protocol):
     ) -> list[Offered]:
         """Headers by learner, of each in the order in which they came and at most `limit`. What is there is pending.
 
-        Waits up to `block_s` for the first one of a learner that has offered before; one that offers for the first
-        time is seen by the next call.
+        Waits up to `block_s` for the first one.
 
         Args:
             fragment: id.

@@ -192,7 +192,8 @@ class RedisBus:
     async def offer(self, header: DeltaHeader) -> str:
         """Append a header."""
         p, learner = header.fragment, header.learner
-        keys = [self.keys.deltas(p, learner), self.keys.senders(self.keys.group(p))]
+        group = self.keys.group(p)
+        keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         (at,) = await self._redis.script("offer", keys, learner, encode(header))
         return stored.offer_id(learner, at.decode())
 
@@ -245,15 +246,22 @@ class RedisBus:
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
         """Pending headers."""
-        senders = await self._redis.command("HKEYS", self.keys.senders(self.keys.group(fragment)))
-        cursors = stored.cursors(senders, after)
-        if not cursors:
-            await asyncio.sleep(min(block_s, stored.NO_SENDER_S))
-            return []
-        learners = {self.keys.deltas(fragment, learner): learner for learner in cursors}
-        found = await self._redis.read({key: cursors[name] for key, name in learners.items()}, limit, block_s)
-        of = {learners[key]: entries for key, entries in found}
-        return [stored.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
+        group, now = self.keys.group(fragment), asyncio.get_running_loop().time
+        senders, arrivals = self.keys.senders(group), self.keys.arrivals(group)
+        until = now() + block_s
+        while True:
+            # The last arrival before the names: whoever comes after them is a later one, and ends the read.
+            last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
+            streams = {
+                self.keys.deltas(fragment, name): (name, at) for name, at in stored.cursors(names, after).items()
+            }
+            cursors = {key: at for key, (_, at) in streams.items()}
+            cursors[arrivals] = last[0][0].decode() if last else START
+            found = dict(await self._redis.read(cursors, limit, max(0.0, until - now())))
+            came = found.pop(arrivals, None)
+            if found or not came or now() >= until:
+                of = {streams[key][0]: entries for key, entries in found.items()}
+                return [stored.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
 
     def _owned(self, p: int) -> list[str]:
         return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]

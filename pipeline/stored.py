@@ -27,8 +27,6 @@ from .wire import Message
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
-NO_SENDER_S = 0.1
-"""While no learner has offered anything there is no stream to wait for: whoever reads waits this long."""
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 

@@ -222,7 +222,7 @@ def families(keys: RunKeys) -> dict[str, str]:
 
 SHARED = {
     *("spec", "learners", "seen", "events", "shards", "shard_positions", "shard_epoch", "init_claim", "initial"),
-    *("initial_payload", "moments_wish", "moments_claim", "moments_offer", "moments_payload", "senders"),
+    *("initial_payload", "moments_wish", "moments_claim", "moments_offer", "moments_payload", "senders", "arrivals"),
 }
 """Families that learners write together; what one can do to the others there stands in SECURITY.md."""
 
@@ -445,6 +445,17 @@ async def test_names_of_senders_cannot_be_taken_back_or_lead_elsewhere(server: S
             client.execute_command(*command)
     client.close()
     assert {parse_offer_id(one.entry_id)[0] for one in await parties["syncer"].read_offers(0)} == set(LEARNERS)
+
+
+async def test_a_learner_does_not_come_by_what_others_trained(server: Server, parties: dict[str, Any]) -> None:
+    """Neither their headers nor their payloads; an outer momentum is the syncer's alone."""
+    await story(server, parties)
+    client = server.raw("learner-l0")
+    for name in ("deltas", "delta_payload", "momentum_payload"):
+        for command in (("XREAD", "STREAMS", families(server.keys)[name], "0"), ("XLEN", families(server.keys)[name])):
+            with pytest.raises(rx.NoPermissionError):
+                client.execute_command(*command)
+    client.close()
 
 
 # --- connecting --------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
         of_fragment = {
             keys.deltas(p, "l0"),
             keys.senders(keys.group(p)),
+            keys.arrivals(keys.group(p)),
             keys.delta_payload(p, "l0", "0" * 8, 1),
             keys.head(p),
             keys.lease(p),

@@ -18,7 +18,6 @@ from pipeline.ports import Bus
 from pipeline.redis_calls import parse, translate
 from pipeline.redis_streams import connect
 
-from . import samples
 from .backdoor import RedisBackdoor
 
 A, B = "aa" * 8, "bb" * 8
@@ -57,7 +56,6 @@ async def test_an_eviction_policy_that_drops_keys_is_warned_of(bus: Bus, backdoo
 
 @pytest.mark.redis
 async def test_a_read_longer_than_any_socket_timeout_of_redis_py_is_not_cut_short(bus: Bus) -> None:
-    await bus.offer(samples.header(fragment=1))  # somebody whose stream can be waited for
     started = time.monotonic()
     assert await bus.read_offers(0, block_s=5.5) == []
     assert time.monotonic() - started > 5.4
