@@ -382,12 +382,12 @@ async def test_what_is_no_syncer_in_their_table_is_dropped(bus: Bus, backdoor: B
 
 async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> None:
     reads = [asyncio.ensure_future(bus.read_offers(0, block_s=30)), asyncio.ensure_future(bus.tape_end())]
+    await reads[1]
     await asyncio.sleep(0.1)
     await bus.close()
     async with asyncio.timeout(2):
         with pytest.raises(BusUnavailable):
             await reads[0]
-    await reads[1]
     with pytest.raises(BusUnavailable):
         await bus.read_spec()
     await bus.close()
