@@ -85,7 +85,7 @@ CRASH_POINTS = {
     Kind.LEARNER_KILLED: _OF_A_LEARNER,
     Kind.LEARNER_PAUSED: _OF_A_LEARNER,
     Kind.SYNCER_KILLED: _OF_A_SYNCER,
-    Kind.SYNCER_PAUSED: (*("commit",) * 12, *("write_chunks",) * 6, *_OF_A_SYNCER),
+    Kind.SYNCER_PAUSED: (*("commit",) * 24, *("write_chunks",) * 8, *_OF_A_SYNCER),
 }
 """Calls at which a party can be killed or paused, just before or just after they take effect on the bus. Syncers are
 paused at their commits above all: so leases end in the middle of merges."""

@@ -71,7 +71,7 @@ MUTATIONS = {
         "for i = at + streams, #KEYS do",
         "for i = at + streams + 1, #KEYS do",
     ),
-    "a refusal that counts twice when repeated": ("refuse", "local pending = records == 7", "local pending = true"),
+    "a refusal that counts twice when repeated": ("refuse", "local pending = headers == 0", "local pending = true"),
     "a refusal that does not check the lease": (
         "refuse",
         "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
