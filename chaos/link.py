@@ -78,6 +78,8 @@ class Link:
         self.calls = first_call
         self.dead = self.late = False
         """`late`: what is observed now took effect after its caller gave up."""
+        self.sent_s = 0.0
+        """When what is observed now was sent."""
         self.paused_until = 0.0
         self.cut_until = 0.0
         self._slow: deque[tuple[float, float]] = deque(maxlen=100)
@@ -120,7 +122,7 @@ class Link:
     # --- one call ------------------------------------------------------------------------------------
 
     async def _call(self, name: str, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
-        number = self.calls
+        number, sent_s = self.calls, self._time()
         self.calls += 1
         world, method = self._world, getattr(self._bus, name)
         fate = world.fate(self.party, number, name)
@@ -134,14 +136,14 @@ class Link:
             if self.dead:
                 raise BusUnavailable("dead")
             if fate.late_s:
-                self._world.later(fate.late_s, partial(self._late, name, method, args, more))
+                self._world.later(fate.late_s, partial(self._late, name, method, args, more, sent_s))
             if fate.lost or fate.late_s or not self._reaches():
                 await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the call was lost")
             epoch = world.epoch
-            outcome = await self._effect(name, method, args, more)
+            outcome = await self._effect(name, method, args, more, sent_s)
             if fate.twice and not self.dead and self._reaches():
-                outcome = await self._effect(name, method, args, more)
+                outcome = await self._effect(name, method, args, more, sent_s)
             world.crash_point(self, name, after=True)
             if self.paused_until:
                 await self._wake_up()
@@ -174,15 +176,15 @@ class Link:
         if self.dead:
             raise BusUnavailable("dead")
 
-    async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any]) -> None:
+    async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], sent_s: float) -> None:
         if self._world.bus_up and name not in BLOCKING:  # a read that nobody waits for does nothing
-            await self._effect(name, method, args, more, late=True)
+            await self._effect(name, method, args, more, sent_s, late=True)
 
     def _reaches(self) -> bool:
         return self._world.bus_up and self._time() >= self.cut_until
 
     async def _effect(
-        self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], late: bool = False
+        self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], sent_s: float, late: bool = False
     ) -> Any:
         """The call on the memory bus; its result, or the bus's own error as a value."""
         outcome: Any
@@ -190,7 +192,7 @@ class Link:
             outcome = await method(*args, **more)
         except Exception as error:  # shown to the world, then raised to the party
             outcome = error
-        self.late = late
+        self.late, self.sent_s = late, sent_s
         self._world.observe(self, name, args, more, outcome)
         return outcome
 

@@ -209,7 +209,9 @@ class Oracle:
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window))
-        if window.state != "idle" and state.digests.get(state.version) not in state.due and not self._ever_drained:
+        if link.sent_s <= self._rewound_s or self._ever_drained:
+            return  # decided by what was lost while it was on its way: its owner reads anew
+        if window.state != "idle" and state.digests.get(state.version) not in state.due:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
     def _read_offers(

@@ -155,6 +155,8 @@ class FragmentOwner:
                     await self._offered(arrived.get_nowait())
                 failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
                 gone, look_again = self._given_up()
+                if reader.done():
+                    reader.result()  # raises what ended it: what came before an outage may be lost with it
                 decision = self._decide()
                 # The window is open again before what it lacks is refused: were it the other way round, an owner that
                 # loses the bus in between would find a window for which nobody is asked again.
@@ -175,8 +177,6 @@ class FragmentOwner:
             self._window = None
 
     async def _sleep(self, reader: asyncio.Task[None], *until: float | None) -> None:
-        if reader.done():
-            reader.result()  # raises what ended it
         first = min((at for at in until if at is not None), default=None)
         timeout = None if first is None else max(TICK_S, first - self._clock.now())
         wake = asyncio.ensure_future(self.wake.wait())
