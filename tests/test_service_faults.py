@@ -369,6 +369,55 @@ def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> No
     run_virtual(main())
 
 
+def test_an_owner_that_cannot_read_any_more_decides_nothing_by_what_it_read_before() -> None:
+    """A rewind may have taken it. Headers come and the bus goes while a window is being written."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        bus, done, gone = service.bus, list[str](), asyncio.Event()
+        read_offers, write_window, read_heads = bus.read_offers, bus.write_window, bus.read_heads
+
+        async def read(*args: Any, **more: Any) -> Any:
+            found = asyncio.ensure_future(read_offers(*args, **more))
+            away = asyncio.ensure_future(gone.wait())
+            await asyncio.wait({found, away}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.is_set():
+                raise BusUnavailable("the server went away")
+            return await found
+
+        async def slowly(fragment: int, nonce: str, expected: Any, window: Any, record: Any) -> None:
+            done.append(window.state)
+            if done.count("collecting") == 1 and window.state == "collecting":
+                arrived = len(await read_offers(0))
+                while len(await read_offers(0)) == arrived:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)
+                gone.set()
+                await asyncio.sleep(0.1)
+            await write_window(fragment, nonce, expected, window, record)
+
+        async def heads(fragments: Any) -> Any:
+            done.append("heads")
+            gone.clear()
+            return await read_heads(fragments)
+
+        bus.read_offers, bus.read_heads = read, heads  # type: ignore[assignment,method-assign]
+        bus.write_window = slowly  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            while "heads" not in done:
+                await asyncio.sleep(0.01)
+        first = done.index("collecting")
+        assert done[first : first + 2] == ["collecting", "heads"]
+        assert await rises(world, 6.0)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
     """The bus is away for longer than the liveness time, before anybody could leave: all last deltas are merged.
 
