@@ -32,6 +32,8 @@ class Windows:
         """The slack cannot be more than all compute time that hides a sync."""
         self._acts_s = STEPS_S + CALLS * latency_s
         self._learners: set[str] = set()
+        self._in: list[set[str]] = [set() for _ in range(fragments)]
+        """Of whom something that can be merged is on the stream."""
         self._quorum_at: list[float | None] = [None] * fragments
         self._all_at: list[float | None] = [None] * fragments
         self._closed = [False] * fragments
@@ -42,15 +44,17 @@ class Windows:
     def joined(self, learner: str) -> None:
         """A window may wait for this one."""
         self._learners.add(learner)
+        self._all_at = [at if learner in there else None for at, there in zip(self._all_at, self._in, strict=True)]
 
     def changed(self, p: int, state: Surviving) -> None:
         """What is pending on a fragment's stream is another now."""
-        version, there = state.version, set()
+        version, there = state.version, set[str]()
         for header in state.pending.values():
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
             if known and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
+        self._in[p] = there
         now, quorum = self._now(), self._quorum_at[p]
         if state.digests.get(version) not in state.due or len(there) < self._sync.quorum:
             self._quorum_at[p] = self._all_at[p] = None
