@@ -388,13 +388,13 @@ class Oracle:
     def check_ledger(self, standing: Standing) -> None:
         """The run is finished: every token that was trained is merged, overwritten, rejected, or died.
 
-        Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold.
+        Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold: also of
+        those that had ended before, who could not notice it.
         """
-        if not self._rewinds:
-            if surviving(self._tape, standing.heads)[1]:
-                self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
-            reports = tuple(report.model_copy(update={"outages": 0}) for report in standing.reports)
-            standing = replace(standing, reports=reports)
+        if not self._rewinds and surviving(self._tape, standing.heads)[1]:
+            self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
+        outages = {"outages": int(self._rewinds > 0)}
+        standing = replace(standing, reports=tuple(one.model_copy(update=outages) for one in standing.reports))
         for problem in problems(accounts(self._tape, standing, self._layout)):
             self.broken("the ledger closes", problem)
 

@@ -36,7 +36,8 @@ class Windows:
         """Of whom something that can be merged is on the stream."""
         self._quorum_at: list[float | None] = [None] * fragments
         self._all_at: list[float | None] = [None] * fragments
-        self._closed = [False] * fragments
+        self._closed: set[tuple[Link, int]] = set()
+        """Owners that have closed a fragment's window; of two that believe that they own it, each has its own."""
         self._began: dict[tuple[Link, int], float] = {}
         self._merged: dict[tuple[Link, int], bool] = {}
         """Owners that merged the fragment -> whether they are known to know of it."""
@@ -67,14 +68,14 @@ class Windows:
     def moved(self, link: Link, p: int) -> None:
         """A merge was committed: a new window."""
         self._quorum_at[p] = self._all_at[p] = None
-        self._closed[p] = False
+        self._closed = {(owner, of) for owner, of in self._closed if of != p}
         if not link.late:
             self._merged[link, p] = self._merged.get((link, p), False)
 
     def read(self, link: Link, p: int) -> None:
         """An owner reads a stream from its start: all over again."""
         self._began[link, p] = self._now()
-        self._closed[p] = False
+        self._closed.discard((link, p))
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
 
@@ -82,8 +83,8 @@ class Windows:
         """A window's state was written; returns what was wrong."""
         if window.state in ("uploading", "merging"):
             return self.closed(link, p)
-        if self._closed[p] and window.state == "collecting" and not link.late:  # it is open again
-            self._closed[p] = False
+        if (link, p) in self._closed and window.state == "collecting" and not link.late:  # it is open again
+            self._closed.discard((link, p))
             self._began[link, p] = self._now()
         return None
 
@@ -92,7 +93,8 @@ class Windows:
         quorum, everybody, began = self._quorum_at[p], self._all_at[p], self._began.get((link, p))
         if link.late:
             return None
-        closed, self._closed[p] = self._closed[p], True
+        closed = (link, p) in self._closed
+        self._closed.add((link, p))
         if closed or quorum is None or began is None:
             return None
         if (link, p) in self._merged:

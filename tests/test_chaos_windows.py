@@ -31,21 +31,39 @@ class At:
         return self.now_s
 
 
+def both_in(windows: Windows) -> None:
+    """A due delta of each of two learners comes."""
+    headers = [samples.header(name, base_version=1, base_digest=b"b" * 16) for name in ("l0", "l1")]
+    pending = dict(zip("ab", headers, strict=True))
+    for header in headers:
+        windows.joined(header.learner)
+    windows.changed(0, Surviving(version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16}))
+
+
 @pytest.mark.parametrize("joins_later", [False, True])
 def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
     """Where all are in, the owner may not wait; for one that joins meanwhile it may, for as long as the grace is."""
     at, owner = At(), cast(Link, Steady())
     sync = samples.sync_spec(fragments=1, quorum=2)
     windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at)
-    headers = [samples.header(name, base_version=1, base_digest=b"b" * 16) for name in ("l0", "l1")]
-    state = Surviving(version=1, digests={1: b"b" * 16}, pending=dict(zip("ab", headers, strict=True)), due={b"b" * 16})
-    for header in headers:
-        windows.joined(header.learner)
     windows.read(owner, 0)
-    windows.changed(0, state)
+    both_in(windows)
     at.now_s = 1.0
     if joins_later:
         windows.joined("l2")
     at.now_s = SETTLE_S
     found = windows.closed(owner, 0)
     assert (found is None) == joins_later
+
+
+def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> None:
+    """Of two holders one reads the stream from its start; the other had closed its window in time and merges later."""
+    at, owner, other = At(), cast(Link, Steady()), cast(Link, Steady())
+    windows = Windows(samples.sync_spec(fragments=1, quorum=2), 1, slowest_step_s=0.1, latency_s=0.001, now=at)
+    windows.read(owner, 0)
+    both_in(windows)
+    assert windows.closed(owner, 0) is None
+    windows.read(other, 0)
+    at.now_s = SETTLE_S
+    assert windows.closed(owner, 0) is None
+    assert windows.closed(other, 0) is not None
