@@ -1,56 +1,52 @@
-"""`diloco chaos`: a real run on this machine under planned strikes, and the audit of what it leaves.
+"""`diloco chaos`: a real run on this machine under planned strikes, audited.
 
-    launcher (this process): proxy, monkey, census ──▶ Redis (append-only file)
-      └─ spawner ──forks──▶ learners, syncers, evaluator ──TCP, a door each──▶ proxy
-
-It ends when `--for` is over, the budget is spent, or at Ctrl-C: then nobody is struck any more, all strikes are undone,
-the run drains as any other, and what it left is audited. A second Ctrl-C ends everything at once, without an audit.
+If asked, beside it stand the same run undisturbed, and the report of an earlier one. The run itself is `chaos_run`'s,
+that of the data-parallel baseline `chaos_elastic`'s.
 """
 
 import asyncio
 import json
-import os
 import shlex
 import sys
-import time
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any
 
 import typer
 
-from chaos.audit import Evidence
-from chaos.growth import Scale
-from chaos.proxy import Proxy
-from chaos.schedule import Manner, Party, Rule, draw, parse
-from pipeline import lifecycle, logs
-from pipeline.census import Census
-from pipeline.codec import chunk_count
-from pipeline.embedded import EmbeddedRedis
-from pipeline.errors import BusError, DilocoError, UsageError
-from pipeline.messages import Committed, ShardQueue
-from pipeline.redis_census import RedisCensus, connect_census
+from chaos.rates import StepTimes, Struck
+from chaos.schedule import Manner, Party, Rule, parse
+from pipeline import logs
+from pipeline.errors import DilocoError, UsageError
+from pipeline.messages import Committed
 from pipeline.settings import parse_duration
-from pipeline.waiting import first_of
 
-from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
-from .chaos_launch import StruckLauncher, patiently
-from .chaos_report import Facts, Report, build_chaos, goodput_line, markdown, summary
-from .display import Screen
+from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report
 from .folder import Folder, choose
-from .launch import Children, environment, threads_for
-from .locate import open_bus
-from .monkey import REDIS, Monkey
-from .options import ChaosProcess, check
-from .report import Outcome, build
-from .spawner import Spawner
+from .monkey import REDIS
+from .options import ChaosProcess, check, check_struck_baseline
+from .report import build
 
-CENSUS_S = 1.0
+Report = dict[str, Any]
+
 MOST_TOKENS_PER_S = 200_000
 """More than this machine trains, so that time ends the run; the budget is this for each second."""
-REPLACED_S = 130.0
-"""A replaced global lives on for two minutes."""
-REPORT_FILE, TEXT_FILE, PICTURE_FILE = "chaos.json", "chaos.md", "timeline.png"
+LONGER = 4.0
+"""The undisturbed run may take so many times as long as the struck one."""
+REPORT_FILE, TEXT_FILE, PICTURE_FILE, UNDISTURBED = "chaos.json", "chaos.md", "timeline.png", "undisturbed"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A struck run: its report, and what its picture shows."""
+
+    report: Report
+    steps: StepTimes
+    strikes: Sequence[Struck]
+    merges: Sequence[tuple[float, int]]
+    span: tuple[float, float]
 
 
 def plan_of(settings: ChaosProcess) -> list[Rule]:
@@ -81,157 +77,117 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
         raise UsageError(f"--for {for_!r}: at least 1s")
     if sys.platform != "linux":
         raise UsageError("`diloco chaos` needs Linux: it starts processes by forking, and looks for them in /proc")
-    tokens = settings.tokens or round(for_s * MOST_TOKENS_PER_S)
-    return settings.model_copy(update={"tokens": tokens, "log_losses": True}), for_s
+    update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MOST_TOKENS_PER_S), "log_losses": True}
+    if settings.method != "diloco" and "kill" not in settings.model_fields_set:
+        update["kill"] = "learner:3s"
+    return settings.model_copy(update=update), for_s
 
 
-class Count:
-    """Takes a census of the bus every second."""
-
-    def __init__(self, census: RedisCensus) -> None:
-        self._census = census
-        self.samples: list[Census] = []
-
-    async def follow(self) -> None:
-        """Until cancelled."""
-        while True:
-            with suppress(BusError):  # it is struck
-                self.samples.append(await self._census.take())
-            await asyncio.sleep(CENSUS_S)
+# --- the run, and the same undisturbed ---------------------------------------------------------------------
 
 
-async def _strike(launcher: StruckLauncher, monkey: Monkey, asked: asyncio.Event, for_s: float) -> None:
-    """Strike from when all is under way until the time is over, the run ends or the user asks for it."""
-    await first_of(launcher.under_way, launcher.ending, asked)
-    if not launcher.under_way.is_set():
+def strike(
+    settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until: int | None = None
+) -> Outcome:
+    """Strike a run for a time, or until so many tokens are useful (merged); `folder.report` is for `diloco status`."""
+    if settings.method != "diloco":
+        step_tokens = settings.learners * settings.batch * settings.accumulate * settings.seq_len
+        until_step = None if until is None else -(-until // step_tokens)
+        found = asyncio.run(chaos_elastic.strike_baseline(settings, folder, for_s, rules, until_step))
+        report = elastic_report.build_elastic(found)
+        return Outcome(report, found.step_times(), found.strikes, [], (found.began_s, found.ended_s))
+    facts, evidence = asyncio.run(chaos_run.run(settings, folder, for_s, rules, until))
+    folder.report.write_text(json.dumps(build(facts.outcome), indent=1) + "\n")
+    merges = [
+        (one.unix_s, one.fragment) for one in evidence.records if isinstance(one, Committed) and one.contributions
+    ]
+    report = chaos_report.build_chaos(facts, evidence)
+    return Outcome(report, facts.steps, evidence.strikes, merges, (facts.began_s, facts.ended_s))
+
+
+def calm(settings: ChaosProcess, report: Mapping[str, Any]) -> ChaosProcess:
+    """Settings of the same run undisturbed.
+
+    Learning rates follow trained tokens / budget. Undisturbed, a run trains fewer tokens for the same merged ones, so
+    its budget is smaller by what the strikes cost (died, rejected): both end at the same point of their schedule.
+    """
+    assert settings.tokens is not None  # noqa: S101  # on prepared settings
+    ledger = report["ledger"]
+    update: dict[str, Any] = {"kill": "none", "pause": "none", "cut": "none", "hang": "none", "lose_tail": False}
+    if settings.method == "diloco" and ledger["tokens"]:
+        kept = (ledger["merged"] + ledger["overwritten"]) / ledger["tokens"]
+        update["tokens"] = max(1, round(settings.tokens * kept))
+    return settings.model_copy(update=update)
+
+
+def add_undisturbed(outcome: Outcome, settings: ChaosProcess, folder: Folder, for_s: float) -> None:
+    """Make the same run without strikes until as much is merged, and put what it came to into the report."""
+    report = outcome.report
+    if report["stopped"] or not report["ledger"]["merged"]:
+        report["warnings"].append("the run was stopped, or merged nothing: no undisturbed one was made")
         return
-    async with asyncio.TaskGroup() as group:
-        group.create_task(monkey.run())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(for_s):
-                await first_of(launcher.ending, asked)
-        monkey.relent()
+    typer.echo("\nThe same run undisturbed, until it has merged as many tokens")
+    beside = Folder(folder.path / UNDISTURBED)
+    found = strike(calm(settings, report), beside, LONGER * for_s, [], report["ledger"]["merged"]).report
+    names = ("global_val_loss", "useful", "goodput", "longest_standstill_s", "ledger", "wall_s", "stopped", "verdict")
+    report["undisturbed"] = {name: found[name] for name in names} | {"tokens_budget": found["settings"]["tokens"]}
+    report["violations"] += [one | {"promise": f"undisturbed: {one['promise']}"} for one in found["violations"]]
+    report["verdict"] = "fail" if report["violations"] else "pass"
+    merged = found["ledger"]["merged"]
+    if merged < 0.98 * report["ledger"]["merged"]:
+        report["warnings"].append(
+            f"the undisturbed run merged {merged} tokens, fewer than the struck one: their losses do not compare"
+        )
 
 
-async def _run(settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule]) -> tuple[Facts, Evidence]:
-    asked, task = asyncio.Event(), asyncio.current_task()
-    assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
-    lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
-    fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
-    threads = threads_for(settings.learners, settings.threads)
-    with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
-        folder.make(settings)
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
-        stack.enter_context(spawner)
-        screen = stack.enter_context(Screen())
-        screen.note(f"output folder {folder.path}")
-        async with Proxy(server.socket_path) as proxy, open_bus(server.url, settings.run) as bus:
-            await asyncio.to_thread(spawner.wait_until_ready)
-            children = stack.enter_context(Children(folder.logs, spawner.child))
-            others = {REDIS: server.pid} if server.pid else {}
-            launcher = StruckLauncher(settings, folder, server.url, bus, children, screen, others, proxy)
-            names = [f"learner-{number}" for number in range(settings.learners)]
-            names += [f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"]
-            for name in names:
-                await proxy.add(name)
-            census = await connect_census(server.url, settings.run)
-            count = Count(census)
-            counting = asyncio.create_task(count.follow())
+def read_report(path: Path) -> Report:
+    """A report of an earlier `diloco chaos`.
 
-            def note(text: str) -> None:
-                screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        report: Report = json.loads(path.read_text())
+        chaos_compare.column(report)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"--beside {path}: no report of `diloco chaos` (its --json, or chaos.json): {error}"
+        ) from error
+    return report
 
-            monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
-            launcher.start()
-            stop = asyncio.Event()
-            watching = asyncio.create_task(launcher.watch(stop))
-            striking = asyncio.create_task(_strike(launcher, monkey, asked, for_s))
-            try:
-                await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():  # by its budget, or by an error
-                    watching.result()
-                await striking
-                screen.note("no more strikes: the run comes to its end")
-                stop.set()
-                await watching
-                await launcher.wind_down()
-                outcome = await patiently(launcher.gather, for_s, None)
-                if outcome is None or not launcher.under_way.is_set():
-                    raise DilocoError(f"stopped before all learners trained: nothing was struck; logs in {folder.logs}")
-                queue = await patiently(bus.read_shards)
-                left = left_running(os.getpid(), {server.pid, spawner.pid})
-            finally:
-                for one in (counting, watching, striking):
-                    one.cancel()
-                await asyncio.gather(counting, watching, striking, return_exceptions=True)
-                await census.close()
-    facts = Facts(
-        outcome=outcome,
-        seed=settings.seed,
-        plan={manner.value: getattr(settings, manner.value) for manner in Manner},
-        began_s=launcher.began_s,
-        ended_s=launcher.ended_s,
-        steps=read_step_times(folder.learners),
-        learners=settings.learners,
-        lease_s=settings.lease_s,
-        sync_interval=settings.sync_interval,
-        missed=monkey.missed,
-        late_s=monkey.late_s,
-        stopped=asked.is_set(),
+
+# --- what it leaves ----------------------------------------------------------------------------------------
+
+
+def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
+    """Write and print what a struck run leaves."""
+    from .chaos_plot import draw
+
+    report = outcome.report
+    shown: ModuleType = chaos_report if report["method"] == "diloco" else elastic_report
+    names = sorted(outcome.steps, key=lambda name: (len(name), name))
+    lanes = [*names, *sorted({one.name for one in outcome.strikes if one.party is Party.SYNCER})]
+    picture = folder.path / PICTURE_FILE
+    draw(
+        outcome.steps,
+        outcome.strikes,
+        outcome.merges,
+        [*lanes, REDIS] if report["method"] == "diloco" else lanes,
+        outcome.span,
+        f"diloco chaos, {report['method']}, seed {report['seed']}: {report['verdict'].upper()}",
+        chaos_report.goodput_line(report),
+        picture,
     )
-    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, count.samples, left)
-
-
-def _evidence(
-    settings: ChaosProcess,
-    folder: Folder,
-    launcher: StruckLauncher,
-    monkey: Monkey,
-    outcome: Outcome,
-    queue: ShardQueue,
-    census: list[Census],
-    left: list[str],
-) -> Evidence:
-    layout = outcome.layout
-    assert layout is not None  # noqa: S101  # of a run with a syncer
-    killed = [one.party for one in monkey.history if one.manner is Manner.KILL]
-    shards = read_shards_per_epoch(folder.logs)
-    elements = max(fragment.elements for fragment in layout.fragments)
-    scale = Scale(
-        learners=settings.learners,
-        fragments=settings.fragments,
-        chunks=chunk_count(elements, "fp32", settings.chunk_bytes),
-        lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
-        syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
-        replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
-        shards=shards,
-    )
-    return Evidence(
-        layout=layout,
-        records=outcome.records,
-        standing=outcome.standing,
-        strikes=monkey.history,
-        tail_lost=settings.lose_tail,
-        shards=read_shard_notes(folder.logs),
-        queue=queue,
-        shards_per_epoch=shards if settings.log_level == "debug" else 0,
-        census=census,
-        scale=scale,
-        endings=launcher.endings,
-        left_running=left,
-    )
-
-
-def _most_within(times_s: list[float], span_s: float) -> int:
-    """Most of the times that lie within a span of this length."""
-    most = first = 0
-    for last, at in enumerate(times_s):
-        while times_s[first] < at - span_s:
-            first += 1
-        most = max(most, last - first + 1)
-    return most
+    beside = chaos_compare.table(report["comparison"]) if "comparison" in report else []
+    command = shlex.join(["diloco", *sys.argv[1:]])
+    text = shown.markdown(report, command, PICTURE_FILE)
+    (folder.path / TEXT_FILE).write_text(text + "\n".join(["", "## Side by side", "", *beside, ""] if beside else []))
+    for path in (folder.path / REPORT_FILE, json_file):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    typer.echo("\n" + "\n".join([shown.summary(report), *(["", *beside, ""] if beside else [])]))
+    typer.echo(f"picture    {picture}\nreport     {folder.path / TEXT_FILE}")
 
 
 def _first(error: BaseException) -> BaseException:
@@ -241,53 +197,30 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def conclude(report: Report, facts: Facts, evidence: Evidence, folder: Folder, json_file: Path | None) -> None:
-    """Write and print what a struck run leaves."""
-    from .chaos_plot import draw as draw_timeline
-
-    names = sorted(facts.steps, key=lambda name: (len(name), name))
-    syncers = sorted({one.name for one in evidence.strikes if one.party is Party.SYNCER})
-    merges = [
-        (one.unix_s, one.fragment) for one in evidence.records if isinstance(one, Committed) and one.contributions
-    ]
-    picture = folder.path / PICTURE_FILE
-    draw_timeline(
-        facts.steps,
-        evidence.strikes,
-        merges,
-        [*names, *syncers, REDIS],
-        (facts.began_s, facts.ended_s),
-        f"diloco chaos, seed {facts.seed}: {report['verdict'].upper()}",
-        goodput_line(report),
-        picture,
-    )
-    command = shlex.join(["diloco", *sys.argv[1:]])
-    (folder.path / TEXT_FILE).write_text(markdown(report, command, PICTURE_FILE))
-    folder.report.write_text(json.dumps(build(facts.outcome), indent=1) + "\n")  # for `diloco status` and `tape`
-    for path in (folder.path / REPORT_FILE, json_file):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
-    typer.echo(f"\n{summary(report)}\npicture    {picture}\nreport     {folder.path / TEXT_FILE}")
-
-
-def main(settings: ChaosProcess, for_: str, json_file: Path | None) -> int:
+def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed: bool, beside: Path | None) -> int:
     """Entry point of `diloco chaos`: the exit status, 1 if a promise was broken.
 
     Raises:
         DilocoError: what went wrong, in words; nothing is left running.
     """
     logs.configure("warning")
-    rules = plan_of(settings)
     settings, for_s = prepared(settings, for_)
-    check(settings)
+    rules = plan_of(settings)
+    (check if settings.method == "diloco" else check_struck_baseline)(settings)
+    other = None if beside is None else read_report(beside)
     folder = choose(settings)
     try:
-        facts, evidence = asyncio.run(_run(settings, folder, for_s, rules))
+        outcome = strike(settings, folder, for_s, rules)
+        if undisturbed:
+            add_undisturbed(outcome, settings, folder, for_s)
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     except BaseExceptionGroup as errors:
         raise _first(errors) from errors
-    report = build_chaos(facts, evidence)
-    conclude(report, facts, evidence, folder, json_file)
+    report = outcome.report
+    if report["method"] == "diloco":
+        report["bounds"] = chaos_bounds.bounds_of(report)
+    if other is not None:
+        report["comparison"] = chaos_compare.compare([other, report])
+    conclude(outcome, folder, json_file)
     return 1 if report["violations"] else 0

@@ -52,19 +52,27 @@ def read_shards_per_epoch(logs: Path) -> int:
     return max((line["shards"] for line in lines if line.get("event") == "epoch_queued"), default=0)
 
 
-def read_step_times(learners: Path) -> dict[str, list[tuple[str, list[float]]]]:
-    """Learner -> (incarnation, ends of its inner steps as Unix times, in order), from its own records.
+def read_steps(learners: Path) -> dict[str, list[tuple[str, list[tuple[int, float]]]]]:
+    """Learner -> (incarnation, (step, Unix time of its end) in order), from its own records.
 
     A killed one's last steps, those of the last second at most, are missing.
     """
-    found: dict[str, list[tuple[str, list[float]]]] = {}
+    found: dict[str, list[tuple[str, list[tuple[int, float]]]]] = {}
     for folder in sorted(learners.iterdir()) if learners.is_dir() else ():
-        by_incarnation: dict[str, list[float]] = {}
+        by_incarnation: dict[str, list[tuple[int, float]]] = {}
         file = folder / LOSSES_FILE
         for line in _lines(file) if file.is_file() else ():
-            by_incarnation.setdefault(line["incarnation"], []).append(line["unix_s"])
+            by_incarnation.setdefault(line["incarnation"], []).append((line["step"], line["unix_s"]))
         found[folder.name] = list(by_incarnation.items())
     return found
+
+
+def read_step_times(learners: Path) -> dict[str, list[tuple[str, list[float]]]]:
+    """The same without the steps' numbers."""
+    return {
+        name: [(incarnation, [at for _, at in steps]) for incarnation, steps in lives]
+        for name, lives in read_steps(learners).items()
+    }
 
 
 def left_running(launcher: int, expected: set[int | None]) -> list[str]:
@@ -81,4 +89,18 @@ def left_running(launcher: int, expected: set[int | None]) -> list[str]:
                 found.append(f"process {pid}: {command}")
         except OSError:
             continue  # it has ended, or is not ours to look at
+    return sorted(found)
+
+
+def of_group(group: int) -> list[str]:
+    """Processes of a process group that have not ended. Linux only."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = file.read_text(errors="replace").partition(" (")[2].rpartition(") ")
+        except OSError:
+            continue  # it has ended
+        state, _, its_group = rest.split()[:3]
+        if int(its_group) == group and state not in "ZX":
+            found.append(f"process {file.parent.name}: {name}")
     return sorted(found)

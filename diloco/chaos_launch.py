@@ -45,6 +45,9 @@ class StruckLauncher(Launcher):
         """All learners train, and something was merged."""
         self.ending = asyncio.Event()
         """The run drains, or is over."""
+        self.until_merged: int | None = None
+        self.merged_enough = asyncio.Event()
+        """That many tokens are merged."""
         self.endings: list[Ending] = []
         """Processes that ended by themselves."""
         self.began_s = self.ended_s = 0.0
@@ -59,6 +62,8 @@ class StruckLauncher(Launcher):
         if not self.under_way.is_set() and status["outer_steps"] and all(child.under_way for child in learners):
             self.began_s = time.time()
             self.under_way.set()
+        if self.until_merged is not None and status["merged_tokens"] >= self.until_merged:
+            self.merged_enough.set()
         if status["phase"] not in ("waiting", Phase.RUNNING) and not self.ending.is_set():
             self.ended_s = time.time()
             self.ending.set()

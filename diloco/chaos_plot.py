@@ -49,7 +49,7 @@ def draw(
         steps: of the learners, Unix times.
         strikes: as they took place.
         merges: (Unix time, fragment) of each commit that holds.
-        lanes: names from top to bottom; a learner's has its training, the lane "merges" the commits by fragment.
+        lanes: names from top to bottom; a learner's has its training. Below them the merges, if any.
         span: Unix times of the first and last moment to show.
         title: above.
         footer: below, in small.
@@ -69,12 +69,14 @@ def draw(
             axes.broken_barh([(strike.began_s - began_s, length)], (row - BAR / 2, BAR), facecolors=colour, alpha=0.85)
             axes.plot([strike.began_s - began_s], [row - BAR / 2], marker="v", markersize=4, color=colour)
     low = len(lanes) - 0.4
-    for fragment in range(fragments):
+    for fragment in range(fragments if merges else 0):
         at = [when - began_s for when, which in merges if which == fragment]
         height = low + 0.15 + 1.1 * (fragment + 0.5) / fragments
         axes.plot(at, [height] * len(at), linestyle="", marker="|", markersize=5, markeredgewidth=0.9, color=MERGE)
-    axes.set_yticks([*range(len(lanes)), low + 0.7], [*lanes, f"merges ({fragments} fragments)"], fontsize=8)
-    axes.set_ylim(low + 1.4, -0.7)
+    ticks = list(zip([*range(len(lanes)), low + 0.7], [*lanes, f"merges ({fragments} fragments)"], strict=True))
+    shown_ticks = ticks if merges else ticks[:-1]
+    axes.set_yticks([at for at, _ in shown_ticks], [name for _, name in shown_ticks], fontsize=8)
+    axes.set_ylim(low + (1.4 if merges else 0.1), -0.7)
     axes.set_xlim(0, ended_s - began_s)
     axes.set_xlabel("time since all learners trained (s)")
     axes.grid(True, axis="x", alpha=0.25)
@@ -84,7 +86,8 @@ def draw(
         Patch(color=TRAINING, label="training"),
         *(Patch(color=STRIKES[m], label=m) for m in Manner if m in shown),
     ]
-    marks.append(Line2D([], [], linestyle="", marker="|", color=MERGE, label="merge"))
+    if merges:
+        marks.append(Line2D([], [], linestyle="", marker="|", color=MERGE, label="merge"))
     axes.legend(
         handles=marks, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(marks), fontsize=8, frameon=False
     )

@@ -25,6 +25,7 @@ from chaos.schedule import Manner, Party
 from pipeline.ledger import surviving
 from pipeline.messages import Committed, Rewound
 
+from . import chaos_bounds
 from .display import duration
 from .report import Outcome, build, ledger_line
 
@@ -76,11 +77,15 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         learner: [(name, [at for at in times if facts.began_s <= at <= facts.ended_s]) for name, times in lives]
         for learner, lives in facts.steps.items()
     }
+    elements = {fragment.id: fragment.elements for fragment in evidence.layout.fragments}
+    token_elements = sum(part.tokens * elements[one.fragment] for one in inside for part in one.contributions)
+    merged = token_elements / evidence.layout.elements
     share = goodput(during, facts.learners, wall_s, run["tokens"], run["merged_tokens"])
-    return {
+    report = {
+        "method": "diloco",
         "verdict": "fail" if violations else "pass",
-        "kills": _count(evidence.strikes, Manner.KILL),
-        "strikes": {manner.value: _count(evidence.strikes, manner) for manner in Manner},
+        "kills": counts(evidence.strikes, Manner.KILL),
+        "strikes": {manner.value: counts(evidence.strikes, manner) for manner in Manner},
         "strikes_missed": facts.missed,
         "violations": violations,
         "commits": len(inside),
@@ -90,6 +95,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         - len(merges),
         "rewinds": sum(isinstance(one, Rewound) for one in evidence.records),
         "longest_commit_gap_s": longest(all_gaps),
+        "longest_standstill_s": longest(all_gaps),
         "longest_fragment_gap_s": longest(by_fragment),
         "gaps_by_strike": {
             "any_fragment": longest_by_kind(all_gaps, evidence.strikes),
@@ -99,6 +105,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         "step_rates": _step_rates(during, evidence.strikes),
         "blocked_share": _blocked(evidence),
         "keys": _keys(evidence),
+        "useful": {"tokens": round(merged), "per_s": merged / wall_s if wall_s else 0.0},
         "goodput": {"share": share.share, "trained_share": share.trained, "merged_share": share.merged},
         "ledger": {
             "tokens": run["tokens"],
@@ -114,19 +121,25 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         "strikes_late_s": facts.late_s,
         "warnings": [*run["warnings"], *_busy(facts)],
         "settings": run["settings"],
-        "timeline": {
-            "began_unix_s": facts.began_s,
-            "strikes": [
-                {
-                    "kind": one.kind,
-                    "name": one.name,
-                    "at_s": one.began_s - facts.began_s,
-                    "length_s": one.ended_s - one.began_s,
-                    "detail": one.detail,
-                }
-                for one in sorted(evidence.strikes, key=lambda one: one.began_s)
-            ],
-        },
+        "timeline": timeline(evidence.strikes, facts.began_s),
+    }
+    return report | {"bounds": chaos_bounds.bounds_of(report)}
+
+
+def timeline(strikes: Sequence[Struck], began_s: float) -> Report:
+    """Every strike, in order."""
+    return {
+        "began_unix_s": began_s,
+        "strikes": [
+            {
+                "kind": one.kind,
+                "name": one.name,
+                "at_s": one.began_s - began_s,
+                "length_s": one.ended_s - one.began_s,
+                "detail": one.detail,
+            }
+            for one in sorted(strikes, key=lambda one: one.began_s)
+        ],
     }
 
 
@@ -139,7 +152,8 @@ def _busy(facts: Facts) -> list[str]:
     ]
 
 
-def _count(strikes: Sequence[Struck], manner: Manner) -> dict[str, int]:
+def counts(strikes: Sequence[Struck], manner: Manner) -> dict[str, int]:
+    """Strikes of a manner by party."""
     counted = Counter(one.party for one in strikes if one.manner is manner)
     return {party.value: counted[party] for party in Party}
 
@@ -199,7 +213,8 @@ def _blocked(evidence: Evidence) -> float:
 # --- for people --------------------------------------------------------------------------------------------
 
 
-def _s(value: float | None) -> str:
+def seconds(value: float | None) -> str:
+    """For people."""
     return "-" if value is None else f"{value:.1f} s"
 
 
@@ -236,6 +251,7 @@ def summary(report: Report) -> str:
             if rates[party]["outages"]
         ),
         f"training waited for the library {report['blocked_share']:.2%} of the time",
+        *chaos_bounds.lines(report["bounds"]),
         f"tokens: {report['ledger']['line']}",
         goodput_line(report),
         *(f"warning: {warning}" for warning in report["warnings"]),
@@ -243,6 +259,30 @@ def summary(report: Report) -> str:
         f"verdict: {report['verdict'].upper()}" + ("" if report["violations"] else ", every promise was kept"),
     ]
     return "\n".join(lines)
+
+
+def _undisturbed(report: Report) -> list[str]:
+    other = report.get("undisturbed")
+    if other is None:
+        return []
+    rows = [
+        ("final global validation loss", *(_loss(one["global_val_loss"]) for one in (report, other))),
+        ("merged tokens", *(str(one["ledger"]["merged"]) for one in (report, other))),
+        ("trained tokens", *(str(one["ledger"]["tokens"]) for one in (report, other))),
+        ("merged tokens per second", *(f"{one['useful']['per_s']:.0f}" for one in (report, other))),
+    ]
+    return [
+        "## The same run undisturbed",
+        "",
+        "| | struck | undisturbed |",
+        "|---|---|---|",
+        *(f"| {name} | {mine} | {its} |" for name, mine, its in rows),
+        "",
+    ]
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def markdown(report: Report, command: str, picture: str) -> str:
@@ -273,23 +313,31 @@ def markdown(report: Report, command: str, picture: str) -> str:
         "",
         "## Progress",
         "",
-        f"- {report['commits']} commits in {_s(report['wall_s'])}; final global validation loss "
+        f"- {report['commits']} commits in {seconds(report['wall_s'])}; final global validation loss "
         f"{_rate(report['global_val_loss'])}",
-        f"- longest time without a commit {_s(report['longest_commit_gap_s'])}, of one fragment "
-        f"{_s(report['longest_fragment_gap_s'])}",
+        f"- longest time without a commit {seconds(report['longest_commit_gap_s'])}, of one fragment "
+        f"{seconds(report['longest_fragment_gap_s'])}",
         f"- {goodput_line(report)}",
         f"- training waited for the library {report['blocked_share']:.2%} of the time (the worst learner)",
         f"- tokens: {report['ledger']['line']}",
         "",
+        "## Held against bounds",
+        "",
+        "Matters of time on this machine, so they decide no verdict.",
+        "",
+        *chaos_bounds.table(report["bounds"]),
+        "",
+        *_undisturbed(report),
+        "## Gaps",
+        "",
         "Longest time without a commit in which such a strike began; *alone*: no strike of another kind was under way.",
-        f"To compare: two rounds of {_s(yard['round_s'])} are {_s(yard['after_a_learner_s'])}; two lease times and a "
-        f"window are {_s(yard['after_a_syncer_s'])}.",
+        f"A round of H steps takes {seconds(yard['round_s'])}, a window {seconds(yard['window_s'])}.",
         "",
         "| strike | any fragment | alone | same fragment | alone |",
         "|---|---|---|---|---|",
         *(
             f"| {kind} | "
-            + " | ".join(_s(gap[name]) for gap in (one, same) for name in ("longest_s", "alone_s"))
+            + " | ".join(seconds(gap[name]) for gap in (one, same) for name in ("longest_s", "alone_s"))
             + " |"
             for kind, one in report["gaps_by_strike"]["any_fragment"].items()
             for same in [report["gaps_by_strike"]["same_fragment"][kind]]
@@ -300,8 +348,8 @@ def markdown(report: Report, command: str, picture: str) -> str:
         "| outages of | number | together | before | during | after | during / before |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {party} | {one['outages']} | {_s(one['outage_s'])} | {_rate(one['before'])} | {_rate(one['during'])} | "
-            f"{_rate(one['after'])} | {_rate(one['ratio'])} |"
+            f"| {party} | {one['outages']} | {seconds(one['outage_s'])} | {_rate(one['before'])} | "
+            f"{_rate(one['during'])} | {_rate(one['after'])} | {_rate(one['ratio'])} |"
             for party, one in rates.items()
         ),
         "",

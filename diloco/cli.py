@@ -95,11 +95,35 @@ def run(settings: RunProcess) -> None:
 
 ChaosFor = Annotated[str, typer.Option("--for", metavar="DURATION", help="How long the run is struck")]
 ChaosJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file")]
+Undisturbed = Annotated[
+    bool,
+    typer.Option(
+        "--undisturbed",
+        help="Afterwards make the same run without strikes, until it has merged as many tokens, and put final losses "
+        "and tokens/s of both into the report. Give --tokens that the run reaches within --for, so that the learning "
+        "rate ends its schedule",
+    ),
+]
+Beside = Annotated[
+    Path | None,
+    typer.Option(
+        "--beside",
+        metavar="REPORT",
+        help="Put this run beside an earlier one (its --json file) in a table, e.g. of the other --method. Goodput is "
+        "there if both were made with --undisturbed",
+    ),
+]
 
 
 @app.command()
 @takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS)
-def chaos(settings: ChaosProcess, for_: ChaosFor = "60s", json_file: ChaosJson = None) -> None:
+def chaos(
+    settings: ChaosProcess,
+    for_: ChaosFor = "60s",
+    json_file: ChaosJson = None,
+    undisturbed: Undisturbed = False,
+    beside: Beside = None,
+) -> None:
     """Strike a real run on this machine, then audit it. Linux only.
 
     Learners, syncers and Redis are killed, paused and cut off while they work.
@@ -113,7 +137,7 @@ def chaos(settings: ChaosProcess, for_: ChaosFor = "60s", json_file: ChaosJson =
     for package in _EXTRAS:
         if find_spec(package) is None:
             raise _missing(package, "chaos")
-    raise typer.Exit(importlib.import_module("diloco.chaos").main(settings, for_, json_file))
+    raise typer.Exit(importlib.import_module("diloco.chaos").main(settings, for_, json_file, undisturbed, beside))
 
 
 @app.command()
@@ -158,6 +182,21 @@ def rank(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     baseline = load_extra("workers.baselines.data_parallel", "run --method data-parallel")
     raise typer.Exit(baseline.run_rank(settings, out, learners, number))
+
+
+@app.command("elastic", hidden=True)
+@takes(RankProcess)
+def elastic(
+    settings: RankProcess,
+    learners: Annotated[int, typer.Option("--learners")],
+    out: Annotated[Path, typer.Option("--out")],
+    every_s: Annotated[float, typer.Option("--every-s")],
+) -> None:
+    """The agent of the data-parallel baseline under strikes; `diloco chaos --method data-parallel` starts it."""
+    logs.configure(settings.log_level)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    agent = load_extra("workers.baselines.elastic", "chaos --method data-parallel")
+    raise typer.Exit(agent.run_agent(settings, out, learners, every_s))
 
 
 Folder = Annotated[

@@ -17,8 +17,6 @@ from chaos.schedule import Manner, Party, Strike
 from chaos.tail import Tail
 from pipeline.embedded import EmbeddedRedis
 
-from .launch import Child
-
 REDIS = "redis"
 POLL_S = 0.02
 NOTE_TAIL_S = 0.05
@@ -28,14 +26,38 @@ DONE = {Manner.KILL: "killed", Manner.PAUSE: "paused", Manner.CUT: "cut off", Ma
 UNDONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
 
 
+class Victim(Protocol):
+    """What can be done to a process (`launch.Child`)."""
+
+    name: str
+    expected_end: bool
+
+    @property
+    def alive(self) -> bool:
+        """It runs."""
+        ...
+
+    def kill_group(self) -> None:
+        """SIGKILL."""
+        ...
+
+    def restart(self) -> None:
+        """Start it again."""
+        ...
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        ...
+
+
 class Processes(Protocol):
     """Processes by name, or by its beginning (`launch.Children`)."""
 
-    def __getitem__(self, name: str) -> Child:
+    def __getitem__(self, name: str) -> Victim:
         """The one of this name."""
         ...
 
-    def named(self, prefix: str) -> list[Child]:
+    def named(self, prefix: str) -> Sequence[Victim]:
         """Those whose name starts so."""
         ...
 
@@ -47,13 +69,20 @@ class Monkey:
         self,
         strikes: Sequence[Strike],
         children: Processes,
-        server: EmbeddedRedis,
-        proxy: Proxy,
+        server: EmbeddedRedis | None,
+        proxy: Proxy | None,
         note: Callable[[str], None],
         lose_tail: bool = False,
     ) -> None:
-        """note: told what is done; lose_tail: a killed Redis comes back without its last second."""
-        self._strikes, self._children, self._server, self._proxy = strikes, children, server, proxy
+        """As told.
+
+        Args:
+            server: None if no strike is on Redis.
+            proxy: None if none is at a door.
+            note: told what is done.
+            lose_tail: a killed Redis comes back without its last second.
+        """
+        self._strikes, self._children, self._redis, self._proxy = strikes, children, server, proxy
         self._note = note
         self._tail = Tail() if lose_tail else None
         self._busy: dict[str, Manner] = {}
@@ -114,24 +143,31 @@ class Monkey:
         self._note(f"{victim} {DONE[strike.manner]} for {strike.length_s:.1f} s")
         detail = ""
         if strike.party is not Party.REDIS:
-            child = self._children[victim]
-            self._begin_child(strike.manner, child, self._proxy[victim])
+            child, doors = self._children[victim], self._doors(strike, victim)
+            self._begin_child(strike.manner, child, doors)
             await self._until(strike.length_s)
-            self._end_child(strike.manner, child, self._proxy[victim])
+            self._end_child(strike.manner, child, doors)
         else:
-            detail = self._begin_redis(strike.manner)
+            doors = self._doors(strike, victim)
+            detail = self._begin_redis(strike.manner, doors)
             await self._until(strike.length_s)
-            await self._end_redis(strike.manner)
+            await self._end_redis(strike.manner, doors)
         self._note(f"{victim} {UNDONE[strike.manner]}{detail and f' ({detail})'}")
         ended_s = time.time()
         self.late_s = max(self.late_s, ended_s - began_s - strike.length_s)
         self.history.append(Struck(strike.manner, strike.party, victim, began_s, ended_s, detail))
         del self._busy[victim]
 
+    def _doors(self, strike: Strike, victim: str) -> list[Door]:
+        """Those that the strike shuts."""
+        if strike.manner not in AT_DOORS or self._proxy is None:
+            return []
+        return self._proxy.doors() if strike.party is Party.REDIS else [self._proxy[victim]]
+
     # --- processes ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _begin_child(manner: Manner, child: Child, door: Door) -> None:
+    def _begin_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
         match manner:
             case Manner.KILL:
                 child.expected_end = True
@@ -139,23 +175,31 @@ class Monkey:
             case Manner.PAUSE:
                 child.send(signal.SIGSTOP)
             case Manner.CUT:
-                door.cut()
+                for door in doors:
+                    door.cut()
             case Manner.HANG:
-                door.hang()
+                for door in doors:
+                    door.hang()
 
     @staticmethod
-    def _end_child(manner: Manner, child: Child, door: Door) -> None:
+    def _end_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
         match manner:
             case Manner.KILL:
                 child.restart()
             case Manner.PAUSE:
                 child.send(signal.SIGCONT)
             case Manner.CUT | Manner.HANG:
-                door.restore()
+                for door in doors:
+                    door.restore()
 
     # --- Redis ----------------------------------------------------------------------------------------------
 
-    def _begin_redis(self, manner: Manner) -> str:
+    @property
+    def _server(self) -> EmbeddedRedis:
+        assert self._redis is not None  # noqa: S101  # of a plan with strikes on it
+        return self._redis
+
+    def _begin_redis(self, manner: Manner, doors: Sequence[Door]) -> str:
         match manner:
             case Manner.KILL:
                 self._server.kill()
@@ -165,14 +209,14 @@ class Monkey:
             case Manner.PAUSE:
                 self._server.pause()
             case Manner.CUT:
-                for door in self._proxy.doors():
+                for door in doors:
                     door.cut()
             case Manner.HANG:
-                for door in self._proxy.doors():
+                for door in doors:
                     door.hang()
         return ""
 
-    async def _end_redis(self, manner: Manner) -> None:
+    async def _end_redis(self, manner: Manner, doors: Sequence[Door]) -> None:
         match manner:
             case Manner.KILL:
                 self._server.start()
@@ -181,7 +225,7 @@ class Monkey:
             case Manner.PAUSE:
                 self._server.go_on()
             case Manner.CUT | Manner.HANG:
-                for door in self._proxy.doors():
+                for door in doors:
                     door.restore()
 
     async def _watch_tail(self) -> None:

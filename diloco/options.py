@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
 
+from chaos.schedule import NOTHING
 from pipeline.errors import UsageError
 from pipeline.settings import (
     NO_FLAG,
@@ -100,6 +101,12 @@ class ChaosSettings(Settings):
 class ChaosProcess(RunProcess, ChaosSettings):
     """`diloco chaos`: a run of its own, and what is done to it."""
 
+    method: Literal["diloco", "data-parallel"] = Field(
+        "diloco",
+        description="data-parallel: strike the baseline instead, under torchrun's elastic restart: when a learner is "
+        "killed, all begin again at the last checkpoint (--checkpoint-every, 1s). Learners only, by --kill or --pause; "
+        "a killed one is back at once, so that LENGTH does not count",
+    )
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
         None, ge=1, description="Budget: ends the run before --for is over (default: more than it can train)"
@@ -114,7 +121,6 @@ CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpo
 
 NOT_OF_CHAOS = frozenset(
     {
-        "method",
         "redis_url",
         "redis_port",
         "redis_bind",
@@ -172,6 +178,29 @@ def check(settings: RunProcess) -> None:
         raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
     if settings.redis_url is not None and settings.redis_port is not None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
+
+
+def check_struck_baseline(settings: ChaosProcess) -> None:
+    """Settings of `diloco chaos --method data-parallel`.
+
+    Raises:
+        UsageError: one that the baseline has no use for.
+    """
+    why = "the data-parallel baseline has no Redis and no syncers, only learners"
+    for flag in ("kill", "pause"):
+        if any(
+            not part.strip().startswith("learner:")
+            for part in getattr(settings, flag).split(",")
+            if part.strip() not in NOTHING
+        ):
+            raise UsageError(f"--{flag} {getattr(settings, flag)!r} needs --method diloco: {why}; give learner:EVERY")
+    for name in ("cut", "hang", "lose_tail"):
+        if getattr(settings, name) not in (*NOTHING, False):
+            raise UsageError(f"--{name.replace('_', '-')} needs --method diloco: {why}")
+    for name in NOT_OF_BASELINE:
+        given = name in settings.model_fields_set and name not in ("checkpoint_every", "log_losses")
+        if given and getattr(settings, name) != ChaosProcess.model_fields[name].default:
+            raise UsageError(f"--{name.replace('_', '-')} needs --method diloco: {why}")
 
 
 PANELS: dict[type[Settings], str] = {

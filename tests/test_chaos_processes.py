@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from diloco.chaos_evidence import of_group
+from diloco.elastic_report import build_elastic
 from diloco.launch import environment
 from diloco.spawner import Spawner
 from pipeline.errors import DilocoError
 
+from .test_elastic_report import FACTS
 from .test_processes import ROOT, SMALL, diloco, wait_for
 from .test_processes import environment as clean_environment
 
@@ -114,3 +117,32 @@ def test_what_is_forked_is_ours_with_its_own_log_environment_and_group(tmp_path:
         os.kill(spawner.pid, signal.SIGKILL)
         with pytest.raises(DilocoError, match="has ended"):
             spawner.fork(["--version"], environment(1, None), tmp_path / "one.log")
+
+
+# --- the data-parallel baseline ----------------------------------------------------------------------------
+
+
+def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
+    report = chaos(tmp_path / "out", "--kill", "learner:5s", "--for", "12s", "--seed", 3, "--undisturbed")
+    other = report["undisturbed"]
+    assert other["verdict"] == "pass"
+    assert other["ledger"]["merged"] >= 0.9 * report["ledger"]["merged"]
+    row = next(row for row in report["bounds"] if "undisturbed" in row["what"])
+    assert row["measured"] == pytest.approx(report["global_val_loss"] / other["global_val_loss"])
+    assert "## The same run undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
+
+
+def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "diloco"}))
+    arguments = ["--method", "data-parallel", "--learners", 2, *SMALL[4:], "--kill", "learner:6s", "--for", "20s"]
+    arguments += ["--seed", 3, "--undisturbed", "--beside", tmp_path / "other.json", "--json", tmp_path / "c.json"]
+    done = diloco("chaos", "--out", tmp_path / "out", *arguments, limit_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert report["kills"]["learner"] >= 2
+    assert report["restarts"] >= 1
+    assert report["undisturbed"]["ledger"]["merged"] >= report["ledger"]["merged"] > 0
+    assert [column["method"] for column in report["comparison"]["columns"]] == ["diloco", "data-parallel"]
+    assert "goodput: struck / undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
+    assert (tmp_path / "out" / "timeline.png").stat().st_size > 5000
+    assert of_group(json.loads((tmp_path / "out" / "run.json").read_text())["pids"]["agent"]) == []

@@ -13,7 +13,7 @@ import pytest
 from chaos.audit import Ending, Evidence
 from chaos.rates import Struck
 from chaos.schedule import Manner, Party
-from diloco.chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
+from diloco.chaos_evidence import left_running, of_group, read_shard_notes, read_shards_per_epoch, read_step_times
 from diloco.chaos_plot import draw, stretches
 from diloco.chaos_report import Facts, build_chaos, markdown, summary
 from diloco.cli import main
@@ -165,13 +165,16 @@ def test_step_times_are_kept_apart_by_incarnation(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_process_that_is_left_over_is_found() -> None:
     environ = {**os.environ, LAUNCHER_PID: "4242"}
-    with subprocess.Popen([sys.executable, "-c", "input()"], env=environ, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, start_new_session=True) as process:
         try:
             assert any(str(process.pid) in text for text in left_running(4242, set()))
             assert left_running(4242, {process.pid}) == []
+            assert any(str(process.pid) in text for text in of_group(process.pid))
         finally:
             process.kill()
     assert left_running(4242, set()) == []
+    assert of_group(process.pid) == []
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,12 @@ def test_a_process_that_is_left_over_is_found() -> None:
         (["--for", "ever"], "--for 'ever'"),
         (["--for", "10ms"], "at least 1s"),
         (["--quorum", "9"], "there would never be a merge"),
+        (["--method", "data-parallel", "--kill", "learner:3s,syncer:7s"], "has no Redis and no syncers"),
+        (["--method", "data-parallel", "--pause", "redis:7s"], "--pause 'redis:7s' needs --method diloco"),
+        (["--method", "data-parallel", "--cut", "learner:7s"], "--cut needs --method diloco"),
+        (["--method", "data-parallel", "--lose-tail", "--kill", "redis:3s"], "needs --method diloco"),
+        (["--method", "data-parallel", "--syncers", "3"], "--syncers needs --method diloco"),
+        (["--beside", "nothing.json"], "--beside nothing.json: no report"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_started(

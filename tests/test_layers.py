@@ -44,6 +44,10 @@ PURE = (
     "chaos/audit.py",
     "chaos/growth.py",
     "chaos/rates.py",
+    "diloco/chaos_bounds.py",
+    "diloco/chaos_compare.py",
+    "diloco/chaos_report.py",
+    "diloco/elastic_report.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
 

@@ -1,0 +1,200 @@
+"""A real run on this machine under planned strikes, and the evidence of what it leaves.
+
+    launcher (this process): proxy, monkey, census ──▶ Redis (append-only file)
+      └─ spawner ──forks──▶ learners, syncers, evaluator ──TCP, a door each──▶ proxy
+
+It ends when `--for` is over, the budget is spent, or at Ctrl-C: then nobody is struck any more, all strikes are undone,
+the run drains as any other, and what it left is audited. A second Ctrl-C ends everything at once, without an audit.
+"""
+
+import asyncio
+import os
+import time
+from contextlib import ExitStack, suppress
+from typing import Literal
+
+from chaos.audit import Evidence
+from chaos.growth import Scale
+from chaos.proxy import Proxy
+from chaos.schedule import Manner, Party, Rule, draw
+from pipeline import lifecycle
+from pipeline.census import Census
+from pipeline.codec import chunk_count
+from pipeline.embedded import EmbeddedRedis
+from pipeline.errors import BusError, DilocoError
+from pipeline.messages import Committed, ShardQueue
+from pipeline.redis_census import RedisCensus, connect_census
+from pipeline.waiting import first_of
+
+from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
+from .chaos_launch import StruckLauncher, patiently
+from .chaos_report import Facts
+from .display import Screen
+from .folder import Folder
+from .launch import Children, environment, threads_for
+from .locate import open_bus
+from .monkey import REDIS, Monkey
+from .options import ChaosProcess
+from .report import Outcome
+from .spawner import Spawner
+
+CENSUS_S = 1.0
+REPLACED_S = 130.0
+"""A replaced global lives on for two minutes."""
+
+
+class Count:
+    """Takes a census of the bus every second."""
+
+    def __init__(self, census: RedisCensus) -> None:
+        self._census = census
+        self.samples: list[Census] = []
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        while True:
+            with suppress(BusError):  # it is struck
+                self.samples.append(await self._census.take())
+            await asyncio.sleep(CENSUS_S)
+
+
+async def _strike(launcher: StruckLauncher, monkey: Monkey, asked: asyncio.Event, for_s: float) -> None:
+    """Strike from when all is under way until the time is over, the run ends or the user asks for it."""
+    await first_of(launcher.under_way, launcher.ending, asked)
+    if not launcher.under_way.is_set():
+        return
+    async with asyncio.TaskGroup() as group:
+        group.create_task(monkey.run())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(for_s):
+                await first_of(launcher.ending, launcher.merged_enough, asked)
+        monkey.relent()
+
+
+async def run(
+    settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until_merged: int | None = None
+) -> tuple[Facts, Evidence]:
+    """Strike a run for a time at most, or until so many tokens are merged.
+
+    Raises:
+        DilocoError: it could not be struck, or read afterwards; nothing is left running.
+    """
+    asked, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
+    fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
+    threads = threads_for(settings.learners, settings.threads)
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
+        folder.make(settings)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
+        stack.enter_context(spawner)
+        screen = stack.enter_context(Screen())
+        screen.note(f"output folder {folder.path}")
+        async with Proxy(server.socket_path) as proxy, open_bus(server.url, settings.run) as bus:
+            await asyncio.to_thread(spawner.wait_until_ready)
+            children = stack.enter_context(Children(folder.logs, spawner.child))
+            others = {REDIS: server.pid} if server.pid else {}
+            launcher = StruckLauncher(settings, folder, server.url, bus, children, screen, others, proxy)
+            launcher.until_merged = until_merged
+            names = [f"learner-{number}" for number in range(settings.learners)]
+            names += [f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"]
+            for name in names:
+                await proxy.add(name)
+            census = await connect_census(server.url, settings.run)
+            count = Count(census)
+            counting = asyncio.create_task(count.follow())
+
+            def note(text: str) -> None:
+                screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
+
+            monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
+            launcher.start()
+            stop = asyncio.Event()
+            watching = asyncio.create_task(launcher.watch(stop))
+            striking = asyncio.create_task(_strike(launcher, monkey, asked, for_s))
+            try:
+                await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():  # by its budget, or by an error
+                    watching.result()
+                await striking
+                screen.note("no more strikes: the run comes to its end")
+                stop.set()
+                await watching
+                await launcher.wind_down()
+                outcome = await patiently(launcher.gather, for_s, None)
+                if outcome is None or not launcher.under_way.is_set():
+                    raise DilocoError(f"stopped before all learners trained: nothing was struck; logs in {folder.logs}")
+                queue = await patiently(bus.read_shards)
+                left = left_running(os.getpid(), {server.pid, spawner.pid})
+            finally:
+                for one in (counting, watching, striking):
+                    one.cancel()
+                await asyncio.gather(counting, watching, striking, return_exceptions=True)
+                await census.close()
+    facts = Facts(
+        outcome=outcome,
+        seed=settings.seed,
+        plan={manner.value: getattr(settings, manner.value) for manner in Manner},
+        began_s=launcher.began_s,
+        ended_s=launcher.ended_s,
+        steps=read_step_times(folder.learners),
+        learners=settings.learners,
+        lease_s=settings.lease_s,
+        sync_interval=settings.sync_interval,
+        missed=monkey.missed,
+        late_s=monkey.late_s,
+        stopped=asked.is_set(),
+    )
+    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, count.samples, left)
+
+
+def _evidence(
+    settings: ChaosProcess,
+    folder: Folder,
+    launcher: StruckLauncher,
+    monkey: Monkey,
+    outcome: Outcome,
+    queue: ShardQueue,
+    census: list[Census],
+    left: list[str],
+) -> Evidence:
+    layout = outcome.layout
+    assert layout is not None  # noqa: S101  # of a run with a syncer
+    killed = [one.party for one in monkey.history if one.manner is Manner.KILL]
+    shards = read_shards_per_epoch(folder.logs)
+    elements = max(fragment.elements for fragment in layout.fragments)
+    scale = Scale(
+        learners=settings.learners,
+        fragments=settings.fragments,
+        chunks=chunk_count(elements, "fp32", settings.chunk_bytes),
+        lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
+        syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
+        replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
+        shards=shards,
+    )
+    return Evidence(
+        layout=layout,
+        records=outcome.records,
+        standing=outcome.standing,
+        strikes=monkey.history,
+        tail_lost=settings.lose_tail,
+        shards=read_shard_notes(folder.logs),
+        queue=queue,
+        shards_per_epoch=shards if settings.log_level == "debug" else 0,
+        census=census,
+        scale=scale,
+        endings=launcher.endings,
+        left_running=left,
+    )
+
+
+def _most_within(times_s: list[float], span_s: float) -> int:
+    """Most of the times that lie within a span of this length."""
+    most = first = 0
+    for last, at in enumerate(times_s):
+        while times_s[first] < at - span_s:
+            first += 1
+        most = max(most, last - first + 1)
+    return most

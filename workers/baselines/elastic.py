@@ -1,0 +1,175 @@
+"""The data-parallel baseline under torchrun's elastic agent: if a rank dies, all begin again at the last checkpoint.
+
+    agent (this process) ──forkserver──▶ ranks 0..N-1 ──gloo──▶ each other
+
+This is `torchrun --standalone --nproc-per-node N --max-restarts MANY`, called as a library. Only, its ranks are forked
+from a process that has loaded torch and the text, as `diloco chaos` forks learners: else loading would be most of a
+restart.
+
+In the output folder:
+
+    ranks/learner-N              process id of the rank's present life
+    learners/learner-N/losses.jsonl   its steps, those that were made again included
+    elastic.safetensors          the last checkpoint: parameters, moments, number of steps
+    stop                         made by whoever wants the run to end; the ranks stop after the same step
+    checkpoint/, result.json     at the end
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import structlog
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from pipeline.lifecycle import die_with_parent
+from pipeline.settings import RankProcess
+
+from ..data.blocks import Blocks
+from ..data.text import open_text
+from ..models.gpt import build
+from ..parameters import tensor_table
+from ..recipe import add_gradients, choose_device, make_optimizer, read_batch, trainer_spec, update, use_threads
+from ..schedule import learning_rate
+from .data_parallel import GradientMean, block_order, process_group, save, shared_held_out_loss
+
+MOST_RESTARTS = 1_000_000
+CHECKPOINT_FILE, STOP_FILE, RESULT_FILE = "elastic.safetensors", "stop", "result.json"
+
+log = structlog.get_logger()
+
+
+def run_agent(settings: RankProcess, out: Path, learners: int, every_s: float) -> int:
+    """Start the ranks, and all of them again whenever one dies, until they end in order; the exit status.
+
+    Args:
+        settings: as for `run_rank`.
+        out: an existing folder.
+        learners: number of ranks.
+        every_s: time between checkpoints.
+
+    Raises:
+        UsageError: no such model, text or device.
+    """
+    open_text(settings.data)  # what cannot be is said once, here: a rank that fails is only started again
+    build(settings.model, settings.seed).to(choose_device(settings.device))
+    from . import preload
+
+    os.environ[preload.TEXT] = settings.data
+    multiprocessing.set_forkserver_preload([preload.__name__])
+    for name in ("ranks", *(f"learners/learner-{rank}" for rank in range(learners))):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=learners,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        run_id=settings.run,
+        max_restarts=MOST_RESTARTS,
+        start_method="forkserver",
+    )
+    elastic_launch(config, train_rank)(settings, out, learners, every_s)
+    return 0
+
+
+def save_state(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, path: Path) -> None:
+    """Write parameters, moments and the number of steps; whole or not there."""
+    tensors = {f"model.{name}": p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value.cpu() for name, value in state.items()}
+    temporary = path.with_name(f".{path.name}")
+    safetensors.torch.save_file(tensors, temporary, {"steps": str(steps)})
+    temporary.replace(path)
+
+
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> int:
+    """Take up what `save_state` wrote; the number of steps, 0 where there is nothing yet."""
+    if not path.is_file():
+        return 0
+    parameters, state = dict(model.named_parameters()), optimizer.state_dict()
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for key in file.keys():  # noqa: SIM118  # it is no mapping
+            kind, _, name = key.partition(".")
+            if kind == "model":
+                parameters[name].copy_(file.get_tensor(key))
+            else:
+                index, _, name = name.partition(".")
+                state["state"].setdefault(int(index), {})[name] = file.get_tensor(key)
+        steps = int(file.metadata()["steps"])
+    optimizer.load_state_dict(state)
+    return steps
+
+
+def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) -> None:
+    """One life of one rank, from the last checkpoint on; torchrun's variables are in the environment."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with it the agent ends what is left of a broken group
+    die_with_parent(os.getppid())
+    rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (out / "ranks" / f"learner-{rank}").write_text(str(os.getpid()))
+
+    # --- device, text, model, optimizer: as in `run_rank` -------------------------------------------
+    device = choose_device(settings.device)
+    use_threads(settings.threads or 1)
+    text = open_text(settings.data)
+    blocks = Blocks(text.train, settings.seq_len, settings.seed)
+    model = build(settings.model, settings.seed).to(device)
+    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
+    mean = GradientMean(model, learners, extra=2)
+    step_blocks = settings.batch * settings.accumulate
+    steps = load_state(model, optimizer, out / CHECKPOINT_FILE)
+    order = islice(block_order(blocks.count, rank, learners), steps * step_blocks, None)
+    log.info("rank_begins", rank=rank, life=life, steps=steps)
+
+    with process_group(learners, rank), (out / f"learners/learner-{rank}/losses.jsonl").open("a", 1) as record:
+        # --- train --------------------------------------------------------------------------------
+        saved_s = time.monotonic()
+        step_tokens, stops = step_blocks * settings.seq_len * learners, 0.0
+        while steps * step_tokens < settings.tokens and not stops:
+            started = time.monotonic()
+            batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
+            own_loss = add_gradients(model, batches, settings.accumulate).item()
+            loss, stops = mean.reduce([own_loss, rank == 0 and (out / STOP_FILE).exists()])
+            lr = learning_rate(
+                steps * step_tokens / settings.tokens,
+                steps,
+                peak=settings.lr,
+                min_ratio=settings.min_lr_ratio,
+                warmup=settings.warmup,
+            )
+            update(model, optimizer, lr, settings.clip)
+            steps += 1
+            if rank == 0 and time.monotonic() - saved_s >= every_s:
+                save_state(model, optimizer, steps, out / CHECKPOINT_FILE)
+                saved_s = time.monotonic()
+            if settings.pace:
+                time.sleep(max(0.0, started + settings.pace - time.monotonic()))
+            line = {"incarnation": life, "step": steps, "unix_s": time.time(), "loss": loss / learners}
+            record.write(json.dumps(line) + "\n")
+
+        # --- results ------------------------------------------------------------------------------
+        final_loss = shared_held_out_loss(model, validation, device)
+    if rank == 0:
+        spec: dict[str, Any] = {
+            "format": 1,
+            "sync": settings.sync_spec().model_dump(),
+            "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
+            "trainer": trainer_spec(settings, text),
+        }
+        save(model, spec, out / "checkpoint")
+        tokens = steps * step_tokens
+        result = {"global_val_loss": final_loss, "steps": steps, "tokens": tokens, "restarts": int(life)}
+        temporary = out / f".{RESULT_FILE}"
+        temporary.write_text(json.dumps(result, indent=1))
+        temporary.replace(out / RESULT_FILE)
