@@ -22,6 +22,7 @@ def column(report: Mapping[str, Any]) -> Report:
     return {
         "method": report["method"],
         "strikes": {manner: dict(by) for manner, by in report["strikes"].items() if any(by.values())},
+        "strikes_missed": report["strikes_missed"],
         "useful_tokens_per_s": report["useful"]["per_s"],
         "undisturbed_tokens_per_s": alone,
         "goodput": report["useful"]["per_s"] / alone if alone else None,
@@ -66,6 +67,7 @@ def _loss(value: float | None) -> str:
 def _rows(columns: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, list[str]]]:
     found = list(columns)
     yield "strikes", ["; ".join(f"{how} {counted(by)}" for how, by in c["strikes"].items()) or "none" for c in found]
+    yield "planned strikes that found nobody to hit", [str(c["strikes_missed"]) for c in found]
     yield "useful tokens/s, undisturbed", [_number(c["undisturbed_tokens_per_s"]) for c in found]
     yield "useful tokens/s, struck", [_number(c["useful_tokens_per_s"]) for c in found]
     yield "goodput: struck / undisturbed", [_share(c["goodput"]) for c in found]

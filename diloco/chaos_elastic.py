@@ -31,7 +31,7 @@ from .options import ChaosProcess
 
 CHECKPOINT_EVERY_S = 1.0
 """Unless told otherwise; a checkpoint of the default model takes about 20 ms."""
-START_S, END_S, LEFT_S = 300.0, 120.0, 10.0
+START_S, END_S, LEFT_S = 300.0, 120.0, 60.0
 POLL_S = 0.2
 
 

@@ -133,6 +133,7 @@ def summary(report: Report) -> str:
     return "\n".join(
         [
             f"data-parallel, struck for {duration(report['wall_s'])}: {strikes or 'no strike'}",
+            f"{report['strikes_missed']} planned strikes found nobody to hit",
             f"all ranks began again {report['restarts']} times, at checkpoints made every "
             f"{report['checkpoint_every_s']:g} s",
             f"{useful['per_s']:.0f} useful tokens/s; longest time without a new step "

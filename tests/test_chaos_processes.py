@@ -134,8 +134,19 @@ def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
 
 def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "diloco"}))
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: the quick brown fox jumps\n" for i in range(2000)))
     arguments = ["--method", "data-parallel", "--learners", 2, *SMALL[4:], "--kill", "learner:6s", "--for", "20s"]
-    arguments += ["--seed", 3, "--undisturbed", "--beside", tmp_path / "other.json", "--json", tmp_path / "c.json"]
+    arguments += [
+        "--data",
+        tmp_path / "text.txt",
+        "--seed",
+        3,
+        "--undisturbed",
+        "--beside",
+        tmp_path / "other.json",
+        "--json",
+        tmp_path / "c.json",
+    ]
     done = diloco("chaos", "--out", tmp_path / "out", *arguments, limit_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "c.json").read_text())

@@ -19,7 +19,11 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from typing import Any
 import safetensors.torch
 import structlog
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -40,7 +45,7 @@ from ..models.gpt import build
 from ..parameters import tensor_table
 from ..recipe import add_gradients, choose_device, make_optimizer, read_batch, trainer_spec, update, use_threads
 from ..schedule import learning_rate
-from .data_parallel import GradientMean, block_order, process_group, save, shared_held_out_loss
+from .data_parallel import CONNECT_TIMEOUT, GradientMean, block_order, save, shared_held_out_loss
 
 MOST_RESTARTS = 1_000_000
 CHECKPOINT_FILE, STOP_FILE, RESULT_FILE = "elastic.safetensors", "stop", "result.json"
@@ -79,7 +84,7 @@ def run_agent(settings: RankProcess, out: Path, learners: int, every_s: float) -
         max_restarts=MOST_RESTARTS,
         start_method="forkserver",
     )
-    elastic_launch(config, train_rank)(settings, out, learners, every_s)
+    elastic_launch(config, be_rank)(settings, out, learners, every_s)
     return 0
 
 
@@ -111,10 +116,41 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     return steps
 
 
-def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) -> None:
-    """One life of one rank, from the last checkpoint on; torchrun's variables are in the environment."""
+def be_rank(settings: RankProcess, out: Path, learners: int, every_s: float) -> None:
+    """One life of one rank.
+
+    What breaks it is told in the log and by its status alone: an exception would be left in a file, and the agent ends
+    if it finds that file half written, as it is when a rank is killed just then.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with it the agent ends what is left of a broken group
     die_with_parent(os.getppid())
+    try:
+        train_rank(settings, out, learners, every_s)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
+def group_of_life(learners: int, rank: int, life: str) -> Iterator[None]:
+    """Join the other ranks of this life.
+
+    The agent keeps one store for all lives, in which the ranks leave their addresses: without a prefix of its own a
+    life may find those of the one before, and fail.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, learners, False, CONNECT_TIMEOUT)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"life-{life}", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=learners, timeout=CONNECT_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) -> None:
+    """Train from the last checkpoint on; torchrun's variables are in the environment."""
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     (out / "ranks" / f"learner-{rank}").write_text(str(os.getpid()))
 
@@ -132,7 +168,8 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
     order = islice(block_order(blocks.count, rank, learners), steps * step_blocks, None)
     log.info("rank_begins", rank=rank, life=life, steps=steps)
 
-    with process_group(learners, rank), (out / f"learners/learner-{rank}/losses.jsonl").open("a", 1) as record:
+    losses = out / f"learners/learner-{rank}/losses.jsonl"
+    with group_of_life(learners, rank, life), losses.open("a", 1) as record:
         # --- train --------------------------------------------------------------------------------
         saved_s = time.monotonic()
         step_tokens, stops = step_blocks * settings.seq_len * learners, 0.0
