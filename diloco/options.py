@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
 
-from chaos.schedule import NOTHING
 from pipeline.errors import UsageError
 from pipeline.settings import (
     NO_FLAG,
@@ -186,6 +185,8 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
     Raises:
         UsageError: one that the baseline has no use for.
     """
+    from chaos.schedule import NOTHING  # images carry no chaos
+
     why = "the data-parallel baseline has no Redis and no syncers, only learners"
     for flag in ("kill", "pause"):
         if any(

@@ -104,9 +104,12 @@ def test_pure_cores_know_no_clock_no_socket_no_logger(path):
     assert imported(path) & IMPURE == set()
 
 
-@pytest.mark.parametrize(("module", "forbidden"), [("syncer.service", "torch"), ("pipeline.status", "redis")])
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [("syncer.service", "torch"), ("pipeline.status", "redis"), ("diloco.cli", "chaos"), ("diloco.cli", "bench")],
+)
 def test_importing_it_does_not_load_the_library(module, forbidden):
-    """The syncer's image carries no torch: its process must not even try."""
+    """The syncer's image carries no torch, and none carries chaos or bench: their processes must not even try."""
     code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
