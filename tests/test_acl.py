@@ -5,6 +5,7 @@ import inspect
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert len(await learner.read_tape(cursors, block_s=0.01)) == 1
     (head,) = await learner.read_heads([0])
     assert await learner.read_initial() is not None
+    assert len(await learner.read_syncers()) == 1
     assert await learner.read_chunks(head.payload, 0, 10, extend_s=60) == [b"chunk"] * 2
     delta = keys.delta_payload(0, "l0", "0" * 8, 0)
     entry = await learner.offer(samples.header("l0", layout=bytes(16)))
@@ -193,6 +195,10 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     called = set().union(*(party.called for party in parties.values()))
     everything = {name for name, method in vars(Bus).items() if inspect.iscoroutinefunction(method)}
     assert everything - called == {"close"}
+    workers = Path(__file__).parents[1] / "workers"
+    sources = [path.read_text() for path in workers.glob("*.py") if path.stem != "evaluator"]
+    theirs = everything.intersection(re.findall(r"bus\.(\w+)\(", "".join(sources)))
+    assert theirs <= learner.called | {"close"}
     log = server.admin.acl_log()
     refused = {(one["username"], one["object"]) for one in log if one["username"].startswith(name)}
     # Only what may be: loading scripts, letting a global live on, telling the server the name of the library.

@@ -21,7 +21,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -209,7 +210,7 @@ class Learner:
             self._began = self._returned = time.perf_counter()
 
         def finished(entry_id: str) -> None:
-            loop.call_soon_threadsafe(exchange.claims.finish, entry_id)
+            self._tell(exchange.claims.finish, entry_id)
 
         return read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
 
@@ -306,11 +307,17 @@ class Learner:
 
     def _hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Snapshot what is to be published and tell the exchange; waking its thread costs, so once a step."""
-        parameters, loop, exchange = self._parameters, self._loop, self._exchange
-        assert parameters is not None and loop is not None and exchange is not None  # noqa: S101, PT018
+        parameters, exchange = self._parameters, self._exchange
+        assert parameters is not None and exchange is not None  # noqa: S101, PT018
         items = [(publication, parameters.snapshot(publication.base.fragment).numpy) for publication in publications]
         if items or adopted:
-            loop.call_soon_threadsafe(exchange.stepped, items, adopted)
+            self._tell(exchange.stepped, items, adopted)
+
+    def _tell(self, what: Callable[..., None], *args: Any) -> None:
+        """Have the exchange do something. One that has failed meanwhile does no more: the next step says why."""
+        assert self._loop is not None  # noqa: S101
+        with suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(what, *args)
 
     # --- inside: the exchange thread ----------------------------------------------------------------------
 
