@@ -84,6 +84,11 @@ class Project:
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail", "30")
 
+    def restarts(self) -> set[int]:
+        """How often containers were started anew because their process had ended with an error."""
+        ids = self.compose("ps", "--all", "--quiet").split()
+        return {int(count) for count in docker("inspect", "--format", "{{.RestartCount}}", *ids).split()}
+
     def leftovers(self) -> dict[str, list[str]]:
         label = f"label=com.docker.compose.project={self.name}"
         return {
@@ -174,6 +179,7 @@ def test_learners_come_and_go_in_a_run_of_containers(project: Project, tmp_path:
     ended = [(at["Service"], at["ExitCode"]) for at in project.containers() if at["Service"] in PARTIES]
     assert sorted(ended) == [("evaluator", 0), *[("learner", 0)] * 5, ("syncer", 0)], project.logs()
     assert project.compose("ps", "--status", "running", "--services").split() == ["redis"]
+    assert project.restarts() == {0}, f"a party ended on its way and was started anew\n{project.logs()}"
 
     step("look at the checkpoint")
     project.compose("cp", "syncer:/checkpoints/run", str(tmp_path / "run"))
