@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
 
+from chaos.goodput.constants import Constants
 from pipeline.errors import UsageError
 from pipeline.settings import (
     NO_FLAG,
@@ -205,6 +206,7 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
 
 
 PANELS: dict[type[Settings], str] = {
+    Constants: "The simulated world",
     ChaosSettings: "Strikes",
     RunSettings: "This run",
     BusSettings: "Redis",

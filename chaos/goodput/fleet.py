@@ -23,7 +23,7 @@ from .units import DAY_S
 from .windows import Follower, Learner
 
 Method = Literal["data-parallel", "elastic", "diloco", "decoupled"]
-FOLLOWED_MERGES = 400
+FOLLOWED_MERGES = 300
 """Windows followed of decoupled learners, whose goodput does not depend on them."""
 METHODS: tuple[Method, ...] = ("data-parallel", "elastic", "diloco", "decoupled")
 

@@ -93,19 +93,27 @@ class Party:
         self.serial = 0
         self.waits_since: float | None = None
         self.waits: list[tuple[float, float]] = []
-        self.seen = self.report()
+        self._seen: tuple[int, SeenReport, SeenReport | None] | None = None
 
-    def report(self, age_s: float = 0.0) -> SeenReport:
-        """Its last word about itself."""
-        report = bare(
-            LearnerReport,
-            learner=self.name,
-            incarnation=self.name,
-            versions=(self.version,),
-            step_s=self.clock.mean_step_s,
-            left=False,
-        )
-        return bare(SeenReport, report=report, age_s=age_s)
+    def seen(self, silent: bool) -> SeenReport:
+        """Its last word about itself: fresh, or too old to count as live."""
+        if self._seen is None or self._seen[0] != self.version:
+            report = bare(
+                LearnerReport,
+                learner=self.name,
+                incarnation=self.name,
+                versions=(self.version,),
+                step_s=self.clock.mean_step_s,
+                left=False,
+            )
+            self._seen = self.version, bare(SeenReport, report=report, age_s=0.0), None
+        version, fresh, old = self._seen
+        if not silent:
+            return fresh
+        if old is None:
+            old = bare(SeenReport, report=fresh.report, age_s=math.inf)
+            self._seen = version, fresh, old
+        return old
 
     def publish(self, step: int, attempt: int, due: bool) -> DeltaHeader:
         """The header of a delta that it publishes at the end of an inner step."""

@@ -107,7 +107,6 @@ class Follower:
         self._parties = [
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]
-        self._by_name = {party.name: party for party in self._parties}
         self._watch = RunWatch(sync, constants.liveness, drain_s=0.0, latency_s=2 * constants.latency)
         self._grace, self._uploads = GraceEstimator(), Ema()
         self._queue: list[_Event] = []
@@ -193,7 +192,6 @@ class Follower:
             self.tally.overwritten += step - kept
         party.version, party.adopted_step = event.version, step
         party.published_step, party.published_attempt = None, -1
-        party.seen = party.report()
         self._at(party.clock.wall_s(step + self._sync.sync_interval), "boundary", party, event.version)
         opened = self._owned and self._window.state is not State.IDLE and self._window.version == event.version
         if opened and not self._waits:
@@ -275,10 +273,7 @@ class Follower:
 
     def _conditions(self, now: float) -> Conditions:
         watch = self._watch
-        watch.reports = [
-            party.seen if (age_s := party.clock.silent_s(now)) == 0.0 else party.report(age_s)
-            for party in self._parties
-        ]
+        watch.reports = [party.seen(party.clock.silent_s(now) > self._liveness_s) for party in self._parties]
         step_s = [s.report.step_s for s in watch.expected(0, self._version)]
         grace_s = self._grace.grace_s(step_s, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
         smoothed = self._uploads.value

@@ -1,0 +1,99 @@
+"""Pictures of the failure simulator's tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed, and none opened
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+COLOURS = {"data-parallel": "#c0392b", "elastic": "#e08e0b", "diloco": "#7f8c8d", "decoupled": "#1f5f99"}
+MARKERS = "osD^vP*"
+
+
+def _axes(ylabel: str, xlabel: str, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8.2, 5.0), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, fontsize=11)
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Goodput against chips, a line a method and M, the paper's figures as hollow marks."""
+    figure, axes = _axes("goodput (% of the chips' time)", "chips", title)
+    counts = sorted({row["learners"] for row in rows if row["method"] == "decoupled"})
+    names = list(dict.fromkeys((row["method"], row["learners"]) for row in rows if row["method"] != "diloco"))
+    for method, learners in names:
+        mine = sorted((r for r in rows if (r["method"], r["learners"]) == (method, learners)), key=lambda r: r["chips"])
+        decoupled = method == "decoupled"
+        shade = 0.35 + 0.65 * (counts.index(learners) + 1) / len(counts) if decoupled else 1.0
+        label = f"decoupled, M={learners}" if decoupled else f"data-parallel{', elastic' * (method == 'elastic')}"
+        axes.errorbar(
+            [r["chips"] for r in mine],
+            [100 * r["goodput"] for r in mine],
+            [100 * r["goodput_stderr"] for r in mine],
+            color=COLOURS[method],
+            alpha=shade,
+            marker=MARKERS[counts.index(learners) % len(MARKERS)] if decoupled else "s",
+            markersize=4,
+            linewidth=1.4,
+            label=label,
+        )
+        known = [r for r in mine if r.get("paper") is not None]
+        axes.plot(
+            [r["chips"] for r in known],
+            [100 * r["paper"] for r in known],
+            linestyle="none",
+            marker="o",
+            markersize=11,
+            markerfacecolor="none",
+            markeredgecolor=COLOURS[method],
+            alpha=0.8,
+        )
+    if any(r.get("paper") is not None for r in rows):
+        axes.plot([], [], "o", markersize=11, markerfacecolor="none", markeredgecolor="#444444", label="the paper's")
+    chips = sorted({row["chips"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(chips, [f"{n / 1e6:g}M" if n >= 1e6 else f"{n / 1e3:g}k" for n in chips])
+    axes.set_ylim(0, 101)
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    figure.savefig(path)
+
+
+def lines(
+    series: dict[str, tuple[Sequence[float], Sequence[float]]],
+    labels: tuple[str, str],
+    title: str,
+    path: Path,
+    scales: tuple[str, str] = ("linear", "linear"),
+) -> None:
+    """One line a name: (x, y); `labels` and `scales` are (x, y) too."""
+    figure, axes = _axes(labels[1], labels[0], title)
+    for number, (name, (x, y)) in enumerate(series.items()):
+        axes.plot(x, y, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.4, label=name)
+    axes.set_xscale(scales[0])
+    axes.set_yscale(scales[1])
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def bars(series: dict[str, dict[str, float]], labels: tuple[str, str], title: str, path: Path) -> None:
+    """Groups (x) of bars, one a series."""
+    figure, axes = _axes(labels[1], labels[0], title)
+    groups = list(dict.fromkeys(group for values in series.values() for group in values))
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        at = [i + (number - (len(series) - 1) / 2) * width for i in range(len(groups))]
+        drawn = axes.bar(at, [values.get(group, 0.0) for group in groups], width * 0.95, label=name)
+        axes.bar_label(drawn, fmt="%.2f", fontsize=7)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
