@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from chaos.goodput.constants import Constants
+from chaos.goodput.units import Amount, Span
+from pipeline.errors import UsageError
 
 from .options import takes
 
@@ -88,3 +90,57 @@ def mtbi(
     importlib.import_module(TABLES).mtbi(
         settings, chips, learners, times, seeds, days, json_file, csv_file, plot, _processes(jobs), cache
     )
+
+
+Amounts = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 10e9 or 70B")]
+
+
+@app.command()
+def bandwidth(
+    params: Amounts = "10e9",
+    step_time: Annotated[str, typer.Option(metavar="DURATION", help="Compute time of a step")] = "0.8",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0: as usual for its size")] = 0,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Bandwidth that each method needs for 50 to 99 % of compute utilisation."""
+    tables = importlib.import_module(TABLES)
+    (size,), (step_s,) = tables.numbers(params, Amount, "params"), tables.numbers(step_time, Span, "step-time")
+    if step_s <= 0:
+        raise UsageError(f"--step-time {step_time}: above 0")
+    importlib.import_module(NEEDS).bandwidth(size, step_s, layers, json_file, plot)
+
+
+@app.command()
+@takes(Constants)
+def plan(
+    settings: Constants,
+    chips: Annotated[str, typer.Option(metavar="N", help="Chips of the whole run")] = "20000",
+    json_file: Json = None,
+) -> None:
+    """What to choose (M, H, P, codec, syncers, Redis nodes) for so many chips, and why.
+
+    Example: diloco simulate plan --chips 20000 --mtbi 0.5y --params 70B --step-time 3s --link 5Gbps
+    """
+    (count,) = importlib.import_module(TABLES).numbers(chips, Amount, "chips")
+    importlib.import_module(NEEDS).plan(settings, count, json_file)
+
+
+@app.command()
+@takes(Constants)
+def mixed(
+    settings: Constants,
+    learners: Annotated[int, typer.Option(min=2, max=512, help="M")] = 8,
+    seeds: Seeds = 3,
+    days: Days = 0.5,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Mixed hardware: goodput and participants when all wait for all, with K = 1, and with K = 1 and grace."""
+    importlib.import_module(NEEDS).mixed(settings, learners, seeds, days, json_file, plot)
+
+
+@app.command()
+def scavenge(json_file: Json = None, plot: Plot = None) -> None:
+    """Extra compute for a part of the run: relative time, data-parallel against decoupled."""
+    importlib.import_module(NEEDS).scavenge(json_file, plot)
