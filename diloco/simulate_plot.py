@@ -1,6 +1,6 @@
 """Pictures of the failure simulator's tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def lines(
-    series: dict[str, tuple[Sequence[float], Sequence[float]]],
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     labels: tuple[str, str],
     title: str,
     path: Path,
@@ -85,7 +85,7 @@ def lines(
     figure.savefig(path)
 
 
-def bars(series: dict[str, dict[str, float]], labels: tuple[str, str], title: str, path: Path) -> None:
+def bars(series: Mapping[str, Mapping[str, float]], labels: tuple[str, str], title: str, path: Path) -> None:
     """Groups (x) of bars, one a series."""
     figure, axes = _axes(labels[1], labels[0], title)
     groups = list(dict.fromkeys(group for values in series.values() for group in values))

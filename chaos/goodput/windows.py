@@ -119,6 +119,7 @@ class Follower:
         """Entries whose payload is on the bus."""
         self._sent_s: dict[str, float] = {}
         self._merging: Merge | None = None
+        self._reopened = 0
         self.tally = Tally()
         self._window = self._new_window(0.0, "idle")
         for began_s, ended_s in zip(gone.began_s, gone.ended_s, strict=True) if gone else ():
@@ -134,8 +135,8 @@ class Follower:
             heapq.heappush(self._queue, _Event(at_s, next(self._numbers), kind, party, version, offer))
 
     def run(self, until_s: float, merges: float = math.inf) -> None:
-        """Go on until a time, or so many counted merges."""
-        while self._queue and self._queue[0].at_s < until_s and self.tally.merges < merges:
+        """Go on until a time, or so many counted merges and windows opened again."""
+        while self._queue and self._queue[0].at_s < until_s and self.tally.merges + self._reopened < merges:
             event = heapq.heappop(self._queue)
             getattr(self, f"_on_{event.kind}")(event.at_s, event)
         for party in self._parties:
@@ -255,8 +256,8 @@ class Follower:
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
             self._overdue(decision.overdue, now)
-            if self._counting:
-                self.tally.reopened += 1
+            self._reopened += 1
+            self.tally.reopened += self._counting
         if isinstance(decision, Wait):
             if decision.until is not None:
                 self._at(decision.until, "timer", version=self._version)

@@ -1,0 +1,262 @@
+"""The paper's tables, the calibration, the bandwidth graph, the planner and their commands."""
+
+import csv
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from chaos.goodput import bandwidth, calibrate, figures, studies
+from chaos.goodput.constants import Constants
+from chaos.goodput.fleet import simulate
+from chaos.goodput.plan import LINK_SHARE, plan
+from chaos.goodput.table import Cell, cells, row
+from diloco.cli import main
+from pipeline.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# --- the paper's table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("figure", figures.TABLE, ids=lambda f: f"{f.method}-{f.learners}-{f.chips}")
+def test_every_cell_of_the_papers_table_is_within_two_points(figure):
+    """With the default constants; 20 days, one seed that the calibration has not drawn."""
+    assert calibrate.goodput_of(Constants(), figure, 20, seed=11) == pytest.approx(figure.goodput, abs=0.02)
+
+
+@pytest.mark.parametrize("chips", [150_000, 1_200_000])
+def test_somebody_always_advances_with_eight_learners(chips):
+    """Paper: uptime about 100 % from M = 4 or 8 on; a single job's is its goodput."""
+    assert simulate(Constants(), "decoupled", chips, 8, 2, 0).uptime > 0.9999
+    assert simulate(Constants(), "decoupled", chips, 4, 2, 0).uptime > 0.995
+    single = simulate(Constants(), "data-parallel", chips, 1, 2, 0)
+    assert single.uptime == pytest.approx(single.goodput, abs=0.01)
+    assert single.longest_stall_s > 70
+
+
+def test_the_calibration_finds_the_constants_that_made_a_table(monkeypatch):
+    """From figures that the simulator itself made with other constants."""
+    truth = calibrate.with_free(Constants(), (6.0, 12.0, 50.0))
+    made = tuple(f._replace(goodput=calibrate.goodput_of(truth, f, 3, 0)) for f in figures.TABLE)
+    monkeypatch.setattr(calibrate, "TABLE", made)
+    found = calibrate.calibrate(Constants(), days=3, seed=0)
+    assert found.down == pytest.approx(12.0, rel=0.05)
+    assert found.up == found.down
+    assert found.restart == pytest.approx(50.0, rel=0.05)
+    assert found.gather == pytest.approx(6.0, rel=0.15)
+
+
+def test_the_calibration_never_sees_the_middle_column(monkeypatch):
+    """Whatever it says there, the constants are the same."""
+    other = tuple(f._replace(goodput=0.5) if f.chips == 600_000 else f for f in figures.TABLE)
+    once = calibrate.calibrate(Constants(), days=0.5, rounds=1)
+    monkeypatch.setattr(calibrate, "TABLE", other)
+    assert calibrate.calibrate(Constants(), days=0.5, rounds=1) == once
+
+
+def test_a_row_has_mean_error_and_the_papers_figure():
+    """Over its seeds."""
+    runs = [simulate(Constants(), "elastic", 150_000, 1, 1, seed) for seed in range(3)]
+    made = row(Cell("elastic", 1, 150_000), runs)
+    assert made["goodput"] == pytest.approx(np.mean([r.goodput for r in runs]))
+    assert made["goodput_stderr"] == pytest.approx(np.std([r.goodput for r in runs], ddof=1) / 3**0.5)
+    assert made["paper"] == 0.88
+    assert made["goodput"] + sum(made["lost"].values()) == pytest.approx(1)
+    assert row(Cell("elastic", 1, 7), runs[:1])["paper"] is None
+
+
+def test_the_table_has_all_methods():
+    """Two rows of one job, and both kinds of DiLoCo for every M."""
+    assert len(cells([1000, 2000], [1, 2, 4])) == 2 * (2 + 2 * 3)
+
+
+# --- bandwidth -----------------------------------------------------------------------------------------------
+
+
+def _step(rate):
+    return int(np.argmin(np.abs(np.log(np.array(bandwidth.GRID_GBIT_S) / rate))))
+
+
+@pytest.mark.parametrize("params", bandwidth.STREAMING)
+def test_bandwidth_is_within_one_step_of_the_published_rows(params):
+    """All methods and targets that Streaming DiLoCo's table has; most are the very same point of the grid."""
+    step_s, published = bandwidth.STREAMING[params]
+    found = bandwidth.table(bandwidth.Model(params, step_s, bandwidth.layers_of(params)))
+    off = [
+        abs(_step(found[name][target]) - _step(rate))
+        for name, rates in published.items()
+        for target, rate in zip(bandwidth.STREAMING_TARGETS, rates, strict=True)
+    ]
+    assert max(off) <= 1
+    assert sum(off) <= 5
+
+
+def test_more_bandwidth_never_lowers_utilisation():
+    """For every method, and without bandwidth there is next to none, but for decoupled learners' overlap."""
+    model = bandwidth.Model(10e9, 0.8, 48)
+    for method in bandwidth.METHODS.values():
+        shares = [bandwidth.utilisation(model, method, rate * 1e9) for rate in bandwidth.GRID_GBIT_S]
+        assert all(late >= early - 1e-3 for early, late in itertools.pairwise(shares))
+        assert shares[-1] > 0.99
+
+
+def test_four_bits_need_a_quarter_and_overlap_needs_less():
+    """At 95 %, within the grid's step."""
+    found = {name: needs[95] for name, needs in bandwidth.table(bandwidth.Model(10e9, 0.8, 48)).items()}
+    assert found["data-parallel"] > 100 * found["streaming, overlap, 4-bit"]
+    assert found["diloco"] > found["streaming"] > found["streaming, overlap"]
+    assert 3 < found["streaming, overlap"] / found["streaming, overlap, 4-bit"] < 5
+
+
+def test_decoupled_learners_are_over_twenty_times_faster_across_regions():
+    """Paper: 12B over 4 regions on 2-5 Gbit/s."""
+    assert all(bandwidth.speed_up(bandwidth.REGIONS, link * 1e9) > 20 for link in (2, 5))
+
+
+# --- plan and studies ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_keeps_to_the_link_and_says_why():
+    """A slower link takes a longer H; one that is hopeless is said to be."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s"}
+    slow, fast = (plan(Constants(**given, link=link), 20_000) for link in ("5Gbps", "400Gbps"))
+    assert slow.link_load <= LINK_SHARE
+    assert slow.sync_interval > fast.sync_interval == 24
+    assert slow.round_trip_s <= 2 * 3
+    assert set(slow.why) == {"learners", "sync_interval", "fragments", "codec", "syncers", "redis_nodes"}
+    assert slow.warnings == []
+    assert 0.9 < slow.goodput < 1
+    hopeless = plan(Constants(**given, link="10Mbps"), 20_000)
+    assert any("times the bandwidth" in warning for warning in hopeless.warnings)
+    assert any("too few for the model" in warning for warning in plan(Constants(**given), 10).warnings)
+
+
+def test_a_plan_for_more_interruptions_has_no_fewer_learners():
+    """And a lower goodput."""
+    calm, rough = (plan(Constants(mtbi=mtbi, params="9B"), 300_000) for mtbi in ("10y", "0.5y"))
+    assert rough.learners >= calm.learners
+    assert rough.goodput < calm.goodput
+
+
+def test_mixed_hardware_in_kind():
+    """Paper: waiting for all costs 16 %; K = 1 nothing; the grace brings the slower ones back into the merges."""
+    world = Constants(**studies.MIXED)
+    found = studies.mixed(world, 8, 0.1, 0)
+    assert found["K = M, waits"].goodput == pytest.approx(0.84, abs=0.05)
+    assert found["K = 1, grace"].goodput == 1
+    assert found["K = 1, grace"].mean_participants > found["K = 1, no grace"].mean_participants + 1
+
+
+def test_scavenging_in_kind():
+    """The decoupled row is the paper's to the hundredth; data-parallel loses until there is a lot more compute."""
+    rows = studies.rows()
+    for made in rows:
+        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.011)
+        assert made["data-parallel"] == pytest.approx(made["paper, data-parallel"], abs=0.06)
+
+
+# --- commands ------------------------------------------------------------------------------------------------
+
+SMALL = ["--chips", "150k", "--learners", "1,2", "--seeds", "2", "--days", "0.5", "--jobs", "1"]
+
+
+def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
+    """With the keys that are promised; a second time from the cache, and the same."""
+    files = [tmp_path / name for name in ("a.json", "a.csv", "a.png", "b.json")]
+    asked = ["simulate", "table", *SMALL, "--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2])]
+    assert main(asked) == 0
+    assert "decoupled, M=2" in capsys.readouterr().out
+    rows = json.loads(files[0].read_text())["rows"]
+    keys = {"method", "learners", "chips", "goodput", "goodput_stderr", "uptime", "longest_stall_s"}
+    assert all(keys | {"mean_participants"} <= set(r) for r in rows)
+    assert [(r["method"], r["learners"]) for r in rows] == [
+        ("data-parallel", 1),
+        ("elastic", 1),
+        ("diloco", 1),
+        ("diloco", 2),
+        ("decoupled", 1),
+        ("decoupled", 2),
+    ]
+    assert len(list(csv.DictReader(files[1].open()))) == 6
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    kept = list((tmp_path / "cache").rglob("*.json"))
+    assert len(kept) == 12
+    for path in kept:  # what is read from there is what is shown
+        path.write_text(path.read_text().replace('"goodput": ', '"goodput": 1'))
+    assert main(["simulate", "table", *SMALL, "--json", str(files[3])]) == 0
+    assert all(r["goodput"] > 1 for r in json.loads(files[3].read_text())["rows"])
+    assert main(["simulate", "table", *SMALL, "--no-cache", "--json", str(files[3])]) == 0
+    assert json.loads(files[3].read_text())["rows"] == rows
+
+
+def test_other_settings_are_other_results(tmp_path):
+    """A changed constant, or a changed trace file, is not answered from the cache."""
+    trace, out = tmp_path / "repairs.txt", tmp_path / "a.json"
+
+    def goodput():
+        given = ["--repair", "trace", "--repair-trace", str(trace)]
+        assert main(["simulate", "table", *SMALL, *given, "--json", str(out)]) == 0
+        return json.loads(out.read_text())["rows"][0]["goodput"]
+
+    trace.write_text("10\n")
+    short = goodput()
+    trace.write_text("3000\n")
+    assert goodput() < short - 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table", "--chips", "many"], "--chips many"),
+        (["table", "--chips", "4", "--learners", "8"], "too few for 8 learners"),
+        (["table", "--chips", "1.5"], "whole numbers"),
+        (["table", "--mtbi", "0"], "mtbi"),
+        (["table", "--repair", "trace", "--jobs", "1", "--chips", "1000"], "repair_trace"),
+        (["bandwidth", "--params", "big"], "--params big"),
+        (["bandwidth", "--step-time", "0"], "--step-time"),
+        (["plan", "--chips", "1.5"], "whole number"),
+        (["mtbi", "--times", "0y"], "--times"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said, capsys):
+    """With exit status 2 and what to do."""
+    assert main(["simulate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_other_commands_write_their_tables(tmp_path, capsys):
+    """Bandwidth, plan, mixed, scavenge, mtbi, calibrate: each as JSON, and most as pictures."""
+    out, png = tmp_path / "a.json", tmp_path / "a.png"
+    files = ["--json", str(out), "--plot", str(png)]
+    few = ["--seeds", "1", "--days", "0.2", "--jobs", "1"]
+
+    def said(*arguments):
+        assert main(["simulate", *arguments]) == 0
+        return json.loads(out.read_text())
+
+    found = said("bandwidth", "--params", "10e9", "--step-time", "0.8", *files)
+    assert {r["method"] for r in found["rows"]} == set(bandwidth.METHODS)
+    assert found["rows"][0]["gbit_s"]["50"] == pytest.approx(104.8, abs=0.1)
+    assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
+    assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3
+    assert len(said("mtbi", "--chips", "150k", "--learners", "2", "--times", "0.5y,1y", *few, *files)["rows"]) == 4
+    assert png.read_bytes().startswith(b"\x89PNG")
+    given = ["--chips", "20000", "--mtbi", "0.5y", "--params", "70B", "--step-time", "3s", "--link", "5Gbps"]
+    assert said("plan", *given, "--json", str(out))["learners"] in (2, 4, 8)
+    assert len(said("calibrate", *few, "--json", str(out))["rows"]) == len(figures.TABLE)
+    assert "worst cell" in capsys.readouterr().out
+
+
+def test_numbers_are_refused_as_usage_errors():
+    """Not as tracebacks."""
+    from diloco.simulate_tables import whole
+
+    with pytest.raises(UsageError, match="--chips"):
+        whole("1,,2", "chips")
+    assert whole("2k,1000", "chips") == [1000, 2000]
