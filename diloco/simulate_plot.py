@@ -30,7 +30,8 @@ def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Goodput against chips, a line a method and M, the paper's figures as hollow marks."""
     figure, axes = _axes("goodput (% of the chips' time)", "chips", title)
     counts = sorted({row["learners"] for row in rows if row["method"] == "decoupled"})
-    names = list(dict.fromkeys((row["method"], row["learners"]) for row in rows if row["method"] != "diloco"))
+    shown = [row for row in rows if row["method"] != "diloco" and (row["method"], row["learners"]) != ("decoupled", 1)]
+    names = list(dict.fromkeys((row["method"], row["learners"]) for row in shown))  # M = 1 is the elastic line
     for method, learners in names:
         mine = sorted((r for r in rows if (r["method"], r["learners"]) == (method, learners)), key=lambda r: r["chips"])
         decoupled = method == "decoupled"

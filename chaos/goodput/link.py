@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_right
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +54,6 @@ def link_of(constants: Constants) -> Link:
     return _read(constants.link_trace)
 
 
-@lru_cache
 def _read(path: Path) -> Link:
     rows = np.loadtxt(path, ndmin=2, dtype=np.float64)
     if rows.shape[1:] != (3,) or rows.shape[0] < 2 or rows[0, 0] != 0 or not (np.diff(rows[:, 0]) > 0).all():

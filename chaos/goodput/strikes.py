@@ -87,7 +87,6 @@ def _unit_mean(shape: float, power: float) -> float:
     return float(np.trapezoid(1.0 - (-np.expm1(-(t**shape))) ** power, t))
 
 
-@lru_cache
 def _trace(path: Path | None) -> Floats:
     if path is None:
         raise ValueError("repair=trace needs repair_trace, a file of repair times in seconds, one a line")
