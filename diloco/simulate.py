@@ -92,6 +92,28 @@ def mtbi(
     )
 
 
+@app.command()
+@takes(Constants)
+def link(
+    settings: Constants,
+    chips: Annotated[str, typer.Option(metavar="N", help="Chips of the whole run")] = "150k",
+    learners: Learners = "4",
+    seeds: Seeds = 2,
+    days: Days = 5.0,
+    json_file: Json = None,
+    plot: Plot = None,
+    jobs: Jobs = 0,
+    cache: Cache = True,
+) -> None:
+    """A trace of the link between regions, outages included, against a steady one.
+
+    Example: diloco simulate link --link-trace examples/link-trace.txt --link 5Gbps --params 9B
+    """
+    importlib.import_module(TABLES).link(
+        settings, chips, learners, seeds, days, json_file, plot, _processes(jobs), cache
+    )
+
+
 Amounts = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 10e9 or 70B")]
 
 

@@ -12,12 +12,13 @@ from chaos.goodput.constants import Constants
 from chaos.goodput.plan import plan as make_plan
 from pipeline.errors import UsageError
 
-from .simulate_tables import write
+from .simulate_tables import check_files, pictures, write
 
 
 def bandwidth(params: float, step_time: float, layers: int, json_file: Path | None, plot: Path | None) -> None:
     """`diloco simulate bandwidth`."""
     console = Console()
+    check_files(json_file, plot)
     model = links.Model(params, step_time, layers or links.layers_of(params))
     found = links.table(model)
     shown = Table(
@@ -38,19 +39,18 @@ def bandwidth(params: float, step_time: float, layers: int, json_file: Path | No
         data = {**about, "rows": rows, "regions_12b_times_faster": regions}
         json_file.write_text(json.dumps(data, indent=1) + "\n")
     if plot:
-        from . import simulate_plot
-
         series = {}
         for name, method in links.METHODS.items():
             shares = [100 * links.utilisation(model, method, rate * 1e9) for rate in links.GRID_GBIT_S]
             series[name] = (list(links.GRID_GBIT_S), shares)
         title = f"{params / 1e9:g}B parameters, {step_time:g} s a step"
-        simulate_plot.lines(series, ("Gbit/s", "compute utilisation (%)"), title, plot, ("log", "linear"))
+        pictures().lines(series, ("Gbit/s", "compute utilisation (%)"), title, plot, ("log", "linear"))
 
 
 def plan(constants: Constants, chips: float, json_file: Path | None) -> None:
     """`diloco simulate plan`."""
     console = Console()
+    check_files(json_file)
     if chips != int(chips):
         raise UsageError(f"--chips {chips}: a whole number")
     try:
@@ -88,6 +88,7 @@ def mixed(
 ) -> None:
     """`diloco simulate mixed`."""
     console = Console()
+    check_files(json_file, plot)
     given = constants.model_fields_set
     world = constants.model_copy(update={k: v for k, v in studies.MIXED.items() if k not in given})
     runs = [studies.mixed(world, learners, days, seed) for seed in range(seeds)]
@@ -106,17 +107,16 @@ def mixed(
     rows = [{"way": name, **m._asdict(), "paper": studies.MIXED_PAPER[name]} for name, m in means.items()]
     write(rows, {"constants": world.model_dump(mode="json"), "learners": learners}, json_file, None)
     if plot:
-        from . import simulate_plot
-
         series = {
             "goodput": {name: m.goodput for name, m in means.items()},
             "learners in a merge / M": {name: m.mean_participants / learners for name, m in means.items()},
         }
-        simulate_plot.bars(series, ("", "share"), "Mixed hardware", plot)
+        pictures().bars(series, ("", "share"), "Mixed hardware", plot)
 
 
 def scavenge(json_file: Path | None, plot: Path | None) -> None:
     """`diloco simulate scavenge`."""
+    check_files(json_file, plot)
     rows = studies.rows()
     shown = Table(title="time of a run relative to one without extra compute (in brackets: the paper's)")
     for name in ("extra compute", "data-parallel", "decoupled"):
@@ -127,8 +127,6 @@ def scavenge(json_file: Path | None, plot: Path | None) -> None:
     Console().print(shown)
     write(rows, {"share": studies.SCAVENGED_SHARE, "comm": studies.DATA_PARALLEL_COMM}, json_file, None)
     if plot:
-        from . import simulate_plot
-
         x = [100 * row["extra"] for row in rows]
         series = {name: (x, [row[name] for row in rows]) for name in rows[0] if name != "extra"}
-        simulate_plot.lines(series, ("extra compute (%)", "relative time"), "Scavenging", plot)
+        pictures().lines(series, ("extra compute (%)", "relative time"), "Scavenging", plot)

@@ -26,46 +26,58 @@ def _axes(ylabel: str, xlabel: str, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _tidy(axes: Axes, ylabel: str, chips: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(chips, [f"{n / 1e6:g}M" if n >= 1e6 else f"{n / 1e3:g}k" for n in chips])
+    axes.set_xlabel("chips")
+    axes.set_ylabel(ylabel)
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Goodput against chips, a line a method and M, the paper's figures as hollow marks."""
-    figure, axes = _axes("goodput (% of the chips' time)", "chips", title)
+    """Goodput, uptime and longest stall against chips; a line a method and M, the paper's figures as hollow marks."""
+    figure = Figure(figsize=(12.0, 5.6), dpi=130, layout="constrained")
+    panels = figure.subplot_mosaic([["goodput", "uptime"], ["goodput", "stall"]], width_ratios=[1.5, 1])
+    axes = panels["goodput"]
     counts = sorted({row["learners"] for row in rows if row["method"] == "decoupled"})
     shown = [row for row in rows if row["method"] != "diloco" and (row["method"], row["learners"]) != ("decoupled", 1)]
     names = list(dict.fromkeys((row["method"], row["learners"]) for row in shown))  # M = 1 is the elastic line
     for method, learners in names:
         mine = sorted((r for r in rows if (r["method"], r["learners"]) == (method, learners)), key=lambda r: r["chips"])
         decoupled = method == "decoupled"
-        shade = 0.35 + 0.65 * (counts.index(learners) + 1) / len(counts) if decoupled else 1.0
+        style: dict[str, Any] = {
+            "color": COLOURS[method],
+            "alpha": 0.35 + 0.65 * (counts.index(learners) + 1) / len(counts) if decoupled else 1.0,
+            "marker": MARKERS[counts.index(learners) % len(MARKERS)] if decoupled else "s",
+            "markersize": 4,
+            "linewidth": 1.4,
+        }
         label = f"decoupled, M={learners}" if decoupled else f"data-parallel{', elastic' * (method == 'elastic')}"
-        axes.errorbar(
-            [r["chips"] for r in mine],
-            [100 * r["goodput"] for r in mine],
-            [100 * r["goodput_stderr"] for r in mine],
-            color=COLOURS[method],
-            alpha=shade,
-            marker=MARKERS[counts.index(learners) % len(MARKERS)] if decoupled else "s",
-            markersize=4,
-            linewidth=1.4,
-            label=label,
-        )
-        known = [r for r in mine if r.get("paper") is not None]
-        axes.plot(
-            [r["chips"] for r in known],
-            [100 * r["paper"] for r in known],
-            linestyle="none",
-            marker="o",
-            markersize=11,
-            markerfacecolor="none",
-            markeredgecolor=COLOURS[method],
-            alpha=0.8,
-        )
+        x = [r["chips"] for r in mine]
+        errors = [100 * r["goodput_stderr"] for r in mine]
+        axes.errorbar(x, [100 * r["goodput"] for r in mine], errors, label=label, **style)
+        panels["uptime"].plot(x, [100 * r["uptime"] for r in mine], **style)
+        panels["stall"].plot(x, [r["longest_stall_s"] for r in mine], **style)
+        known = [(r["chips"], 100 * r["paper"]) for r in mine if r.get("paper") is not None]
+        ring: dict[str, Any] = {
+            "markerfacecolor": "none",
+            "markeredgecolor": COLOURS[method],
+            "markersize": 11,
+            "alpha": 0.8,
+        }
+        axes.plot([at for at, _ in known], [value for _, value in known], "o", linestyle="none", **ring)
     if any(r.get("paper") is not None for r in rows):
         axes.plot([], [], "o", markersize=11, markerfacecolor="none", markeredgecolor="#444444", label="the paper's")
     chips = sorted({row["chips"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(chips, [f"{n / 1e6:g}M" if n >= 1e6 else f"{n / 1e3:g}k" for n in chips])
+    _tidy(axes, "goodput (% of the chips' time)", chips)
+    _tidy(panels["uptime"], "uptime (%)", chips)
+    _tidy(panels["stall"], "longest stall of all (s)", chips)
+    panels["stall"].set_yscale("symlog", linthresh=1)
+    panels["stall"].set_ylim(bottom=0)
     axes.set_ylim(0, 101)
     axes.legend(fontsize=8, frameon=False, loc="lower left")
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path)
 
 

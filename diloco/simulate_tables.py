@@ -1,9 +1,11 @@
 """Tables of the failure simulator: runs, what is shown of them, and the files they are written to."""
 
 import csv
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,12 +16,20 @@ from chaos.goodput import calibrate as fitting
 from chaos.goodput import figures
 from chaos.goodput.constants import Constants
 from chaos.goodput.table import Cell, cells
-from chaos.goodput.units import Amount, Span
+from chaos.goodput.units import YEAR_S, Amount, Span
 from pipeline.errors import UsageError
 
 from .simulate_runs import rows as run_rows
 
-METHODS = {"data-parallel": "data-parallel", "elastic": "data-parallel, elastic", "diloco": "DiLoCo, K = M, waits"}
+LINKS = {
+    "mean_participants": "in",
+    "overwritten": "lost",
+    "outer_steps_per_hour": "outer/h",
+    "mean_sync_s": "sync s",
+    "longest_gap_s": "gap s",
+}
+"""What is shown of the syncer's work, and its heading."""
+METHODS = {"data-parallel": "data-parallel", "elastic": "data-parallel, elastic", "diloco": "DiLoCo (waits)"}
 
 
 def numbers(text: str, kind: Any, name: str) -> list[float]:
@@ -42,6 +52,29 @@ def whole(text: str, name: str) -> list[int]:
     return sorted({int(value) for value in found})
 
 
+def pictures() -> ModuleType:
+    """The module that draws.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    try:
+        return importlib.import_module("diloco.simulate_plot")
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'decoupled-diloco[run]'") from error
+
+
+def check_files(*files: Path | None) -> None:
+    """Before anything is computed: whether its files can be written.
+
+    Raises:
+        UsageError: a folder is not there.
+    """
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UsageError(f"{file}: there is no folder {file.parent}")
+
+
 def table(
     constants: Constants,
     chips: str,
@@ -56,16 +89,16 @@ def table(
 ) -> None:
     """`diloco simulate table`."""
     console = Console()
+    check_files(json_file, csv_file, plot)
+    drawing = pictures() if plot else None
     sizes, counts = whole(chips, "chips"), whole(learners, "learners")
     _check(sizes, counts)
     wanted = [(constants, cell) for cell in cells(sizes, counts)]
     rows = run_rows(wanted, seeds=seeds, days=days, jobs=jobs, cache=cache, console=console)
     _show(console, rows, sizes, f"goodput / uptime, %: {days:g} days, {seeds} seeds (in brackets: the paper's)")
     write(rows, {"constants": constants.model_dump(mode="json"), "days": days, "seeds": seeds}, json_file, csv_file)
-    if plot:
-        from . import simulate_plot
-
-        simulate_plot.table(rows, "Goodput under chip failures, one interruption a chip and year", plot)
+    if drawing:
+        drawing.table(rows, f"A chip is interrupted every {constants.mtbi / YEAR_S:g} years", plot)
 
 
 def mtbi(
@@ -83,6 +116,8 @@ def mtbi(
 ) -> None:
     """`diloco simulate mtbi`."""
     console = Console()
+    check_files(json_file, csv_file, plot)
+    drawing = pictures() if plot else None
     (size, *more), counts, spans = whole(chips, "chips"), whole(learners, "learners"), numbers(times, Span, "times")
     if more or min(spans) <= 0:
         raise UsageError("one number of --chips, and --times above 0")
@@ -103,21 +138,20 @@ def mtbi(
         shown.add_row(name_of(cell.method, cell.learners), *texts)
     console.print(shown)
     write(rows, {"constants": constants.model_dump(mode="json"), "days": days, "seeds": seeds}, json_file, csv_file)
-    if plot:
-        from . import simulate_plot
-
+    if drawing:
         series = {}
         for cell in kinds:
             mine = [row for row in rows if (row["method"], row["learners"]) == cell[:2]]
             x, y = [r["mtbi_s"] / 86400 for r in mine], [100 * r["goodput"] for r in mine]
             series[name_of(cell.method, cell.learners)] = (x, y)
         labels = "mean time between interruptions of a chip (days)", "goodput (%)"
-        simulate_plot.lines(series, labels, f"Goodput of {size:,} chips", plot, ("log", "linear"))
+        drawing.lines(series, labels, f"Goodput of {size:,} chips", plot, ("log", "linear"))
 
 
 def calibrate(constants: Constants, seeds: int, days: float, json_file: Path | None, jobs: int) -> None:
     """`diloco simulate calibrate`."""
     console = Console()
+    check_files(json_file)
     console.print(
         f"fitting {', '.join(fitting.FREE)} to the columns of {' and '.join(f'{n:,}' for n in figures.CALIBRATED_ON)} "
         "chips, in run time (1/goodput)"
@@ -139,6 +173,48 @@ def calibrate(constants: Constants, seeds: int, days: float, json_file: Path | N
     worst = max(abs(row["goodput"] - row["paper"]) for row in rows)
     console.print(f"constants: {', '.join(f'{k} {v:.2f} s' for k, v in values.items())}; worst cell {100 * worst:.1f}")
     write(rows, {"fitted": values, "constants": fitted.model_dump(mode="json")}, json_file, None)
+
+
+def link(
+    constants: Constants,
+    chips: str,
+    learners: str,
+    seeds: int,
+    days: float,
+    json_file: Path | None,
+    plot: Path | None,
+    jobs: int,
+    cache: bool,
+) -> None:
+    """`diloco simulate link`."""
+    console = Console()
+    check_files(json_file, plot)
+    drawing = pictures() if plot else None
+    if constants.link_trace is None:
+        raise UsageError("--link-trace FILE: lines of `second bits_per_second latency_s`; see examples/link-trace.txt")
+    (size, *more), counts = whole(chips, "chips"), whole(learners, "learners")
+    if more:
+        raise UsageError("one number of --chips")
+    _check([size], counts)
+    steady = constants.model_copy(update={"link_trace": None})
+    kinds = [Cell(method, count, size) for method in ("diloco", "decoupled") for count in counts]
+    wanted = [(world, cell) for cell in kinds for world in (steady, constants)]
+    rows = run_rows(wanted, seeds=seeds, days=days, jobs=jobs, cache=cache, console=console)
+    shown = Table(title=f"{size:,} chips; a steady link of {constants.link / 1e9:g} Gbit/s, and {constants.link_trace}")
+    for name in ("", "link", "goodput %", *LINKS.values()):
+        shown.add_column(name)
+    for row, (world, cell) in zip(rows, wanted, strict=True):
+        row["link"] = "steady" if world is steady else "trace"
+        texts = [f"{row[name]:.4g}" if name in row else "" for name in LINKS]
+        shown.add_row(name_of(cell.method, cell.learners), row["link"], f"{100 * row['goodput']:.1f}", *texts)
+    console.print(shown)
+    write(rows, {"constants": constants.model_dump(mode="json"), "days": days, "seeds": seeds}, json_file, None)
+    if drawing:
+        series = {
+            kind: {name_of(r["method"], r["learners"]): r["goodput"] for r in rows if r["link"] == kind}
+            for kind in ("steady", "trace")
+        }
+        drawing.bars(series, ("", "goodput"), f"{size:,} chips, links between regions", plot)
 
 
 def name_of(method: str, learners: int) -> str:

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,7 @@ def test_decoupled_learners_are_over_twenty_times_faster_across_regions():
 # --- plan and studies ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 def test_a_plan_keeps_to_the_link_and_says_why():
     """A slower link takes a longer H; one that is hopeless is said to be."""
     given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s"}
@@ -222,6 +224,9 @@ def test_other_settings_are_other_results(tmp_path):
         (["bandwidth", "--step-time", "0"], "--step-time"),
         (["plan", "--chips", "1.5"], "whole number"),
         (["mtbi", "--times", "0y"], "--times"),
+        (["link", "--params", "9B"], "--link-trace FILE"),
+        (["scavenge", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["table", "--plot", "nowhere/a.png"], "there is no folder nowhere"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, said, capsys):
@@ -230,6 +235,7 @@ def test_wrong_arguments_are_named(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.timeout(300)
 def test_the_other_commands_write_their_tables(tmp_path, capsys):
     """Bandwidth, plan, mixed, scavenge, mtbi, calibrate: each as JSON, and most as pictures."""
     out, png = tmp_path / "a.json", tmp_path / "a.png"
@@ -246,6 +252,12 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
     assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
     assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3
     assert len(said("mtbi", "--chips", "150k", "--learners", "2", "--times", "0.5y,1y", *few, *files)["rows"]) == 4
+    trace = str(Path(__file__).parent.parent / "examples" / "link-trace.txt")
+    linked = said("link", "--link-trace", trace, "--link", "5Gbps", "--params", "9B", *few, *files)["rows"]
+    assert [r["link"] for r in linked] == ["steady", "trace"] * 2
+    assert linked[1]["goodput"] < linked[0]["goodput"]  # waiting learners wait for the outages too
+    assert linked[3]["goodput"] == linked[2]["goodput"]  # decoupled ones do not
+    assert linked[3]["longest_gap_s"] > linked[2]["longest_gap_s"]
     assert png.read_bytes().startswith(b"\x89PNG")
     given = ["--chips", "20000", "--mtbi", "0.5y", "--params", "70B", "--step-time", "3s", "--link", "5Gbps"]
     assert said("plan", *given, "--json", str(out))["learners"] in (2, 4, 8)

@@ -147,6 +147,19 @@ def test_learners_of_synchronous_diloco_wait_for_the_slowest():
     assert follower.tally.summary(1)["mean_participants"] == 2
 
 
+def test_waiting_learners_offer_again_what_an_outage_has_cost(tmp_path):
+    """The upload overruns its deadline, the window opens again, and everybody goes on after the outage."""
+    path = tmp_path / "trace.txt"
+    path.write_text("0 1e10 0.05\n1543 0 0.05\n2000 1e10 0.05\n90000 1e10 0.05\n")
+    constants = Constants(step_time=1, link_trace=path, params=9e9)
+    learners = [Learner(line(), 1.0) for _ in range(3)]
+    follower = followed(learners, constants, waits=True, quorum=3, interval=100, fragments=1)
+    assert follower.tally.reopened >= 1
+    assert follower.tally.merges > 500
+    assert 400 < follower.tally.longest_gap_s < 800
+    assert follower.tally.last_s > DAY_S - 300
+
+
 def test_waiting_costs_goodput_and_uptime():
     """Decoupled learners have both; synchronous ones lose to each other's pauses and to transfers."""
     constants = Constants()

@@ -174,8 +174,19 @@ class Follower:
         self._sent_s[offer.entry_id] = now
         self._at(self._link.arrives_s(now), "header", offer=offer)
         self._at(self._link.arrives_s(self._link.ends_s(now, self._bits)), "uploaded", offer=offer)
-        if self._waits:
+        if self._waits and party.waits_since is None:
             party.waits_since = now
+
+    def _on_again(self, now: float, event: _Event) -> None:
+        """A waiting learner's delta was dropped: it publishes the same training with the next attempt."""
+        party = event.party
+        assert party is not None and party.published_step is not None  # noqa: S101, PT018  # of this kind of event
+        if party.version == event.version and party.waits_since is not None and not self._pending(party):
+            self._publish(party, now, party.published_step, due=True)
+
+    def _pending(self, party: Party) -> bool:
+        """Whether its last delta has not been dropped."""
+        return f"{party.serial}-0@{party.name}" in self._sent_s
 
     def _on_adopt(self, now: float, event: _Event) -> None:
         party = event.party
@@ -261,16 +272,23 @@ class Follower:
         if isinstance(decision, Wait):
             if decision.until is not None:
                 self._at(decision.until, "timer", version=self._version)
-            if window.state is not State.IDLE and window.attempt != self._told_attempt and not self._waits:
+            if window.state is not State.IDLE and window.attempt != self._told_attempt:
                 self._told_attempt = window.attempt
-                for party in self._parties:
-                    if party.version == window.version and party.name not in window.members:
-                        self._look(party, now)
+                self._tell(now)
             return
         self._overdue(decision.overdue, now)
         self._merging = decision
         staged_s = now + len(decision.contributions) * self._merge_s
         self._at(staged_s, "commit", version=self._version)
+
+    def _tell(self, now: float) -> None:
+        """The window is open, or open again: learners that are not in it hear so."""
+        for party in self._parties:
+            if party.version == self._version and party.name not in self._window.members:
+                if not self._waits:
+                    self._look(party, now)
+                elif party.waits_since is not None:  # its delta was dropped while it waits
+                    self._at(self._link.arrives_s(now), "again", party, party.version)
 
     def _conditions(self, now: float) -> Conditions:
         watch = self._watch
