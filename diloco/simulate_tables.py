@@ -98,7 +98,7 @@ def table(
     _show(console, rows, sizes, f"goodput / uptime, %: {days:g} days, {seeds} seeds (in brackets: the paper's)")
     write(rows, {"constants": constants.model_dump(mode="json"), "days": days, "seeds": seeds}, json_file, csv_file)
     if drawing:
-        drawing.table(rows, f"A chip is interrupted every {constants.mtbi / YEAR_S:g} years", plot)
+        drawing.table(rows, f"Mean time between interruptions of a chip: {constants.mtbi / YEAR_S:g} years", plot)
 
 
 def mtbi(
