@@ -16,7 +16,7 @@ from .strikes import Floats
 
 FREE = ("gather", "down", "restart")
 """The constants that are fitted; `up` is kept equal to `down`, and `repair_mean` as it is (see `docs/simulator.md`)."""
-START = (5.0, 10.0, 40.0)
+START = (5.0, 10.0, 30.0)
 _SMALL = 0.02
 _DAMPING = (1.0, 0.5, 0.25, 0.1)
 _ENOUGH = 1e-7
