@@ -17,7 +17,6 @@ from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
-from . import simulate
 from .options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, ChaosProcess, RunProcess, takes
 
 app = typer.Typer(
@@ -27,8 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.",
 )
-
-app.add_typer(simulate.app, name="simulate")
 
 _EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""
@@ -141,6 +138,14 @@ def chaos(
         if find_spec(package) is None:
             raise _missing(package, "chaos")
     raise typer.Exit(importlib.import_module("diloco.chaos").main(settings, for_, json_file, undisturbed, beside))
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def simulate(context: typer.Context) -> None:
+    """Goodput, uptime, bandwidth and a plan for runs on up to millions of chips: a group of commands."""
+    if find_spec("chaos") is None:
+        raise UsageError("`diloco simulate` is not part of this image: use an installation of decoupled-diloco")
+    importlib.import_module("diloco.simulate").app(args=context.args, prog_name="diloco simulate")
 
 
 @app.command()

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr
 
-from chaos.goodput.constants import Constants
 from pipeline.errors import UsageError
 from pipeline.settings import (
     NO_FLAG,
@@ -206,7 +205,6 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
 
 
 PANELS: dict[type[Settings], str] = {
-    Constants: "The simulated world",
     ChaosSettings: "Strikes",
     RunSettings: "This run",
     BusSettings: "Redis",

@@ -1,4 +1,7 @@
-"""`diloco simulate`: the commands and their options. What they do is in `simulate_tables` and `simulate_needs`."""
+"""`diloco simulate`: the commands and their options. What they do is in `simulate_tables` and `simulate_needs`.
+
+Loaded by that command alone: the images carry no `chaos`.
+"""
 
 import importlib
 import os
@@ -11,11 +14,15 @@ from chaos.goodput.constants import Constants
 from chaos.goodput.units import Amount, Span
 from pipeline.errors import UsageError
 
-from .options import takes
+from .options import PANELS, takes
+
+PANELS[Constants] = "The simulated world"
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="What goodput, uptime and bandwidth a training run would have, on up to millions of chips.",
 )
 
