@@ -75,9 +75,9 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
 class Block(nn.Module):
     """Attention, then a gated MLP, each added to the residual stream."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, causal: bool = True) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.causal = size.heads, causal
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.proj = nn.Linear(size.width, size.width, bias=False)
         self.gate = nn.Linear(size.width, size.hidden, bias=False)
@@ -89,10 +89,15 @@ class Block(nn.Module):
         b, t, d = x.shape
         q, k, v = self.qkv(rms_norm(x)).view(b, t, 3, self.heads, d // self.heads).unbind(2)  # (B, T, N, K) each
         q, k = rotate(rms_norm(q), table), rotate(rms_norm(k), table)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=self.causal
+        )
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
-        h = rms_norm(x)
-        out: torch.Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.mlp(rms_norm(x))
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) to (B, T, D)."""
+        out: torch.Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
         return out
 
 
