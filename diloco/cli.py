@@ -17,6 +17,7 @@ from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
+from .lab import app as lab
 from .options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, ChaosProcess, RunProcess, takes
 
 app = typer.Typer(
@@ -26,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.",
 )
+
+app.add_typer(lab, name="lab")
 
 _EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""

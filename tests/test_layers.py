@@ -21,7 +21,7 @@ MAY_IMPORT = {
 OURS = {*MAY_IMPORT, "tests", "examples"}
 
 ONLY_IN = {
-    "torch": ("workers/",),
+    "torch": ("workers/", "chaos/lab/"),
     "redis": ("pipeline/redis_", "pipeline/embedded.py"),
     "aiohttp": ("syncer/http.py",),
 }
@@ -64,6 +64,9 @@ PURE = (
     "diloco/chaos_compare.py",
     "diloco/chaos_report.py",
     "diloco/elastic_report.py",
+    "chaos/lab/settings.py",
+    "chaos/lab/schedule.py",
+    "chaos/lab/report.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
 

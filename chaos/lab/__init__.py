@@ -1,0 +1,1 @@
+"""The quality lab: real gradients in virtual time, under the production protocol."""

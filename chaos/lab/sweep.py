@@ -1,0 +1,155 @@
+"""Many runs over several processes; each result is kept as soon as it is there. Ctrl-C keeps what is done."""
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from pipeline.errors import DilocoError
+
+from .settings import LabRun
+from .store import Result, Store
+
+LOOK_S = 0.2
+
+
+class LabProcessDied(DilocoError):
+    """Not by an error of its own."""
+
+
+class News(NamedTuple):
+    """What is known of a run under way."""
+
+    run: int
+    """Index in the list of runs."""
+    share: float
+    """Of its budget."""
+    last: float
+    """Last measure; not a number before the first."""
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sweep(
+    runs: Sequence[LabRun],
+    folder: Path,
+    *,
+    jobs: int,
+    threads: int,
+    device: str,
+    heard: Callable[[News], None] = lambda news: None,
+) -> Iterator[tuple[int, Result | DilocoError]]:
+    """Do these runs; yields (index, result or why there is none) as they end, and keeps the results in `folder`.
+
+    On Ctrl-C runs under way are given up within a step, and the iterator ends. A second one ends the process.
+
+    Raises:
+        LabProcessDied: the system killed one.
+    """
+    context = multiprocessing.get_context("spawn")
+    stop, news = context.Event(), context.Queue()
+    # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
+    os.environ.update(OMP_NUM_THREADS=str(threads), OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+    with (
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
+        _interrupted(stop),
+    ):
+        doing: dict[Future[Result | DilocoError | None], int] = {
+            pool.submit(_run, number, run, folder, device): number for number, run in enumerate(runs)
+        }
+        while doing:
+            done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            with_news = _drain(news)
+            for one in with_news:
+                heard(one)
+            for future in done:
+                number = doing.pop(future)
+                try:
+                    result = future.result()
+                except BrokenProcessPool as error:
+                    raise LabProcessDied(
+                        "a process was killed, perhaps for want of memory: try fewer --jobs. What is done is kept"
+                    ) from error
+                if result is not None:
+                    yield number, result
+            if stop.is_set():
+                for future in list(doing):
+                    if future.cancel():
+                        del doing[future]
+
+
+def _drain(news: Any) -> list[News]:
+    found = []
+    while True:
+        try:
+            found.append(news.get_nowait())
+        except queue.Empty:
+            return found
+
+
+@contextmanager
+def _interrupted(stop: Any) -> Iterator[None]:
+    """The first SIGINT or SIGTERM sets `stop`."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- in a process of its own -----------------------------------------------------------------------------
+
+_stop: Any = None
+_news: Any = None
+
+
+def _begin(stop: Any, news: Any, threads: int) -> None:
+    global _stop, _news  # what a process of the pool has in common over its runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    import torch
+
+    torch.set_num_threads(threads)
+    _stop, _news = stop, news
+
+
+def _run(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
+    """One run; None: asked to stop."""
+    from .curve import Stopped
+    from .engine import train
+
+    told = 0.0
+
+    def progress(share: float, last: float) -> bool:
+        nonlocal told
+        if share >= told:
+            told = share + 0.01
+            _news.put(News(number, share, last))
+        return not _stop.is_set()
+
+    if _stop.is_set():
+        return None
+    try:
+        result = train(run, device, progress)
+    except Stopped:
+        return None
+    except DilocoError as error:
+        return error
+    Store(folder).write(run, result)
+    return result

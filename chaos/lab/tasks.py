@@ -1,0 +1,53 @@
+"""What a task is to the lab: a model, examples that can be trained on, and a measure on examples that are not.
+
+The engine knows no more of a task than this: any model whose parameters are the whole of its state fits.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from .digits import DigitsTask
+from .settings import LabRun
+from .text import TextTask
+
+Batch = tuple[torch.Tensor, ...]
+
+
+class Task(Protocol):
+    """A task on one device."""
+
+    measure: str
+    """What `evaluate` gives, with its unit, for axes and tables."""
+    higher_is_better: bool
+    examples: int
+    """Training examples in an epoch."""
+    example_tokens: int
+    """What one example counts in budgets, headers and merge weights."""
+
+    def build(self) -> nn.Module:
+        """The model with its initial parameters, on the device; the same for every learner."""
+        ...
+
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> Batch:
+        """Training examples, each an (epoch, index) with index in 0..examples-1."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """What the inner optimizer descends: a scalar, auxiliary losses included."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Measures on held-out examples, "value" among them; never a training example, nor an auxiliary loss."""
+        ...
+
+
+def open_task(run: LabRun, device: torch.device) -> Task:
+    """The task of a run.
+
+    Raises:
+        UsageError: no such model, or its data are not here.
+    """
+    return TextTask(run, device) if run.task == "text" else DigitsTask(run, device)
