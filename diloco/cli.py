@@ -17,7 +17,6 @@ from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
-from .lab import app as lab
 from .options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, ChaosProcess, RunProcess, takes
 
 app = typer.Typer(
@@ -27,8 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.",
 )
-
-app.add_typer(lab, name="lab")
 
 _EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""
@@ -146,9 +143,20 @@ def chaos(
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def simulate(context: typer.Context) -> None:
     """Goodput, uptime, bandwidth and a plan for runs on up to millions of chips: a group of commands."""
+    _group("simulate", context)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(context: typer.Context) -> None:
+    """Quality experiments with real gradients in virtual time, their tables and plots: a group of commands."""
+    _group("lab", context)
+
+
+def _group(name: str, context: typer.Context) -> None:
+    """Commands of a module of its own, loaded when they are asked for: images carry no chaos."""
     if find_spec("chaos") is None:
-        raise UsageError("`diloco simulate` is not part of this image: use an installation of decoupled-diloco")
-    importlib.import_module("diloco.simulate").app(args=context.args, prog_name="diloco simulate")
+        raise UsageError(f"`diloco {name}` is not part of this image: use an installation of decoupled-diloco")
+    importlib.import_module(f"diloco.{name}").app(args=context.args, prog_name=f"diloco {name}")
 
 
 @app.command()
