@@ -27,7 +27,8 @@ from .chance import Chance
 from .link import SLOW_S, Link
 from .oracle import Oracle
 from .plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, STEPS_A_BLOCK, Plan
-from .virtual_time import VirtualClock
+from .virtual_report import virtual_report
+from .virtual_time import VirtualClock, inline
 
 LEAVE_S = 4.0
 DRAIN_S = 6.0
@@ -104,32 +105,11 @@ class WorldLearner(Party):
         """How its leave went, once it is over."""
         self.rounds = Rounds(world.layout, world.spec.sync)
         self.values: list[npt.NDArray[np.float32]] = []
-        self.exchange = Exchange(self.link, self.clock, self.name, self.incarnation, self.report, offload=self._inline)  # type: ignore[arg-type]
-
-    async def _inline(self, work: Any, *args: Any) -> Any:
-        return work(*args)
+        self.exchange = Exchange(self.link, self.clock, self.name, self.incarnation, self.report, offload=inline)  # type: ignore[arg-type]
 
     def report(self, left: bool) -> LearnerReport:
         """What it says about itself."""
-        rounds, counts = self.rounds, self.rounds.counts
-        return LearnerReport(
-            learner=self.name,
-            incarnation=self.incarnation,
-            step=counts.steps,
-            tokens=counts.tokens,
-            overwritten=counts.overwritten,
-            published=counts.published,
-            versions=rounds.versions,
-            loss=None,
-            tokens_per_s=0.0,
-            step_s=self.step_s,
-            step_s_median=self.step_s,
-            blocked_s=0.0,
-            wall_s=0.0,
-            left=left,
-            host="",
-            device="cpu",
-        )
+        return virtual_report(self.rounds, self.name, self.incarnation, self.step_s, left)
 
     async def live(self) -> None:
         """Join, train until the run drains or it is told to stop, leave."""

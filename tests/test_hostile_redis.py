@@ -17,6 +17,7 @@ import pytest
 import structlog
 from redis.exceptions import OutOfMemoryError
 
+from chaos.virtual_time import inline
 from pipeline.clock import LoopClock
 from pipeline.codec import encode, encode_chunks
 from pipeline.embedded import EmbeddedRedis
@@ -30,7 +31,7 @@ from pipeline.status import read_status
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from tests.backdoor import RedisBackdoor
-from tests.virtual_run import VirtualLearner, inline, spec_of, sync_spec
+from tests.virtual_run import VirtualLearner, spec_of, sync_spec
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
 

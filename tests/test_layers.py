@@ -60,6 +60,7 @@ PURE = (
     "chaos/goodput/units.py",
     "chaos/goodput/windows.py",
     "chaos/rates.py",
+    "chaos/virtual_report.py",
     "diloco/chaos_bounds.py",
     "diloco/chaos_compare.py",
     "diloco/chaos_report.py",

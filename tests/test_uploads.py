@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chaos.virtual_time import VirtualClock, run_virtual
+from chaos.virtual_time import VirtualClock, inline, run_virtual
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import RefusalReason, Rejected
@@ -17,7 +17,7 @@ from syncer.fragment import Delta
 from syncer.intake import FIRST_UPLOAD_S, LEAST_UPLOAD_S, Intake
 from syncer.window import Offer
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, inline, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 

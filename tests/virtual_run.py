@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from chaos.virtual_time import VirtualClock
+from chaos.virtual_report import virtual_report
+from chaos.virtual_time import VirtualClock, inline
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Head, LearnerReport, Phase, Spec, SyncSpec, TensorSpec
@@ -25,11 +26,6 @@ from workers.rounds import Publication, Rounds
 from workers.shards import read_blocks
 
 RUN = "virtual"
-
-
-async def inline(work: Any, *args: Any) -> Any:
-    """In place of a thread: virtual time knows none."""
-    return work(*args)
 
 
 def sync_spec(**changes: Any) -> SyncSpec:
@@ -65,25 +61,7 @@ class VirtualLearner:
     """Asked to leave."""
 
     def report(self, left: bool) -> LearnerReport:
-        counts = self.rounds.counts
-        return LearnerReport(
-            learner=self.name,
-            incarnation=self.incarnation,
-            step=counts.steps,
-            tokens=counts.tokens,
-            overwritten=counts.overwritten,
-            published=counts.published,
-            versions=self.rounds.versions,
-            loss=None,
-            tokens_per_s=10 / self.step_s,
-            step_s=self.step_s,
-            step_s_median=self.step_s,
-            blocked_s=0.0,
-            wall_s=0.0,
-            left=left,
-            host="",
-            device="cpu",
-        )
+        return virtual_report(self.rounds, self.name, self.incarnation, self.step_s, left, 10 / self.step_s)
 
     def connect(self) -> Bus:
         """A connection of its own."""

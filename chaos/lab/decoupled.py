@@ -25,10 +25,10 @@ from syncer.service import SyncerService
 from workers.parameters import FragmentParameters, tensor_table
 
 from ..chance import Chance
-from ..virtual_time import VirtualClock, run_virtual
+from ..virtual_time import VirtualClock, inline, run_virtual
 from .bus import RUN, LabBus
 from .curve import Progress, Recorder
-from .learner import LabLearner, inline
+from .learner import LabLearner
 from .schedule import Schedule
 from .settings import LabRun
 from .tasks import open_task

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,8 @@ from workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from workers.shards import read_blocks
 
 from ..chance import Chance
-from ..virtual_time import VirtualClock
+from ..virtual_report import virtual_report
+from ..virtual_time import VirtualClock, inline
 from .bus import LabBus
 from .curve import Recorder
 from .schedule import Schedule
@@ -208,27 +209,4 @@ class LabLearner:
         return publication, snapshot.numpy
 
     def _report(self, left: bool) -> LearnerReport:
-        counts = self._rounds.counts
-        return LearnerReport(
-            learner=self.id,
-            incarnation=self._incarnation,
-            step=counts.steps,
-            tokens=counts.tokens,
-            overwritten=counts.overwritten,
-            published=counts.published,
-            versions=self._rounds.versions,
-            loss=None,
-            tokens_per_s=0.0,
-            step_s=self._step_s,
-            step_s_median=self._step_s,
-            blocked_s=0.0,
-            wall_s=0.0,
-            left=left,
-            host="",
-            device="",
-        )
-
-
-async def inline(work: Any, *args: Any) -> Any:
-    """Heavy work is done at once: it takes real time, and no virtual time."""
-    return work(*args)
+        return virtual_report(self._rounds, self.id, self._incarnation, self._step_s, left)
