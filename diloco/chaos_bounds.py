@@ -49,6 +49,10 @@ def _gaps(report: Mapping[str, Any]) -> Iterator[Report]:
             continue
         alone_s, longest_s = gaps[kind]["alone_s"], gaps[kind]["longest_s"]
         note = f"at most {of}"
+        if kind == "kill syncer" and report["settings"]["syncers"] == 1:
+            away_s = _longest_strike_s(report, "syncer")
+            bound = None if bound is None else bound + away_s
+            note += f", and the {away_s:.1f} s for which the only syncer was away"
         if longest_s is not None and longest_s != alone_s:
             note += f"; {longest_s:.1f} s where strikes of other kinds were under way too"
         yield _row(f"longest time without a commit after `{kind}`", "s", alone_s, bound, note=note)
@@ -57,14 +61,15 @@ def _gaps(report: Mapping[str, Any]) -> Iterator[Report]:
 def _rates(report: Mapping[str, Any]) -> Iterator[Report]:
     for party, rates in report["step_rates"].items():
         if rates["outages"]:
-            longest_s = max((one["length_s"] for one in _of(report, party)), default=0.0)
+            longest_s = _longest_strike_s(report, party)
             note = f"over all learners; {rates['outages']} outages, the longest strike {longest_s:.1f} s"
             what = f"step rate of paced learners during outages of {party} / before"
             yield _row(what, "", rates["ratio"], STEP_RATE_KEPT, least=True, note=note)
 
 
-def _of(report: Mapping[str, Any], party: str) -> Sequence[Mapping[str, Any]]:
-    return [one for one in report["timeline"]["strikes"] if one["kind"].endswith(f" {party}")]
+def _longest_strike_s(report: Mapping[str, Any], party: str) -> float:
+    strikes = report["timeline"]["strikes"]
+    return max((one["length_s"] for one in strikes if one["kind"].endswith(f" {party}")), default=0.0)
 
 
 def _blocked(report: Mapping[str, Any]) -> Iterator[Report]:

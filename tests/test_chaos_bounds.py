@@ -6,7 +6,7 @@ from typing import Any
 from diloco.chaos_bounds import bounds_of, lines, table
 
 REPORT: dict[str, Any] = {
-    "settings": {"pace": 0.0},
+    "settings": {"pace": 0.0, "syncers": 2},
     "gaps_by_strike": {
         "any_fragment": {
             "kill learner": {"longest_s": 9.0, "alone_s": 3.0},
@@ -38,10 +38,16 @@ def test_a_gap_is_judged_where_no_other_strike_was_under_way() -> None:
     assert not any("redis" in what for what in found), "there is no bound for a Redis that is away"
 
 
+def test_nobody_can_stand_in_for_the_only_syncer_so_its_absence_is_part_of_the_bound() -> None:
+    after_syncer = rows(settings={"pace": 0.0, "syncers": 1})["longest time without a commit after `kill syncer`"]
+    assert after_syncer["bound"] == 11.0 + 10.0
+    assert "10.0 s for which the only syncer was away" in after_syncer["note"]
+
+
 def test_step_rates_are_judged_on_paced_runs_and_waiting_on_the_others() -> None:
     assert [row["holds"] for what, row in rows().items() if "waited for the library" in what] == [True]
     assert [row["holds"] for what, row in rows(blocked_share=0.02).items() if "waited" in what] == [False]
-    paced = rows(settings={"pace": 0.2})
+    paced = rows(settings={"pace": 0.2, "syncers": 2})
     assert not any("waited" in what for what in paced)
     syncer, redis = (paced[f"step rate of paced learners during outages of {party} / before"] for party in PARTIES)
     assert (syncer["holds"], redis["holds"]) == (True, False)
