@@ -36,7 +36,7 @@ class TensorSpec(Message):
     """One tensor of the model: where it lives and how it is merged."""
 
     name: Text
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=16)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=16, fail_fast=True)]
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     rule: Literal["rda", "mean"]
     fragment: FragmentId
@@ -327,7 +327,7 @@ class ShardQueue(Message):
 
     epochs: Count
     """Epochs put on the queue so far."""
-    open: tuple[tuple[Shard, int], ...]
+    open: Annotated[tuple[tuple[Shard, int], ...], Field(fail_fast=True)]
 
 
 # --- the event tape ------------------------------------------------------------------------------

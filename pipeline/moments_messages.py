@@ -15,9 +15,9 @@ class OptimizerKind(Message):
 
     optimizer: Text
     """Its class."""
-    moments: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
+    moments: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES, fail_fast=True)]
     """Names of the tensors shaped like the parameter, sorted."""
-    numbers: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES)]
+    numbers: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES, fail_fast=True)]
     """Names of single numbers (Adam's `step`), sorted."""
 
 
@@ -44,7 +44,7 @@ class MomentsOffer(Message):
     kind: OptimizerKind
     numbers: Annotated[
         tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_TENSORS, fail_fast=True)], ...],
-        Field(max_length=MAX_STATE_NAMES),
+        Field(max_length=MAX_STATE_NAMES, fail_fast=True),
     ]
     """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
     steps: Count

@@ -6,6 +6,9 @@ Pure: bytes in, messages out, and the checks that need no server.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Annotated
+
+from pydantic import Field
 
 from .codec import decode, encode
 from .errors import BadMessage, BusError
@@ -37,7 +40,7 @@ _LEARNER = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 class MergedBases(Message):
     """The head's `merged` field as stored."""
 
-    merged: tuple[MergedBase, ...]
+    merged: Annotated[tuple[MergedBase, ...], Field(fail_fast=True)]
 
 
 def head_fields(commit: Commit) -> dict[str, bytes]:

@@ -36,6 +36,15 @@ def test_bombs_take_no_more_memory_than_their_bytes_justify(kind: type[Message] 
         assert fuzz.check(what, len(data), decoding, traced=True) == "refused"
 
 
+@pytest.mark.parametrize("kind", fuzz.KINDS, ids=lambda kind: kind.__name__)
+def test_a_long_array_of_nothing_is_refused_by_its_first_item(kind: type[Message]) -> None:
+    """A complaint about each of a thousand empty maps is a thousand times a complaint."""
+    raw = fuzz.msgpack.unpackb(fuzz.encode(fuzz.EXAMPLES[kind]), use_list=False)
+    for name in [name for name, value in raw.items() if isinstance(value, tuple)]:
+        data = fuzz.msgpack.packb(raw | {name: [{}] * 1000})
+        assert fuzz.check(name, len(data), lambda d=data: decode(kind, d), traced=True) == "refused"
+
+
 def test_twenty_thousand_changed_messages_are_taken_or_refused() -> None:
     """`make fuzz` tries a million."""
     outcomes = fuzz.run(20_000, seed=1)
