@@ -65,6 +65,10 @@ class SyncSpec(Message):
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
+    first_interval: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """0: sync_interval from the start (`ramps.interval_at`)."""
+    outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """Outer steps of each fragment (`ramps.outer_at`)."""
 
 
 class Spec(Message):

@@ -101,6 +101,12 @@ class SyncSettings(Settings):
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(
+        0, ge=0, le=10**6, description="First outer steps of each fragment that average only: rate 1, no momentum"
+    )
+    first_interval: int = Field(
+        0, ge=0, le=10**6, description="H at the start, doubled at each outer step until it is H; 0: H from the start"
+    )
     tokens: int = Field(2_500_000, ge=1, description="Budget: trained tokens of all learners together")
     groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
     chunk_bytes: int = Field(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
+from pipeline.ramps import outer_at
 
 from .merge import Float64, Reduced, delta_norms, merge, merge_weights
 from .outer import nesterov_step
@@ -72,6 +73,7 @@ class Stepped(NamedTuple):
 def outer_step(
     layout: FragmentLayout,
     sync: SyncSpec,
+    version: int,
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32] | None,
     deltas: Sequence[Array],
@@ -84,15 +86,21 @@ def outer_step(
     Args:
         layout, deltas, norms, weights, recorded: as `merge.merge`.
         sync: has the outer learning rate and momentum.
+        version: of the base, on which they may depend.
         theta: (elements,) values at the base.
         momentum: (elements,), or None while all zero.
     """
     pseudogradient = np.empty_like(theta)
     reduced = merge(layout, deltas, norms, weights, pseudogradient, recorded)
     theta = theta.copy()
-    if sync.outer_momentum > 0:
-        momentum = np.zeros_like(theta) if momentum is None else momentum.copy()
-    nesterov_step(theta, momentum, pseudogradient, sync.outer_lr, sync.outer_momentum)
+    lr, mu = outer_at(sync, version)
+    if mu == 0:  # none is gathered while it has no say: the first step with momentum is as the first of a run
+        momentum = None
+    elif momentum is None:
+        momentum = np.zeros_like(theta)
+    else:
+        momentum = momentum.copy()
+    nesterov_step(theta, momentum, pseudogradient, lr, mu)
     return Stepped(theta, momentum, reduced)
 
 
@@ -143,7 +151,7 @@ class FragmentState:
         headers = [d.offer.header for d in deltas]
         weights = merge_weights([(h.steps, h.tokens) for h in headers])
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        stepped = outer_step(self.layout, self.sync, self.theta, self.momentum, values, norms, weights)
+        stepped = outer_step(self.layout, self.sync, self.version, self.theta, self.momentum, values, norms, weights)
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}

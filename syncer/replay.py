@@ -159,7 +159,8 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         for slot, mine, other in zip(layout.slots, measured, norms, strict=True):
             compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
         compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
-    stepped = outer_step(layout, sync, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
+    version = recorded.header.version - 1
+    stepped = outer_step(layout, sync, version, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
         compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)

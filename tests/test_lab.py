@@ -143,3 +143,12 @@ def test_what_cannot_be_run_says_why(text):
     """More fragments than the model has tensors."""
     with pytest.raises(UsageError, match="fragments=99"):
         train(small(text, fragments=99), "cpu")
+
+
+def test_guard_rails_are_the_production_ones(text):
+    """The interval grows from one step on, so there are more merges; the warm-up changes what they do."""
+    usual, grown = (train(small(text, **told), "cpu") for told in ({}, {"first_interval": 1}))
+    assert grown["merges"] > usual["merges"]
+    fast = {"outer_lr": 0.7, "outer_momentum": 0.9}
+    warm, cold = (train(small(text, **fast, **told), "cpu") for told in ({"outer_warmup": 3}, {}))
+    assert warm["digest"] != cold["digest"]

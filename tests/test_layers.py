@@ -34,6 +34,7 @@ PURE = (
     "pipeline/errors.py",
     "pipeline/stored.py",
     "pipeline/census.py",
+    "pipeline/ramps.py",
     "syncer/window.py",
     "syncer/grace.py",
     "syncer/merge.py",

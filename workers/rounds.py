@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pipeline.fragments import Layout
 from pipeline.messages import SyncSpec
+from pipeline.ramps import interval_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,9 @@ class Rounds:
     """Counters of all fragments of one learner's incarnation."""
 
     def __init__(self, layout: Layout, sync: SyncSpec) -> None:
-        self._interval = sync.sync_interval
-        count = len(layout.fragments)
-        self._fragments = [
-            _Counters(f.elements, first_due=1 + f.id * sync.sync_interval // count) for f in layout.fragments
-        ]
+        self._sync = sync
+        count, first = len(layout.fragments), interval_at(sync, 0)
+        self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
         self._serial = 0
         self.steps = 0
         self.tokens = 0
@@ -163,11 +162,12 @@ class Rounds:
         self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)
 
     def _due_after(self, counters: _Counters) -> int:
+        interval = self._sync.sync_interval if counters.base is None else interval_at(self._sync, counters.base.version)
         if counters.rounds or counters.base is None:
-            return self._interval
+            return interval
         # First round. At the start of a run fragments take turns from the first step on. A learner that joins
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
-        return counters.first_due if counters.base.version == 0 else self._interval + counters.first_due
+        return counters.first_due if counters.base.version == 0 else interval + counters.first_due
 
     def _publish(self, counters: _Counters, window: OpenWindow | None, due: bool) -> Publication:
         assert counters.base is not None  # noqa: S101  # checked by the callers

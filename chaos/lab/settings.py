@@ -78,6 +78,8 @@ class LabRun(BaseModel):
     merge: Literal["rda", "mean"] = Field("rda", description="rda: RDA, the mean on embeddings; mean: everywhere")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int | None = Field(None, ge=1, description="First outer steps of each fragment that average only")
+    first_interval: int | None = Field(None, ge=1, description="H at the start, doubled at each outer step up to H")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
@@ -133,6 +135,8 @@ class LabRun(BaseModel):
             merge=self.merge,
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
+            outer_warmup=self.outer_warmup or 0,
+            first_interval=self.first_interval or 0,
             tokens=tokens,
             groups=1,
             chunk_bytes=512 * 1024,
@@ -161,6 +165,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
+    *("outer_warmup", "first_interval"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = ("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic")
