@@ -53,7 +53,9 @@ class Recorder:
     evaluate_s: float = 0.0
     begun_tokens: int = 0
     """Of steps done or under way."""
-    began: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.process_time()))
+    began: float = field(default_factory=time.perf_counter)
+    first_step: float | None = None
+    """Processor time when the first step began: what comes before is set-up."""
     _losses: list[Any] = field(default_factory=list)
     """Of steps since the last point; tensors, so that no step waits for its device."""
 
@@ -85,6 +87,8 @@ class Recorder:
     def computing(self) -> Iterator[None]:
         """Around a training step."""
         began = time.process_time()
+        if self.first_step is None:
+            self.first_step = began
         yield
         self.compute_s += time.process_time() - began
 
@@ -115,8 +119,8 @@ class Recorder:
     def result(self, virtual_s: float, **more: Any) -> dict[str, Any]:
         """All of it as JSON types; `digest` names the curve to the last bit."""
         points = [asdict(point) for point in self.points]
-        wall_s = time.perf_counter() - self.began[0]
-        processor_s = time.process_time() - self.began[1]
+        now = time.process_time()
+        processor_s = now - (now if self.first_step is None else self.first_step)
         available_s = virtual_s * (1 if self.run.method == "single" else self.run.learners)
         return {
             "measure": self.task.measure,
@@ -128,7 +132,7 @@ class Recorder:
             "tokens": self.tokens,
             "virtual_s": virtual_s,
             "goodput": self.busy_s / available_s if available_s else 0.0,
-            "wall_s": wall_s,
+            "wall_s": time.perf_counter() - self.began,
             "processor_s": processor_s,
             "compute_s": self.compute_s,
             "evaluate_s": self.evaluate_s,
