@@ -8,9 +8,9 @@ Invariants: no contribution merged twice; a version rises by exactly 1; no merge
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
-refused is still on its stream; a delta is refused for a reason that holds; a learner's reported tokens cover its
-header's; only committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger
-closes to the token-element.
+refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
+a learner's reported tokens cover its header's; only committed values are adopted; a shard leaves the queue when all of
+it was read; at the end the ledger closes to the token-element.
 """
 
 from collections.abc import Callable, Mapping
@@ -184,6 +184,9 @@ class Oracle:
                 state.due.add(header.base_digest)
             self._windows.changed(p, state)
             self._check_report(header)
+            wrong = reference.wrongly_due(header, len(self.fragments), self._spec.sync)
+            if wrong is not None and not self._ever_drained:
+                self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
     def _check_report(self, header: DeltaHeader) -> None:
@@ -257,16 +260,13 @@ class Oracle:
         momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
         if theta is None:
             return
-        if commit.expected is None:
-            state.momentum = momentum = np.zeros_like(theta)
-        else:
+        if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
         state.theta = theta
         state.version = commit.version
         state.digests[commit.version] = commit.digest
         self._committed.add((p, commit.version, commit.digest))
-        if self._spec.sync.outer_momentum:
-            state.momentum = momentum
+        state.momentum = np.zeros_like(theta) if momentum is None else momentum
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
@@ -319,11 +319,12 @@ class Oracle:
             deltas.append(self._published_as(header))
         assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
-        expected, velocity = reference.outer_step(state.theta, state.momentum, gradient, sync)
+        expected, velocity = reference.outer_step(state.theta, state.momentum, gradient, sync, state.version)
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if np.abs(theta - expected).max() > scale + 1e-9:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
-        if sync.outer_momentum and (momentum is None or np.abs(momentum - velocity).max() > scale + 1e-9):
+        momentum = np.zeros_like(theta) if momentum is None else momentum  # as its owner takes it
+        if np.abs(momentum - velocity).max() > scale + 1e-9:
             self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
 
     def _state(self, link: Link, outcome: Any, state: RunState) -> None:

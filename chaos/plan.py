@@ -161,6 +161,8 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
         outer_momentum=chance.one_of((0.0, 0.6), "outer momentum"),
+        outer_warmup=chance.one_of((0, 0, 1, 3), "outer warm-up"),
+        first_interval=chance.one_of((0, 0, 1, 2), "first interval"),
         tokens=10**9,
     )
     return settings.sync_spec().model_copy(update={"chunk_bytes": chance.one_of((16, 32, 1024), "chunk")})

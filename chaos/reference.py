@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import SyncSpec
+from pipeline.messages import DeltaHeader, SyncSpec
 
 Float64 = npt.NDArray[np.float64]
 
@@ -39,7 +39,34 @@ def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: F
     return merged
 
 
-def outer_step(theta: Float64, momentum: Float64, gradient: Float64, sync: SyncSpec) -> tuple[Float64, Float64]:
-    """SGD with Nesterov momentum (paper, outer optimizer): new theta and momentum, (elements,) each."""
+def outer_step(
+    theta: Float64, momentum: Float64, gradient: Float64, sync: SyncSpec, version: int
+) -> tuple[Float64, Float64]:
+    """SGD with Nesterov momentum (paper, outer optimizer): new theta and momentum, (elements,) each.
+
+    The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum.
+    """
+    if version < sync.outer_warmup or not sync.outer_momentum:
+        return theta - (1.0 if version < sync.outer_warmup else sync.outer_lr) * gradient, np.zeros_like(momentum)
     momentum = sync.outer_momentum * momentum + gradient
     return theta - sync.outer_lr * (gradient + sync.outer_momentum * momentum), momentum
+
+
+def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | None:
+    """Whether a delta is called due, or not, against its interval: H, or less on the first versions; None: it is right.
+
+    A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
+    as long after it. Any other is due exactly when the interval is over.
+    """
+    interval, version = sync.sync_interval, header.base_version
+    if sync.first_interval:
+        interval = min(interval, sync.first_interval * 2**version)
+    first = min(sync.sync_interval, sync.first_interval or sync.sync_interval)
+    turn = 1 + header.fragment * first // fragments
+    moments = (turn, interval) if version == 0 else (interval, interval + turn)
+    told = f"{'due' if header.due else 'not due'} after {header.steps} steps on version {version}"
+    if header.due and header.steps not in moments and (header.steps < min(moments) or header.attempt == 0):
+        return f"{told}, where {moments[0]} or {moments[1]} are an interval"
+    if not header.due and header.steps >= max(moments):
+        return f"{told}, where {max(moments)} are enough"
+    return None

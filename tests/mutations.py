@@ -209,6 +209,18 @@ MUTATIONS = [
         (("momentum=stepped.momentum,", "momentum=None,"),),
     ),
     Mutation(
+        "the outer warm-up is a step too short",
+        FragmentState,
+        "merge",
+        (("self.sync, self.version, self.theta", "self.sync, self.version + 1, self.theta"),),
+    ),
+    Mutation(
+        "a growing interval goes by a learner's own rounds",
+        Rounds,
+        "_due_after",
+        (("interval_at(self._sync, counters.base.version)", "interval_at(self._sync, counters.rounds)"),),
+    ),
+    Mutation(
         "the momentum is not carried on",
         FragmentState,
         "advance",

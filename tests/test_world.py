@@ -69,6 +69,17 @@ def named(name: str) -> Mutation:
     return next(mutation for mutation in MUTATIONS if mutation.name == name)
 
 
+@pytest.mark.parametrize(
+    "name", ["the outer warm-up is a step too short", "a growing interval goes by a learner's own rounds"]
+)
+def test_a_wrong_ramp_is_found_soon(name: str) -> None:
+    """Worlds draw an outer warm-up and a growing interval, and the oracle computes with both."""
+    ramped = [s for s in range(40) if (sync := plan(s).spec.sync).outer_warmup and sync.first_interval][:3]
+    assert ramped
+    with applied(named(name)):
+        assert any(run_seed(seed).violation is not None for seed in ramped)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
