@@ -20,9 +20,9 @@ from pipeline.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
-    *(f"chaos/goodput/{name}.py" for name in ("constants", "units", "strikes", "job", "fleet")),
+    *(f"chaos/goodput/{name}.py" for name in ("__init__", "constants", "units", "strikes", "job", "fleet")),
     *(f"chaos/goodput/{name}.py" for name in ("windows", "parties", "link", "ownership")),
-    *(f"syncer/{name}.py" for name in ("window", "grace", "watch", "sharing")),
+    *("chaos/__init__.py", "chaos/virtual_time.py", "syncer/*.py", "pipeline/*.py"),
 )
 """What a cached result depends on, beside its arguments."""
 
@@ -44,8 +44,8 @@ def cache_folder() -> Path:
 def code_digest() -> str:
     """Of the program's own files: other code, other results."""
     digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((ROOT / name).read_bytes())
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

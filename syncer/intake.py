@@ -16,22 +16,14 @@ from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
 
 from .fragment import Delta
-from .grace import Ema
+from .uploads import UploadEstimator
 from .window import Offer
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
 
-FIRST_UPLOAD_S = 30.0
-"""Upload deadline before any upload was measured."""
-LEAST_UPLOAD_S = 1.0
-"""Room for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
 RETRY_S = 0.2
-UPLOAD_FACTOR = 4.0
-"""The upload deadline is this many times the smoothed upload time."""
-TIMEOUT_FACTOR = 2.0
-"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
 
 class Intake:
@@ -45,7 +37,7 @@ class Intake:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
-        self._upload = Ema()
+        self._uploads = UploadEstimator()
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
@@ -53,8 +45,7 @@ class Intake:
     @property
     def upload_s(self) -> float:
         """How long the uploads of a fixed set may take, from measured transfer times."""
-        measured = self._upload.value
-        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+        return self._uploads.upload_s
 
     def start(self, offers: Iterable[Offer], judge: Callable[[Offer, Any], Outcome]) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
@@ -76,11 +67,9 @@ class Intake:
             yield offer, outcome
 
     def timed_out(self, entries: Iterable[str]) -> None:
-        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
-        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
-        for entry_id in entries:
-            if entry_id in self._tasks:
-                self._upload.observe(min(self._clock.now() - self._began[entry_id], most))
+        """These did not end in time."""
+        now = self._clock.now()
+        self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
 
     def heard_at(self, offer: Offer) -> float:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
@@ -120,7 +109,7 @@ class Intake:
                 reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes, heard)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(judge, offer, reader.array())
-                self._upload.observe(self._clock.now() - began)
+                self._uploads.took(self._clock.now() - began)
                 break
             except BadPayload as error:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)

@@ -17,7 +17,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -26,18 +26,29 @@ from pipeline.messages import Phase
 from pipeline.ports import Bus, Clock
 from pipeline.waiting import first_of
 
-from .owner import TICK_S, FragmentOwner
+from .owner import TICK_S
 from .sharing import excess, wanted
 
 T = TypeVar("T")
 
 
+class Owner(Protocol):
+    """What is asked of a fragment's owner (`owner.FragmentOwner`)."""
+
+    lease: asyncio.Event
+    """Set while the lease is held, and is not to be given back."""
+    idle: asyncio.Event
+    """Set while it does nothing for which it needs the lease."""
+    wake: asyncio.Event
+
+    def forget(self) -> None:
+        """Another syncer serves the fragment now."""
+
+
 class Leases:
     """One syncer's leases, from its start until it parts."""
 
-    def __init__(
-        self, bus: Bus, clock: Clock, owners: Sequence[FragmentOwner], nonce: str, name: str, lease_s: float
-    ) -> None:
+    def __init__(self, bus: Bus, clock: Clock, owners: Sequence[Owner], nonce: str, name: str, lease_s: float) -> None:
         """`owners`: of all fragments, in order; each serves while its `lease` is set."""
         self._bus, self._clock, self._owners = bus, clock, owners
         self._nonce, self._name, self._lease_s = nonce, name, lease_s

@@ -24,11 +24,12 @@ from .doubts import Doubts
 from .fragment import Delta, FragmentState, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
-from .intake import LEAST_UPLOAD_S, Intake, Offload, Outcome
+from .intake import Intake, Offload, Outcome
 from .metrics import Metrics
 from .recording import Recorder
 from .refusing import Refusing
 from .staging import REPLACED_TTL_S, RandomHex, Staging
+from .uploads import LEAST_UPLOAD_S
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused

@@ -3,6 +3,8 @@
 import csv
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from chaos.goodput.fleet import simulate
 from chaos.goodput.plan import LINK_SHARE, plan
 from chaos.goodput.table import Cell, cells, row
 from diloco.cli import main
+from diloco.simulate_runs import ROOT, SOURCES
 from pipeline.errors import UsageError
 
 
@@ -210,6 +213,18 @@ def test_other_settings_are_other_results(tmp_path):
     short = goodput()
     trace.write_text("3000\n")
     assert goodput() < short - 0.1
+
+
+def test_a_cached_result_follows_from_every_file_that_makes_it():
+    """What a run of the simulator loads of this project is in the digest."""
+    code = (
+        "import sys, chaos.goodput.fleet; print(*(m.__file__ for m in sys.modules.values() if hasattr(m, '__file__')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {Path(name) for name in done.stdout.split() if name.startswith(str(ROOT))}
+    covered = {path for pattern in SOURCES for path in ROOT.glob(pattern)}
+    assert ROOT / "chaos" / "goodput" / "windows.py" in loaded
+    assert loaded - covered == set()
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def _ours(steps_before, opened_at, attempt):
 def _boundary(party):
     from chaos.goodput.windows import _Event
 
-    return _Event(0.0, 0, "boundary", party, party.version)
+    return _Event(0.0, True, 0, "boundary", party, party.version)
 
 
 # --- links ---------------------------------------------------------------------------------------------------

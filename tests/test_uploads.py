@@ -14,7 +14,8 @@ from pipeline.messages import RefusalReason, Rejected
 from pipeline.payloads import push
 from pipeline.ports import Bus
 from syncer.fragment import Delta
-from syncer.intake import FIRST_UPLOAD_S, LEAST_UPLOAD_S, Intake
+from syncer.intake import Intake
+from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S
 from syncer.window import Offer
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

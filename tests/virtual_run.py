@@ -85,7 +85,7 @@ class VirtualLearner:
                 began = loop.time()
                 if blocks:
                     self.read.append(next(blocks))
-                await asyncio.sleep(self.step_s)
+                await self.step()
                 self.train()
                 self.adopt()
                 if self.exchange.shared.republish:
@@ -116,6 +116,10 @@ class VirtualLearner:
         while shared.shards.empty():
             await asyncio.sleep(0.01)
         return read_blocks(shared, shared.shards.get(), self.exchange.claims.finish, random.Random(self.incarnation))
+
+    async def step(self) -> None:
+        """The time that an inner step takes."""
+        await asyncio.sleep(self.step_s)
 
     def train(self) -> None:
         for values in self.values:

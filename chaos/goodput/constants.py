@@ -101,6 +101,11 @@ class Constants(Settings):
     merge_rate: Amount = Field(
         3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
     )
+    sync_time: Span = Field(
+        0.0,
+        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
+        "merge_rate: outer step, staging, commit. Assumed",
+    )
     syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")
 
     @classmethod

@@ -1,94 +1,153 @@
-"""When a fragment has an owner while syncers fail: the syncers' own rule of sharing, in virtual time. Pure.
+"""When a fragment has an owner while syncers fail: their production leases on the memory bus, in virtual time. asyncio.
 
-Every third of a lease time a living syncer prolongs what it holds, gives back what is above its quota and takes free
-leases up to it (`syncer/sharing.py`). The dead one's leases and presence end a lease time after it last prolonged them.
+`syncer.leases` does all: it prolongs, lapses, shares, takes and gives back. A syncer that dies is one whose tasks end
+without a word, and one that is back begins with no lease and another nonce. Between two such changes nothing happens
+once all have their quota, so the rest of a longer time is left out, in whole rounds of the syncers.
 """
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from syncer.sharing import excess, wanted
+from chaos.virtual_time import VirtualClock, run_virtual
+from pipeline.memory import MemoryBus, MemoryStore
+from syncer.leases import Leases
 
 from .constants import Constants
 from .job import Stops
-from .strikes import Floats, times_of
+from .strikes import times_of
+
+SETTLED_LEASES = 6
+"""Lease times after which everybody has its quota: dead ones lapse within one, and sharing takes a few thirds."""
+
+
+class _Change(NamedTuple):
+    at_s: float
+    syncer: int
+    back: bool
 
 
 def unowned(constants: Constants, duration_s: float, rng: np.random.Generator, fragment: int = 0) -> Stops:
     """Spans in which nobody serves a fragment."""
     if not constants.syncer_mtbi:
         return Stops(np.empty(0), np.empty(0))
-    count, lease_s = constants.syncers, constants.lease
+    count = constants.syncers
     free_at = [-1.0] * count
-    strikes = []
+    changes = []
     for at_s in times_of(count / constants.syncer_mtbi, duration_s, rng):
         struck = int(rng.integers(count))
         if at_s >= free_at[struck]:  # it is alive
             free_at[struck] = at_s + constants.syncer_repair
-            strikes += [(float(at_s), struck, False), (float(free_at[struck]), struck, True)]
-    syncers = _Syncers(constants, rng.random(count) * lease_s / 3)
-    syncers.settle(0.0, 4 * lease_s)
-    gaps: list[tuple[float, float]] = []
-    since: float | None = None
-    ends = [at_s for at_s, _, _ in sorted(strikes)[1:]] + [duration_s]
-    for (at_s, struck, back), until_s in zip(sorted(strikes), ends, strict=True):
-        syncers.change(at_s, struck, back)
-        if since is None and syncers.holder(fragment) is None:
-            since = at_s
-        taken = syncers.settle(at_s, until_s, None if since is None else fragment)
-        if since is not None and taken is not None:
-            gaps.append((since, taken))
-            since = None
-    if since is not None:
-        gaps.append((since, duration_s))
-    began, ended = (np.array([min(gap[i], duration_s) for gap in gaps]) for i in (0, 1))
+            changes += [_Change(float(at_s), struck, False), _Change(free_at[struck], struck, True)]
+    changes = [change for change in sorted(changes) if change.at_s < duration_s]
+    gaps = run_virtual(_Syncers(constants, fragment, rng).watch(changes, duration_s))
+    began, ended = (np.array([gap[i] for gap in gaps]) for i in (0, 1))
     return Stops(began, ended)
 
 
+class _Lease(asyncio.Event):
+    """Tells when it is set and cleared."""
+
+    def __init__(self, told: Callable[[bool], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def set(self) -> None:
+        super().set()
+        self._told(True)
+
+    def clear(self) -> None:
+        super().clear()
+        self._told(False)
+
+
+class _Owner:
+    """A fragment's owner as its leases see it; it stops at once when it is told to."""
+
+    def __init__(self, told: Callable[[bool], None]) -> None:
+        self.lease: asyncio.Event = _Lease(told)
+        self.wake, self.idle = asyncio.Event(), asyncio.Event()
+        self.idle.set()
+
+    def forget(self) -> None:
+        """It has cached nothing."""
+
+
 class _Syncers:
-    def __init__(self, constants: Constants, phases: Floats) -> None:
-        self._fragments, self._lease_s = constants.fragments, constants.lease
-        self._held: list[set[int]] = [set() for _ in phases]
-        self._alive = [True] * len(phases)
-        self._seen_s = [0.0] * len(phases)
-        """When each was last here."""
-        self._phases = [float(phase) for phase in phases]
+    def __init__(self, constants: Constants, fragment: int, rng: np.random.Generator) -> None:
+        self._constants, self._fragment, self._rng = constants, fragment, rng
+        self._store = MemoryStore()
+        self._tasks: dict[int, list[asyncio.Task[None]]] = {}
+        self._serving: set[int] = set()
+        """Syncers that believe they serve the fragment: one, or none."""
+        self._skipped_s = 0.0
+        """How far the simulated time is ahead of the loop's."""
+        self._since: float | None = None
+        self._gaps: list[tuple[float, float]] = []
 
-    def holder(self, fragment: int) -> int | None:
-        """The living syncer that serves it."""
-        return next((s for s, held in enumerate(self._held) if self._alive[s] and fragment in held), None)
+    async def watch(self, changes: list[_Change], duration_s: float) -> list[tuple[float, float]]:
+        """All spans without an owner, once the first ones have shared the fragments."""
+        lease_s = self._constants.lease
+        settled_s = SETTLED_LEASES * lease_s
+        for syncer in range(self._constants.syncers):
+            self._start(syncer)
+            await asyncio.sleep(lease_s / 3 * float(self._rng.random()))
+        await asyncio.sleep(settled_s)
+        self._skipped_s, self._since = -self._loop_s, None
+        for at_s, syncer, back in changes:
+            await asyncio.sleep(min(settled_s, at_s - self._now_s))
+            self._skipped_s += (at_s - self._now_s) // (lease_s / 3) * (lease_s / 3)
+            await asyncio.sleep(at_s - self._now_s)
+            if back:
+                self._start(syncer)
+            else:
+                await self._kill(syncer)
+        await asyncio.sleep(max(0.0, min(settled_s, duration_s - self._now_s)))
+        if self._since is not None:
+            self._gaps.append((self._since, duration_s))
+        gaps = [(began, min(ended, duration_s)) for began, ended in self._gaps if began < duration_s]
+        for syncer in list(self._tasks):
+            await self._kill(syncer)
+        return gaps
 
-    def change(self, now: float, syncer: int, back: bool) -> None:
-        """A syncer dies (it prolonged its leases at its last tick), or is back with none."""
-        third = self._lease_s / 3
-        self._alive[syncer] = back
-        self._seen_s[syncer] = now if back else self._phases[syncer] + (now - self._phases[syncer]) // third * third
-        if back:
-            self._held[syncer] = set()
+    @property
+    def _loop_s(self) -> float:
+        return asyncio.get_running_loop().time()
 
-    def settle(self, now: float, until: float, fragment: int | None = None) -> float | None:
-        """Let the living tick until all have their quota, or until a time; when `fragment` was taken, if it was."""
-        third, taken = self._lease_s / 3, None
-        limit = min(until, now + 6 * self._lease_s)
-        ticks = [
-            (phase + (now - phase) // third * third + k * third, s)
-            for s, phase in enumerate(self._phases)
-            for k in range(1, 19)
-        ]
-        for at, s in sorted(ticks):
-            if at >= limit:
-                break
-            if not self._alive[s]:
-                continue
-            self._seen_s[s] = at
-            here = [r for r, seen in enumerate(self._seen_s) if self._alive[r] or at - seen < self._lease_s]
-            for r in range(len(self._held)):
-                if r not in here:
-                    self._held[r] = set()  # lapsed
-            sharing = here.index(s), len(here), self._fragments
-            self._held[s] -= set(excess(self._held[s], *sharing))
-            free = sorted(set(range(self._fragments)) - set().union(*self._held))
-            mine = wanted(self._held[s], free, *sharing)
-            self._held[s] |= set(mine)
-            if taken is None and fragment in mine:
-                taken = at
-        return taken
+    @property
+    def _now_s(self) -> float:
+        return self._loop_s + self._skipped_s
+
+    def _start(self, syncer: int) -> None:
+        clock = VirtualClock()
+        bus = MemoryBus("simulated", clock, self._store)
+        bus.use_groups(1)
+
+        def told(of: int) -> Callable[[bool], None]:
+            return lambda served: self._told(syncer, served) if of == self._fragment else None
+
+        owners = [_Owner(told(p)) for p in range(self._constants.fragments)]
+        nonce = f"{int(self._rng.integers(2**63)):016x}"
+        leases = Leases(bus, clock, owners, nonce, f"syncer-{syncer}", self._constants.lease)
+        self._tasks[syncer] = [asyncio.create_task(leases.keep()), asyncio.create_task(leases.share())]
+
+    async def _kill(self, syncer: int) -> None:
+        tasks = self._tasks.pop(syncer)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._told(syncer, False)
+
+    def _told(self, syncer: int, served: bool) -> None:
+        """A syncer begins to serve the fragment, or ends it."""
+        if served:
+            self._serving.add(syncer)
+        else:
+            self._serving.discard(syncer)
+        if not self._serving and self._since is None:
+            self._since = self._now_s
+        elif self._serving and self._since is not None:
+            self._gaps.append((self._since, self._now_s))
+            self._since = None

@@ -1,10 +1,11 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is, `syncer.watch` who is live and expected; ownership
-follows `syncer.sharing`. What is left out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due
-after H steps, followers at their next step boundary, adoption at a step boundary); a learner that is paused reports
-nothing. The P fragments are alike but for their turn, so one of them stands for all.
+to wait and when to merge, `syncer.grace` how long the grace is, `syncer.uploads` how long uploads may take,
+`syncer.watch` and `syncer.doubts` who is live, expected and waited for; `ownership` runs `syncer.leases`. What is left
+out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after H steps, followers at their next
+step boundary, adoption at a step boundary); a learner that is paused reports nothing. The P fragments are alike but
+for their turn, so one of them stands for all.
 """
 
 import heapq
@@ -16,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.messages import Head, MergedBase, SyncSpec, WindowView
-from syncer.grace import Ema, GraceEstimator
-from syncer.intake import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UPLOAD_FACTOR
+from pipeline.messages import Head, MergedBase, RefusalReason, SyncSpec, WindowView
+from syncer.doubts import Doubts
+from syncer.grace import GraceEstimator
+from syncer.uploads import UploadEstimator
 from syncer.watch import RunWatch
 from syncer.window import Accepted, Conditions, Merge, Offer, Rejected, Reopened, State, Wait, Window
 
@@ -77,6 +79,8 @@ class Learner:
 
 class _Event(NamedTuple):
     at_s: float
+    last: bool
+    """A step boundary: what else happens then comes first, as a learner adopts before it publishes."""
     number: int
     kind: str
     party: Party | None = None
@@ -104,11 +108,12 @@ class Follower:
         self._bits = constants.params * constants.wire_bits / sync.fragments
         self._pull_bits = constants.params * 32 / sync.fragments
         self._merge_s = self._bits / 8 / constants.merge_rate / constants.syncer_cores
+        self._sync_s = constants.sync_time
         self._parties = [
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]
         self._watch = RunWatch(sync, constants.liveness, drain_s=0.0, latency_s=2 * constants.latency)
-        self._grace, self._uploads = GraceEstimator(), Ema()
+        self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
         self._queue: list[_Event] = []
         self._numbers = itertools.count()
         self._version, self._merged = 0, tuple[MergedBase, ...]()
@@ -132,7 +137,8 @@ class Follower:
         self, at_s: float, kind: str, party: Party | None = None, version: int = 0, offer: Offer | None = None
     ) -> None:
         if at_s < math.inf:
-            heapq.heappush(self._queue, _Event(at_s, next(self._numbers), kind, party, version, offer))
+            event = _Event(at_s, kind == "boundary", next(self._numbers), kind, party, version, offer)
+            heapq.heappush(self._queue, event)
 
     def run(self, until_s: float, merges: float = math.inf) -> None:
         """Go on until a time, or so many counted merges and windows opened again."""
@@ -231,6 +237,7 @@ class Follower:
     def _offer(self, offer: Offer, now: float) -> None:
         answer = self._window.offer(offer, now)
         if isinstance(answer, Rejected):
+            self._doubts.refused(offer.header.learner, answer.reason)
             self._drop(offer, answer.lost_tokens)
             return
         if answer.replaced is not None:
@@ -252,8 +259,9 @@ class Follower:
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
-        self._uploads.observe(now - self._sent_s[offer.entry_id])
+        self._uploads.took(now - self._sent_s[offer.entry_id])
         if self._owned:
+            self._doubts.sound(offer.header.learner)
             self._window.uploaded(offer)
             self._decide(now)
 
@@ -269,6 +277,9 @@ class Follower:
             self._overdue(decision.overdue, now)
             self._reopened += 1
             self.tally.reopened += self._counting
+            for offer in window.awaited():  # late ones are members now, and may be here
+                if offer.entry_id in self._here:
+                    window.uploaded(offer)
         if isinstance(decision, Wait):
             if decision.until is not None:
                 self._at(decision.until, "timer", version=self._version)
@@ -278,7 +289,7 @@ class Follower:
             return
         self._overdue(decision.overdue, now)
         self._merging = decision
-        staged_s = now + len(decision.contributions) * self._merge_s
+        staged_s = now + len(decision.contributions) * self._merge_s + self._sync_s
         self._at(staged_s, "commit", version=self._version)
 
     def _tell(self, now: float) -> None:
@@ -291,17 +302,17 @@ class Follower:
                     self._at(self._link.arrives_s(now), "again", party, party.version)
 
     def _conditions(self, now: float) -> Conditions:
-        watch = self._watch
+        watch, doubted = self._watch, self._doubts.learners
         watch.reports = [party.seen(party.clock.silent_s(now) > self._liveness_s) for party in self._parties]
-        step_s = [s.report.step_s for s in watch.expected(0, self._version)]
+        expected = watch.expected(0, self._version)
+        step_s = [s.report.step_s for s in expected if s.report.learner not in doubted]
         grace_s = self._grace.grace_s(step_s, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
-        smoothed = self._uploads.value
-        upload_s = FIRST_UPLOAD_S if smoothed is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * smoothed)
-        return watch.conditions(0, self._version, grace_s, upload_s)
+        return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
     def _overdue(self, offers: tuple[Offer, ...], now: float) -> None:
+        self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in offers])
         for offer in offers:
-            self._uploads.observe(now - self._sent_s[offer.entry_id])
+            self._doubts.refused(offer.header.learner, RefusalReason.UPLOAD_TIMEOUT)
             self._drop(offer, offer.header.tokens)
 
     def _on_commit(self, now: float, event: _Event) -> None:
@@ -366,7 +377,7 @@ class Follower:
     def _on_owned(self, now: float, _: _Event) -> None:
         """The successor rebuilds the window from the stream; what it measured before is gone."""
         self._owned = True
-        self._grace, self._uploads = GraceEstimator(), Ema()
+        self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
         opened = self._window.state is not State.IDLE
         self._window = self._new_window(now, "collecting" if opened else "idle")
         for offer in list(self._stream.values()):
