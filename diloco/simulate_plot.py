@@ -35,7 +35,7 @@ def _tidy(axes: Axes, ylabel: str, chips: Sequence[int]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def table(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """Goodput, uptime and longest stall against chips; a line a method and M, the paper's figures as hollow marks."""
     figure = Figure(figsize=(12.0, 5.6), dpi=130, layout="constrained")
     panels = figure.subplot_mosaic([["goodput", "uptime"], ["goodput", "stall"]], width_ratios=[1.5, 1])
@@ -57,7 +57,8 @@ def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         x = [r["chips"] for r in mine]
         errors = [100 * r["goodput_stderr"] for r in mine]
         axes.errorbar(x, [100 * r["goodput"] for r in mine], errors, label=label, **style)
-        panels["uptime"].plot(x, [100 * r["uptime"] for r in mine], **style)
+        errors = [100 * r["uptime_stderr"] for r in mine]
+        panels["uptime"].errorbar(x, [100 * r["uptime"] for r in mine], errors, **style)
         panels["stall"].plot(x, [r["longest_stall_s"] for r in mine], **style)
         known = [(r["chips"], 100 * r["paper"]) for r in mine if r.get("paper") is not None]
         ring: dict[str, Any] = {
@@ -81,31 +82,39 @@ def table(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path)
 
 
+Line = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
+"""x, y, and the standard errors of y if it has any."""
+
+
 def lines(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    path: Path,
+    series: Mapping[str, Line],
     labels: tuple[str, str],
     title: str,
-    path: Path,
     scales: tuple[str, str] = ("linear", "linear"),
 ) -> None:
-    """One line a name: (x, y); `labels` and `scales` are (x, y) too."""
+    """One line a name; `labels` and `scales` are those of x and y."""
     figure, axes = _axes(labels[1], labels[0], title)
-    for number, (name, (x, y)) in enumerate(series.items()):
-        axes.plot(x, y, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.4, label=name)
+    for number, (name, (x, y, errors)) in enumerate(series.items()):
+        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "markersize": 4, "linewidth": 1.4}
+        axes.errorbar(x, y, errors, label=name, capsize=2, **style)
     axes.set_xscale(scales[0])
     axes.set_yscale(scales[1])
     axes.legend(fontsize=8, frameon=False)
     figure.savefig(path)
 
 
-def bars(series: Mapping[str, Mapping[str, float]], labels: tuple[str, str], title: str, path: Path) -> None:
-    """Groups (x) of bars, one a series."""
+def bars(
+    path: Path, series: Mapping[str, Mapping[str, tuple[float, float]]], labels: tuple[str, str], title: str
+) -> None:
+    """Groups (x) of bars, one a series, each with its standard error."""
     figure, axes = _axes(labels[1], labels[0], title)
     groups = list(dict.fromkeys(group for values in series.values() for group in values))
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         at = [i + (number - (len(series) - 1) / 2) * width for i in range(len(groups))]
-        drawn = axes.bar(at, [values.get(group, 0.0) for group in groups], width * 0.95, label=name)
+        heights, errors = zip(*(values.get(group, (0.0, 0.0)) for group in groups), strict=True)
+        drawn = axes.bar(at, heights, width * 0.95, yerr=errors, capsize=2, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(fontsize=8, frameon=False)

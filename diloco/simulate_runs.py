@@ -16,12 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chaos.goodput.constants import Constants
 from chaos.goodput.fleet import Run, simulate
 from chaos.goodput.table import Cell, row
-from pipeline.errors import UsageError
+from chaos.goodput.traces import read_trace
+
+from .simulate_options import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     *(f"chaos/goodput/{name}.py" for name in ("__init__", "constants", "units", "strikes", "job", "fleet")),
-    *(f"chaos/goodput/{name}.py" for name in ("windows", "parties", "link", "ownership")),
+    *(f"chaos/goodput/{name}.py" for name in ("windows", "parties", "link", "ownership", "traces")),
     *("chaos/__init__.py", "chaos/virtual_time.py", "syncer/*.py", "pipeline/*.py"),
 )
 """What a cached result depends on, beside its arguments."""
@@ -51,7 +53,8 @@ def code_digest() -> str:
 
 def digest_of(task: Task, code: str) -> str:
     """Of everything that a result depends on, the contents of trace files included."""
-    traces = [path.read_bytes() for path in (task.constants.repair_trace, task.constants.link_trace) if path]
+    given = ((task.constants.repair_trace, 1), (task.constants.link_trace, 3))
+    traces = [read_trace(path, columns).tobytes() for path, columns in given if path]
     said = [task.constants.model_dump_json(), *map(str, task.cell), task.days, task.seed, code]
     return hashlib.sha256(json.dumps(said).encode() + b"".join(traces)).hexdigest()[:32]
 
@@ -63,24 +66,19 @@ def one(task: Task) -> dict[str, Any]:
     return {**asdict(Run(run.goodput, run.lost, run.uptime, run.longest_stall_s, (), run.windows))}
 
 
-def rows(
-    cells: Sequence[tuple[Constants, Cell]], *, seeds: int, days: float, jobs: int, cache: bool, console: Console
-) -> list[dict[str, Any]]:
+def rows(cells: Sequence[tuple[Constants, Cell]], sample: Sample, console: Console) -> list[dict[str, Any]]:
     """One row a cell, in order.
 
     Raises:
         UsageError: the constants describe no world that can be simulated.
     """
-    tasks = [Task(constants, cell, days, seed) for constants, cell in cells for seed in range(seeds)]
-    try:
-        found = _all(tasks, jobs=jobs, cache=cache, console=console)
-    except (ValueError, FileNotFoundError) as error:  # a trace that is none, too few chips
-        raise UsageError(str(error)) from error
-    runs = [Run(**data) for data in found]
+    seeds = sample.seeds
+    tasks = [Task(constants, cell, sample.days, seed) for constants, cell in cells for seed in range(seeds)]
+    runs = [Run(**data) for data in _all(tasks, sample.processes, sample.cache, console)]
     return [row(cell, runs[i * seeds : (i + 1) * seeds]) for i, (_, cell) in enumerate(cells)]
 
 
-def _all(tasks: Sequence[Task], *, jobs: int, cache: bool, console: Console) -> list[dict[str, Any]]:
+def _all(tasks: Sequence[Task], jobs: int, cache: bool, console: Console) -> list[dict[str, Any]]:
     code, folder = code_digest(), cache_folder()
     paths = [folder / f"{digest_of(task, code)}.json" for task in tasks]
     found: dict[int, dict[str, Any]] = {}

@@ -15,6 +15,7 @@ from chaos.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
 from chaos.goodput.ownership import unowned
 from chaos.goodput.strikes import Strikes, draw, quantiles, repair_cdf, repairs
 from chaos.goodput.units import DAY_S, YEAR_S, parse_count, parse_rate, parse_span
+from pipeline.errors import UsageError
 
 PLAIN = Constants(gather=10, down=20, up=20, restart=100, repair="constant", repair_mean=50, slice_chips=1)
 
@@ -215,9 +216,9 @@ def test_repair_times_come_from_a_trace(tmp_path):
     assert set(drawn.tolist()) == {10, 20, 30}
     bad = tmp_path / "bad.txt"
     bad.write_text("10\n-1\n")
-    with pytest.raises(ValueError, match=r"bad\.txt"):
+    with pytest.raises(UsageError, match=r"bad\.txt, line 2"):
         repairs(Constants(repair="trace", repair_trace=bad), 1, rng())
-    with pytest.raises(ValueError, match="repair_trace"):
+    with pytest.raises(UsageError, match="--repair-trace FILE"):
         repairs(Constants(repair="trace"), 1, rng())
 
 
@@ -266,7 +267,7 @@ def test_the_same_seed_gives_the_same_run(method):
 
 def test_a_learner_needs_a_chip():
     """Refused with the numbers."""
-    with pytest.raises(ValueError, match="3 chips are too few for 4 learners"):
+    with pytest.raises(UsageError, match="3 chips are too few for 4 learners"):
         jobs(Constants(), 3, 4, 1, rng())
 
 

@@ -142,6 +142,21 @@ def test_a_plan_keeps_to_the_link_and_says_why():
     assert any("too few for the model" in warning for warning in plan(Constants(**given), 10).warnings)
 
 
+def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
+    """A slow link on which bf16 deltas outlast the overlap and 8 or 4 bits do not; or the flag."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "45Gbps", "overlap_steps": 1}
+    assert plan(Constants(**given | {"link": "100Gbps"}), 2_000).codec == "bf16"
+    asked, free = (plan(Constants(**given), 2_000, codec) for codec in ("bf16", "auto"))
+    assert asked.codec == "bf16"
+    assert free.codec in ("int8", "e3m0")
+    assert free.round_trip_s <= 3 < asked.round_trip_s
+    assert any("are overwritten" in warning for warning in asked.warnings)
+    assert free.warnings == []
+    assert free.overwritten < asked.overwritten
+    assert free.redis_bytes_per_s < asked.redis_bytes_per_s
+    assert plan(Constants(**given), 2_000, "int4").codec == "int4"
+
+
 def test_a_plan_for_more_interruptions_has_no_fewer_learners():
     """And a lower goodput."""
     calm, rough = (plan(Constants(mtbi=mtbi, params="9B"), 300_000) for mtbi in ("10y", "0.5y"))
@@ -234,7 +249,20 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
         (["table", "--chips", "4", "--learners", "8"], "too few for 8 learners"),
         (["table", "--chips", "1.5"], "whole numbers"),
         (["table", "--mtbi", "0"], "mtbi"),
-        (["table", "--repair", "trace", "--jobs", "1", "--chips", "1000"], "repair_trace"),
+        (["table", "--repair", "trace", "--jobs", "1", "--chips", "1000"], "--repair-trace FILE"),
+        (["table", "--chips", "inf"], "--chips inf"),
+        (["table", "--chips", "1e15", "--jobs", "1"], "fewer days or chips"),
+        (["table", "--mtbi", "nan"], "mtbi"),
+        (["table", "--link-trace", ".", "--jobs", "1", "--chips", "1000"], "Is a directory"),
+        (["table", "--repair", "trace", "--repair-trace", __file__, "--chips", "1000"], "line 1: 1 numbers"),
+        (["table", "--json", "."], "a folder, not a file"),
+        (["calibrate", "--repair", "trace"], "--repair-trace FILE"),
+        (["mixed", "--link-trace", "nowhere"], "nowhere: No such file"),
+        (["bandwidth", "--params", "inf"], "--params inf"),
+        (["plan", "--chips", "0"], "--chips 0"),
+        (["plan", "--chips", "1e12"], "fewer days or chips"),
+        (["plan", "--chips", "1k,2k"], "one whole number"),
+        (["plan", "--codec", "fp8"], "one of auto, bf16"),
         (["bandwidth", "--params", "big"], "--params big"),
         (["bandwidth", "--step-time", "0"], "--step-time"),
         (["plan", "--chips", "1.5"], "whole number"),
@@ -245,9 +273,11 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
     ],
 )
 def test_wrong_arguments_are_named(arguments, said, capsys):
-    """With exit status 2 and what to do."""
+    """With exit status 2, what to do, and no traceback."""
     assert main(["simulate", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
 
 
 @pytest.mark.timeout(300)
@@ -282,7 +312,7 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
 
 def test_numbers_are_refused_as_usage_errors():
     """Not as tracebacks."""
-    from diloco.simulate_tables import whole
+    from diloco.simulate_options import whole
 
     with pytest.raises(UsageError, match="--chips"):
         whole("1,,2", "chips")

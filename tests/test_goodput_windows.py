@@ -9,6 +9,7 @@ from chaos.goodput.job import Stops, Timeline
 from chaos.goodput.link import Link, link_of
 from chaos.goodput.parties import StepClock, bare
 from chaos.goodput.windows import Follower, Learner
+from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import SyncSpec, TensorSpec
 from workers.rounds import Base, OpenWindow, Rounds
@@ -245,6 +246,6 @@ def test_a_trace_that_cannot_be_is_refused(tmp_path):
     for text in ("0 1 1\n", "0 1\n1 1\n", "1 1 1\n2 1 1\n", "0 0 1\n1 0 1\n", "0 1 1\n0 1 1\n", "0 -1 1\n1 1 1\n"):
         path = tmp_path / f"bad{abs(hash(text))}.txt"
         path.write_text(text)
-        with pytest.raises(ValueError, match="bad"):
+        with pytest.raises(UsageError, match="bad"):
             link_of(Constants(link_trace=path))
     assert isinstance(link_of(Constants()), Link)

@@ -12,7 +12,7 @@ import numpy as np
 from .constants import Constants
 from .figures import CALIBRATED_ON, TABLE, Figure
 from .fleet import jobs, together
-from .strikes import Floats
+from .traces import Floats
 
 FREE = ("gather", "down", "restart")
 """The constants that are fitted; `up` is kept equal to `down`, and `repair_mean` as it is (see `docs/simulator.md`)."""

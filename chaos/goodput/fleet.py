@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from pipeline.errors import UsageError
 from pipeline.messages import SyncSpec
 
 from .constants import Constants
@@ -54,10 +55,10 @@ def jobs(
     """Every learner's job, with chips shared evenly.
 
     Raises:
-        ValueError: a learner would have no chip.
+        UsageError: a learner would have no chip.
     """
     if chips < learners:
-        raise ValueError(f"{chips} chips are too few for {learners} learners")
+        raise UsageError(f"{chips:,} chips are too few for {learners} learners")
     duration_s = days * DAY_S
     outages = draw_regions(constants, duration_s, rng)
     run: Jobs = run_rigid if rigid else run_elastic

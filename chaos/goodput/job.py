@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .constants import Constants
-from .strikes import Floats, Strikes
+from .strikes import Strikes
+from .traces import Floats
 
 Ints = npt.NDArray[np.int64]
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.errors import UsageError
+
 from .constants import Constants
+from .traces import read_trace
 
 
 class Link:
@@ -55,11 +58,11 @@ def link_of(constants: Constants) -> Link:
 
 
 def _read(path: Path) -> Link:
-    rows = np.loadtxt(path, ndmin=2, dtype=np.float64)
-    if rows.shape[1:] != (3,) or rows.shape[0] < 2 or rows[0, 0] != 0 or not (np.diff(rows[:, 0]) > 0).all():
-        raise ValueError(
+    rows = read_trace(path, 3)
+    if len(rows) < 2 or rows[0, 0] != 0 or not (np.diff(rows[:, 0]) > 0).all():
+        raise UsageError(
             f"{path}: a trace has two lines or more of `second bits_per_second latency_s`, from second 0 on, in order"
         )
-    if not np.isfinite(rows).all() or (rows < 0).any() or not (rows[:-1, 1] > 0).any():
-        raise ValueError(f"{path}: a trace has no negative numbers, and some bandwidth at some time")
+    if not (rows[:-1, 1] > 0).any():
+        raise UsageError(f"{path}: a trace has some bandwidth at some time")
     return Link(*(rows[:, column].tolist() for column in range(3)))

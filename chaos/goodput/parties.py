@@ -10,7 +10,7 @@ from pipeline.messages import DeltaHeader, LearnerReport, SeenReport
 from pipeline.wire import Message
 
 from .job import Timeline
-from .strikes import Floats
+from .traces import Floats
 
 LAYOUT = b"simulated layout"
 CODEC = "bf16"

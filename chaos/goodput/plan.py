@@ -1,11 +1,12 @@
 """What to choose for given chips, model and link, and why. Pure.
 
-M by goodput and the paper's quality, H and P by what the link carries, syncers and Redis nodes by traffic and memory.
+M by goodput and the paper's quality; H by what the globals take of the link; the codec and P by whether a fragment's
+round trip hides behind tau steps; syncers and Redis nodes by traffic and memory. docs/simulator.md has the assumptions.
 """
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +27,22 @@ INTERVALS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FRAGMENTS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 TENSORS_A_LAYER = 7
 LINK_SHARE = 0.7
-"""Of the link, for deltas and globals: the rest is for what waits after an outage."""
-PULL_BYTES = 4
+"""Of the link, for deltas and globals: the rest is for what waits after an outage. Assumed"""
+PULL_BYTES = 4.0
 """Globals travel as fp32."""
+SCALE_BYTES = 2 / 256
+"""Of an element in a codec of blocks: each of 256 elements has a scale of 2 bytes."""
+CODECS = {
+    "bf16": 2.0,
+    "int8": 1.0 + SCALE_BYTES,
+    "e3m0": 0.5 + SCALE_BYTES,
+    "int4": 0.5 + SCALE_BYTES,
+    "fp32": 4.0,
+}
+"""Bytes of an element of a delta."""
+BY_CHOICE = ("bf16", "int8", "e3m0")
+"""Codecs that the planner chooses from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for
+36.6); Streaming DiLoCo: E3M0 loses nothing."""
 REDIS_BYTES_PER_S = 1.1 * 2**30
 """Of one node, through a Python client, measured at 1 MiB a value."""
 REDIS_MEMORY_BYTES = 256e9
@@ -71,20 +85,40 @@ class Plan:
         return asdict(self)
 
 
-def plan(constants: Constants, chips: int) -> Plan:
-    """A plan for so many chips in the world of the constants."""
+class _Pace(NamedTuple):
+    """How often, in how many parts and in which type deltas travel."""
+
+    interval: int
+    fragments: int
+    codec: str
+    trip_s: float
+
+
+def plan(constants: Constants, chips: int, codec: str = "auto") -> Plan:
+    """A plan for so many chips in the world of the constants.
+
+    Args:
+        constants: the world; its own H, P and wire type do not count.
+        chips: of the whole run.
+        codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip cannot hide with it and can with less.
+
+    Raises:
+        UsageError: the constants describe no world that can be simulated.
+    """
     warnings: list[str] = []
-    interval, fragments, why = _pace(constants, warnings)
-    chosen = constants.model_copy(update={"sync_interval": interval, "fragments": fragments, "wire_bits": 16})
+    pace, why = _pace(constants, codec, warnings)
+    interval, fragments = pace.interval, pace.fragments
+    wire_bytes = CODECS[pace.codec]
+    changes = {"sync_interval": interval, "fragments": fragments, "wire_bits": 8 * wire_bytes}
+    chosen = constants.model_copy(update=changes)
     learners, figures, why["learners"] = _learners(chosen, chips, warnings)
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     round_s = interval * constants.step_time
-    up_bytes_per_s, down_bytes_per_s = (b * constants.params / round_s for b in (2, PULL_BYTES))
+    up_bytes_per_s, down_bytes_per_s = (b * constants.params / round_s for b in (wire_bytes, PULL_BYTES))
     traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
-    redis_memory = constants.params * (2 * 4 + 2 * 4 + 2 * learners)
+    redis_memory = constants.params * (2 * 4 + 2 * 4 + wire_bytes * learners)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
-    redis_nodes = max(1, by_traffic, by_memory)
     why["redis_nodes"] = (
         f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and {LINK_SHARE:.0%} each; "
         f"{redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas) take {by_memory}"
@@ -97,24 +131,23 @@ def plan(constants: Constants, chips: int) -> Plan:
         "network": math.ceil(syncer_traffic / SYNCER_BYTES_PER_S / LINK_SHARE),
         "cores": math.ceil(cores / constants.syncer_cores / LINK_SHARE),
     }
-    syncers = max(2, *needs.values())
     why["syncers"] = (
         "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in needs.items())
-        + f" ({syncer_memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s)"
+        + f" ({syncer_memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s, "
+        f"{cores:.2f} cores)"
     )
-    load = max(up_bytes_per_s, down_bytes_per_s) * 8 / constants.link
     return Plan(
         learners,
         interval,
         fragments,
-        "bf16",
-        syncers,
-        redis_nodes,
+        pace.codec,
+        max(2, *needs.values()),
+        max(1, by_traffic, by_memory),
         mean_participants=windows.get("mean_participants", 0.0),
         overwritten=windows.get("overwritten", 1.0),
-        link_load=load,
-        round_trip_s=_round_trip_s(constants, fragments),
+        link_load=max(up_bytes_per_s, down_bytes_per_s) * 8 / constants.link,
+        round_trip_s=pace.trip_s,
         syncer_cores=cores,
         syncer_memory_bytes=syncer_memory,
         redis_memory_bytes=redis_memory,
@@ -125,50 +158,85 @@ def plan(constants: Constants, chips: int) -> Plan:
     )
 
 
-def _pace(constants: Constants, warnings: list[str]) -> tuple[int, int, dict[str, str]]:
-    """H, P and why."""
+def _pace(constants: Constants, codec: str, warnings: list[str]) -> tuple[_Pace, dict[str, str]]:
+    """H, P, codec and why."""
+    widest = max(PULL_BYTES, CODECS.get(codec, 0.0))
 
     def load(interval: int) -> float:
-        return 8 * PULL_BYTES * constants.params / (interval * constants.step_time) / constants.link
+        return 8 * widest * constants.params / (interval * constants.step_time) / constants.link
 
     interval = next((h for h in INTERVALS if load(h) <= LINK_SHARE), None)
     if interval is None:
         interval = INTERVALS[-1]
         warnings.append(
-            f"even at H = {interval} globals would take {load(interval):.0%} of the link: it needs "
-            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a codec below bf16, which this version has not"
+            f"even at H = {interval} globals (fp32, whatever the codec of deltas) would take {load(interval):.0%} of "
+            f"the link: it needs {load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
         )
     most = min(interval, TENSORS_A_LAYER * layers_of(constants.params))
     hidden_s = constants.overlap_steps * constants.step_time
-    fitting = [p for p in FRAGMENTS if p <= most]
-    fragments = next((p for p in fitting if _round_trip_s(constants, p) <= hidden_s), fitting[-1])
-    trip_s = _round_trip_s(constants, fragments)
-    if trip_s > hidden_s:
-        steps = math.ceil(trip_s / constants.step_time)
+    tried = [
+        _fragmented(constants, interval, most, hidden_s, one) for one in (BY_CHOICE if codec == "auto" else [codec])
+    ]
+
+    def beyond(pace: _Pace) -> int:
+        """Steps of each round that are trained in vain."""
+        return max(0, math.ceil((pace.trip_s - hidden_s) / constants.step_time))
+
+    pace = min(tried, key=beyond)  # of equal ones the first
+    if beyond(pace):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {constants.overlap_steps} steps it may hide "
-            f"behind: {steps} of {interval + steps} steps of each round are overwritten"
+            f"a fragment's round trip takes {pace.trip_s:.1f} s, more than the {constants.overlap_steps} steps it may "
+            f"hide behind: {beyond(pace)} more steps of each round of {interval} are overwritten"
         )
     why = {
         "sync_interval": f"the shortest at which the globals (fp32, the busier direction) take at most "
         f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
-        "fragments": f"the fewest whose round trip ({trip_s:.1f} s) hides behind {constants.overlap_steps} steps "
+        "fragments": f"the fewest whose round trip ({pace.trip_s:.1f} s) hides behind {constants.overlap_steps} steps "
         f"({hidden_s:.1f} s), {most} at most",
-        "codec": "the paper's main setting; 4 bits cost vision quality there, and this version has bf16 and fp32",
+        "codec": _why_codec(codec, pace, tried[0], beyond(tried[0])),
     }
-    return interval, fragments, why
+    return pace, why
 
 
-def _round_trip_s(constants: Constants, fragments: int) -> float:
+def _why_codec(asked: str, pace: _Pace, first: _Pace, beyond: int) -> str:
+    if asked != "auto":
+        return f"as asked for: {CODECS[asked]:.3g} bytes an element"
+    if pace.codec == first.codec:
+        return (
+            "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
+            if not beyond
+            else "the paper's main setting; fewer bits would save no step of a round, for globals are fp32"
+        )
+    return (
+        f"{CODECS[pace.codec]:.3g} bytes an element: with {first.codec} a round trip takes {first.trip_s:.1f} s, and "
+        f"{beyond} more steps of each round would be overwritten"
+    )
+
+
+def _fragmented(constants: Constants, interval: int, most: int, hidden_s: float, codec: str) -> _Pace:
+    """The fewest fragments whose round trip is hidden; if none, the most."""
+    fitting = [p for p in FRAGMENTS if p <= most]
+    trips = {p: _round_trip_s(constants, p, CODECS[codec]) for p in fitting}
+    fragments = next((p for p, trip_s in trips.items() if trip_s <= hidden_s), fitting[-1])
+    return _Pace(interval, fragments, codec, trips[fragments])
+
+
+def _round_trip_s(constants: Constants, fragments: int, wire_bytes: float) -> float:
+    """Upload, merge of the most learners that are recommended, and pull."""
     elements = constants.params / fragments
-    return 2 * constants.latency + elements * 8 * (2 + PULL_BYTES) / constants.link
+    merge_s = LEARNERS[-1] * elements * wire_bytes / constants.merge_rate / constants.syncer_cores
+    transfer_s = 8 * elements * (wire_bytes + PULL_BYTES) / constants.link
+    return 2 * constants.latency + transfer_s + merge_s + constants.sync_time
 
 
 def _learners(constants: Constants, chips: int, warnings: list[str]) -> tuple[int, dict[str, float], str]:
     least = max(1, math.ceil(constants.params * STATE_BYTES / CHIP_BYTES))
     possible = [m for m in LEARNERS if chips // m >= least]
     if not possible:
-        warnings.append(f"{chips} chips are too few for the model, which needs {least} (STATE_BYTES, CHIP_BYTES)")
+        warnings.append(
+            f"{chips:,} chips are too few for the model, which needs {least:,} at {STATE_BYTES} bytes a parameter and "
+            f"{CHIP_BYTES / 1e9:g} GB a chip"
+        )
         possible = [1]
     found: list[tuple[int, dict[str, float]]] = [(m, _figures(constants, chips, m)) for m in possible]
     best = max(figures["goodput"] for _, figures in found)

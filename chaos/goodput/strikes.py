@@ -9,12 +9,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
+
+from pipeline.errors import UsageError
 
 from .constants import Constants
+from .traces import Floats, read_trace
+from .units import DAY_S
 
-Floats = npt.NDArray[np.float64]
 _CHECKED_POINTS = 20_000
+MOST_TIMES = 3_000_000
+"""Of one job and seed: they take a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,16 @@ class Strikes:
 
 
 def times_of(rate_per_s: float, duration_s: float, rng: np.random.Generator) -> Floats:
-    """Sorted times of a Poisson process."""
+    """Sorted times of a Poisson process.
+
+    Raises:
+        UsageError: there would be too many.
+    """
+    if rate_per_s * duration_s > MOST_TIMES:
+        raise UsageError(
+            f"{rate_per_s * duration_s:.2g} interruptions in {duration_s / DAY_S:g} days are more than a seed can have "
+            f"({MOST_TIMES:,}): take fewer days or chips, or a longer mean time between them"
+        )
     times: Floats = rng.uniform(0.0, duration_s, rng.poisson(rate_per_s * duration_s))
     times.sort()
     return times
@@ -89,11 +102,8 @@ def _unit_mean(shape: float, power: float) -> float:
 
 def _trace(path: Path | None) -> Floats:
     if path is None:
-        raise ValueError("repair=trace needs repair_trace, a file of repair times in seconds, one a line")
-    values = np.loadtxt(path, ndmin=1, dtype=np.float64)
-    if values.ndim != 1 or not values.size or not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError(f"{path}: repair times must be positive numbers of seconds, one a line")
-    return values
+        raise UsageError("--repair trace needs --repair-trace FILE, repair times in seconds, one a line")
+    return read_trace(path, 1)[:, 0]
 
 
 def draw(constants: Constants, chips: int, duration_s: float, rng: np.random.Generator) -> Strikes:

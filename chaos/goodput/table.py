@@ -26,22 +26,27 @@ def cells(chips: Sequence[int], learners: Sequence[int]) -> list[Cell]:
 
 def row(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
     """A cell's figures over its seeds; `paper` is the paper's goodput, or None."""
-    goodputs = [run.goodput for run in runs]
     window_keys = sorted({key for run in runs for key in run.windows})
     windows = {key: fmean(run.windows[key] for run in runs if key in run.windows) for key in window_keys}
     return {
         "method": cell.method,
         "learners": cell.learners,
         "chips": cell.chips,
-        "goodput": fmean(goodputs),
-        "goodput_stderr": stdev(goodputs) / math.sqrt(len(goodputs)) if len(goodputs) > 1 else 0.0,
+        "goodput": fmean(run.goodput for run in runs),
+        "goodput_stderr": standard_error([run.goodput for run in runs]),
         "uptime": fmean(run.uptime for run in runs),
+        "uptime_stderr": standard_error([run.uptime for run in runs]),
         "longest_stall_s": max(run.longest_stall_s for run in runs),
         "mean_participants": windows.pop("mean_participants", 1.0),
         "paper": paper(*cell),
         "lost": {cause: fmean(run.lost.get(cause, 0.0) for run in runs) for cause in causes(runs)},
         **windows,
     }
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean; 0 for one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def causes(runs: Sequence[Run]) -> list[str]:

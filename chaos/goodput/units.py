@@ -39,9 +39,9 @@ def parse_rate(value: Any) -> Any:
     return _scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
 
 
-Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0)]
+Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0, allow_inf_nan=False)]
 """Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'."""
-Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0)]
+Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_nan=False)]
 """A count; accepts '70B', '150k', '10e9'."""
-BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0)]
+BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0, allow_inf_nan=False)]
 """Bits per second; accepts '5Gbps', '800Mbit/s'."""
