@@ -64,6 +64,11 @@ class StepClock:
         stop = bisect_right(self._began, wall_s)
         return float(wall_s - self._began[stop - 1]) if stop and wall_s < self._ended[stop - 1] else 0.0
 
+    def next_stop_s(self, wall_s: float) -> float:
+        """When it is paused next; infinite if it is not any more."""
+        stop = bisect_right(self._began, wall_s)
+        return float(self._began[stop]) if stop < len(self._began) else math.inf
+
     def step_at(self, wall_s: float) -> int:
         """Inner steps done by then."""
         own_s = self.trained_s(wall_s) - self.waited_s + 1e-6
@@ -93,11 +98,12 @@ class Party:
         self.serial = 0
         self.waits_since: float | None = None
         self.waits: list[tuple[float, float]] = []
-        self._seen: tuple[int, SeenReport, SeenReport | None] | None = None
+        self._fresh: SeenReport | None = None
+        self._fresh_until = -math.inf
 
-    def seen(self, silent: bool) -> SeenReport:
-        """Its last word about itself: fresh, or too old to count as live."""
-        if self._seen is None or self._seen[0] != self.version:
+    def seen(self, now: float) -> SeenReport:
+        """Its last word about itself, which ages while it is paused."""
+        if self._fresh is None or self._fresh.report.versions[0] != self.version:
             report = bare(
                 LearnerReport,
                 learner=self.name,
@@ -106,14 +112,13 @@ class Party:
                 step_s=self.clock.mean_step_s,
                 left=False,
             )
-            self._seen = self.version, bare(SeenReport, report=report, age_s=0.0), None
-        version, fresh, old = self._seen
-        if not silent:
-            return fresh
-        if old is None:
-            old = bare(SeenReport, report=fresh.report, age_s=math.inf)
-            self._seen = version, fresh, old
-        return old
+            self._fresh = bare(SeenReport, report=report, age_s=0.0)
+        if now < self._fresh_until:
+            return self._fresh
+        if silent_s := self.clock.silent_s(now):
+            return bare(SeenReport, report=self._fresh.report, age_s=silent_s)
+        self._fresh_until = self.clock.next_stop_s(now)
+        return self._fresh
 
     def publish(self, step: int, attempt: int, due: bool) -> DeltaHeader:
         """The header of a delta that it publishes at the end of an inner step."""

@@ -102,7 +102,7 @@ class Follower:
         gone: Stops | None = None,
     ) -> None:
         """`waits`: learners stand still from their publication until the merge. `gone`: spans without an owner."""
-        self._sync, self._waits, self._liveness_s = sync, waits, constants.liveness
+        self._sync, self._waits = sync, waits
         self._gamma = constants.grace_gamma
         self._link: Link = link_of(constants)
         self._bits = constants.params * constants.wire_bits / sync.fragments
@@ -271,7 +271,7 @@ class Follower:
 
     def _decide(self, now: float) -> None:
         window = self._window
-        if not self._owned or self._merging is not None:
+        if not self._owned or self._merging is not None or window.state is State.IDLE:  # idle: no delta is due
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
             self._overdue(decision.overdue, now)
@@ -283,7 +283,7 @@ class Follower:
         if isinstance(decision, Wait):
             if decision.until is not None:
                 self._at(decision.until, "timer", version=self._version)
-            if window.state is not State.IDLE and window.attempt != self._told_attempt:
+            if window.attempt != self._told_attempt:
                 self._told_attempt = window.attempt
                 self._tell(now)
             return
@@ -303,7 +303,7 @@ class Follower:
 
     def _conditions(self, now: float) -> Conditions:
         watch, doubted = self._watch, self._doubts.learners
-        watch.reports = [party.seen(party.clock.silent_s(now) > self._liveness_s) for party in self._parties]
+        watch.reports = [party.seen(now) for party in self._parties]
         expected = watch.expected(0, self._version)
         step_s = [s.report.step_s for s in expected if s.report.learner not in doubted]
         grace_s = self._grace.grace_s(step_s, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
