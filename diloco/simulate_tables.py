@@ -10,7 +10,7 @@ from chaos.goodput import calibrate as fitting
 from chaos.goodput import figures
 from chaos.goodput.constants import Constants
 from chaos.goodput.table import Cell, cells
-from chaos.goodput.units import DAY_S, YEAR_S, Span
+from chaos.goodput.units import YEAR_S, Span
 from pipeline.errors import UsageError
 
 from .simulate_options import Files, Pictured, Sample, numbers, one_whole, whole
@@ -43,7 +43,7 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
         shown.add_row(name, *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))
-    files.draw("table", rows, f"Mean time between interruptions of a chip: {constants.mtbi / YEAR_S:g} years")
+    files.draw("table", rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
 
 
 def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sample, files: Pictured) -> None:
@@ -61,16 +61,7 @@ def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sa
         shown.add_row(name, *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))
-    series = {
-        name: (
-            [r["mtbi_s"] / DAY_S for r in mine],
-            [100 * r["goodput"] for r in mine],
-            [100 * r["goodput_stderr"] for r in mine],
-        )
-        for name, mine in _by_name(rows).items()
-    }
-    labels = "mean time between interruptions of a chip (days)", "goodput (%)"
-    files.draw("lines", series, labels, f"Goodput of {size:,} chips", scales=("log", "linear"))
+    files.draw("table", rows, f"{size:,} chips", "mtbi_s")
 
 
 def calibrate(constants: Constants, sample: Sample, files: Files) -> None:

@@ -48,6 +48,16 @@ def test_what_happens_before_a_pause_is_over_is_dealt_with_by_it():
     assert job.timeline.stops.began_s.tolist() == [110, 160]  # the slice struck at 125 is back at 150
 
 
+def test_a_failure_may_hang_the_job_until_it_is_detected():
+    """Struck at 100: from 110 nothing trains for 7 s, then the pause; a return is no surprise."""
+    job = run_elastic(PLAIN.model_copy(update={"detect": 7.0}), strikes(100), 4.0, 1000.0)
+    assert list(zip(job.timeline.stops.began_s, job.timeline.stops.ended_s, strict=True)) == [(110, 137), (160, 180)]
+    assert job.lost["detection"] == pytest.approx(0.007)
+    rigid = run_rigid(PLAIN.model_copy(update={"detect": 70.0}), strikes(100), 4.0, 1000.0)
+    assert rigid.timeline.stops.ended_s.tolist() == [280]  # found at 180, after the slice is back
+    assert rigid.lost["detection"] == pytest.approx(0.07)
+
+
 def test_a_job_without_elasticity_waits_for_the_last_slice_and_restarts():
     """Struck at 100 and 105, back at 150 and 155: from 110 until 255 nothing trains."""
     job = run_rigid(PLAIN, strikes(100, 105), 4.0, 1000.0)
@@ -160,6 +170,42 @@ def test_more_chips_never_raise_goodput_and_more_learners_never_lower_it():
 
 
 @given(
+    chips=st.integers(30_000, 400_000),
+    factor=st.integers(2, 6),
+    method=st.sampled_from(["data-parallel", "elastic", "decoupled"]),
+    constants=st.builds(
+        Constants,
+        mtbi=st.floats(YEAR_S / 4, 4 * YEAR_S),
+        repair=st.sampled_from(["weibull", "constant"]),
+        repair_mean=st.floats(1, 500),
+        gather=st.floats(0, 30),
+        detect=st.floats(0, 20),
+        down=st.floats(1, 60),
+        up=st.floats(1, 60),
+        restart=st.floats(0, 300),
+        rack_mtbi=st.sampled_from([0, YEAR_S]),
+    ),
+)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_in_any_world_fewer_chips_and_more_learners_do_no_harm(chips, factor, method, constants):
+    """Beyond the error of four seeds of two days: chips N against N x factor, and learners M against M x factor."""
+
+    def cell(chips, learners):
+        runs = [
+            together(jobs(constants, chips, learners, 2, rng(s), rigid=method == "data-parallel"))[0] for s in range(4)
+        ]
+        return np.mean(runs), np.std(runs, ddof=1) / 2
+
+    learners = 2 if method == "decoupled" else 1
+    few, e1 = cell(chips, learners)
+    many, e2 = cell(chips * factor, learners)
+    assert many <= few + 4 * (e1 + e2) + 1e-3
+    if method == "decoupled":
+        split, e3 = cell(chips, learners * factor)
+        assert split >= few - 4 * (e1 + e3) - 1e-3
+
+
+@given(
     chips=st.integers(100, 400_000),
     learners=st.sampled_from([1, 2, 5]),
     rigid=st.booleans(),
@@ -263,6 +309,46 @@ def test_the_same_seed_gives_the_same_run(method):
     assert (one.goodput, one.lost, one.windows) == (same.goodput, same.lost, same.windows)
     assert one.goodput != other.goodput
     assert one.goodput + sum(one.lost.values()) == pytest.approx(1)
+
+
+SMALL = Constants(step_time=1, params=1e9, link=1e11)
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "figure", "least", "most"),
+    [  # a constant, and what it does to a figure of a run, as a factor
+        ("elastic", {"slice_chips": 640}, "away", 8, 12),
+        ("elastic", {"mtbi": YEAR_S / 2}, "away", 1.8, 2.2),
+        ("decoupled", {"step_time": 2.0}, "outer_steps_per_hour", 0.45, 0.55),
+        ("decoupled", {"sync_interval": 48}, "outer_steps_per_hour", 0.48, 0.6),
+        ("decoupled", {"fragments": 12}, "outer_steps_per_hour", 0.45, 0.55),
+        ("decoupled", {"quorum": 4}, "longest_gap_s", 1.1, 9),
+        ("decoupled", {"overlap_steps": 0}, "mean_grace_s", 0, 0.05),
+        ("decoupled", {"grace_gamma": 0.0}, "mean_grace_s", 0, 0.05),
+        ("decoupled", {"step_jitter": 0.3}, "mean_grace_s", 1.05, 9),
+        ("decoupled", {"older_learners": 0.25, "older_slowdown": 0.5}, "mean_grace_s", 1.05, 9),
+        ("decoupled", {"liveness": 1.0}, "mean_grace_s", 0.2, 0.99),
+        ("decoupled", {"sync_time": 5.0}, "mean_sync_s", 20, 2000),
+        ("decoupled", {"link": 1e9}, "mean_sync_s", 20, 200),
+        ("decoupled", {"wire_bits": 32}, "mean_sync_s", 1.01, 2.5),
+        ("decoupled", {"params": 1e11}, "mean_sync_s", 20, 200),
+        ("decoupled", {"merge_rate": 1e6}, "mean_sync_s", 20, 2000),
+        ("decoupled", {"syncer_cores": 1}, "mean_sync_s", 1.01, 99),
+        ("decoupled", {"latency": 2.0}, "overwritten", 1.1, 9),
+        ("decoupled", {"syncer_mtbi": 2000.0, "lease": 50.0}, "longest_gap_s", 1.5, 99),
+        ("decoupled", {"syncer_mtbi": 2000.0, "syncers": 1, "syncer_repair": 900.0}, "longest_gap_s", 9, 999),
+        ("diloco", {"diloco_interval": 1000}, "outer_steps_per_hour", 0.45, 0.55),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_every_constant_of_a_run_does_what_it_says(method, change, figure, least, most):
+    """Against the same run without it."""
+
+    def of(constants):
+        run = simulate(constants, method, 200_000, 4, 0.25, 0)
+        return {**run.lost, **run.windows}[figure]
+
+    assert least <= of(SMALL.model_copy(update=change)) / of(SMALL) <= most
 
 
 def test_a_learner_needs_a_chip():

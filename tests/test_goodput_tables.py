@@ -215,6 +215,18 @@ def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
     assert json.loads(files[3].read_text())["rows"] == rows
 
 
+def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):
+    """Goodput and uptime of every line that has several seeds."""
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda *args, **_: drawn.append(args[3]))
+    assert main(["simulate", "table", *SMALL, "--plot", str(tmp_path / "a.png")]) == 0
+    assert len(drawn) == 2 * 3
+    assert all(max(errors) > 0 for errors in drawn)
+    given = ["--chips", "150k", "--learners", "2", "--times", "0.5y,1y", "--seeds", "2", "--days", "0.2", "--jobs", "1"]
+    assert main(["simulate", "mtbi", *given, "--plot", str(tmp_path / "a.png")]) == 0
+    assert len(drawn) == 2 * 3 + 2 * 2
+
+
 def test_other_settings_are_other_results(tmp_path):
     """A changed constant, or a changed trace file, is not answered from the cache."""
     trace, out = tmp_path / "repairs.txt", tmp_path / "a.json"
