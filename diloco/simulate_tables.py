@@ -26,6 +26,14 @@ LINKS = {
     "longest_gap_s": "gap s",
 }
 """What is shown of the syncer's work, and its heading."""
+DECIDED = {
+    "mean_participants": "learners a merge",
+    "mean_staleness": "staleness",
+    "mean_grace_s": "grace s",
+    "overwritten": "share overwritten",
+    "outer_steps_per_hour": "outer steps an hour",
+}
+"""The same, in the table of decoupled runs."""
 METHODS = {"data-parallel": "data-parallel", "elastic": "data-parallel, elastic", "diloco": "DiLoCo (waits)"}
 
 
@@ -42,6 +50,11 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
             texts.append(f"{100 * r['goodput']:.1f} / {100 * r['uptime']:.1f}{known}")
         shown.add_row(name, *texts)
     console.print(shown)
+    did = _grid(" / ".join(DECIDED.values()), [f"{n:,} chips" for n in sizes])
+    for name, mine in _by_name([row for row in rows if row["method"] == "decoupled"]).items():
+        ordered = sorted(mine, key=lambda r: int(r["chips"]))
+        did.add_row(name, *(" / ".join(f"{r[key]:.3g}" if key in r else "-" for key in DECIDED) for r in ordered))
+    console.print(did)
     files.write(rows, _about(constants, sample))
     files.draw("table", rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -48,6 +48,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_default=True
     )
+    from_environment: ClassVar[bool] = True
+    """Whether `DILOCO_*` variables count."""
 
     @classmethod
     def settings_customise_sources(
@@ -58,9 +60,9 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the TOML file."""
+        """Flags, then the environment if it counts, then the TOML file."""
         from_file = InitSettingsSource(settings_cls, init_kwargs=dict(_file_values.get() or {}))
-        return init_settings, env_settings, from_file
+        return (init_settings, *((env_settings,) if cls.from_environment else ()), from_file)
 
 
 class BusSettings(Settings):
@@ -284,8 +286,8 @@ def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
         takes = allowed(kind, name) if name in kind.model_fields else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
         hint = f" (allowed: {takes})" if takes else ""
-        flag, variable = name.replace("_", "-"), ENV_PREFIX + name.upper()
-        lines.append(f"{name}={shown}: {problem['msg']}{hint}; set it with --{flag}, {variable} or the settings file")
+        ways = "--" + name.replace("_", "-") + f", {ENV_PREFIX}{name.upper()}" * kind.from_environment
+        lines.append(f"{name}={shown}: {problem['msg']}{hint}; set it with {ways} or the settings file")
     return lines
 
 

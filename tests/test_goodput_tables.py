@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from chaos.goodput import bandwidth, calibrate, figures, studies
 from chaos.goodput.constants import Constants
@@ -191,7 +192,9 @@ def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
     files = [tmp_path / name for name in ("a.json", "a.csv", "a.png", "b.json")]
     asked = ["simulate", "table", *SMALL, "--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2])]
     assert main(asked) == 0
-    assert "decoupled, M=2" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "decoupled, M=2" in said
+    assert "learners a merge / staleness / grace s" in said
     rows = json.loads(files[0].read_text())["rows"]
     keys = {"method", "learners", "chips", "goodput", "goodput_stderr", "uptime", "longest_stall_s"}
     assert all(keys | {"mean_participants"} <= set(r) for r in rows)
@@ -217,8 +220,13 @@ def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
 
 def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):
     """Goodput and uptime of every line that has several seeds."""
-    drawn = []
-    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda *args, **_: drawn.append(args[3]))
+    drawn, errorbar = [], Axes.errorbar
+
+    def spied(axes, x, y, errors, **style):
+        drawn.append(errors)
+        return errorbar(axes, x, y, errors, **style)
+
+    monkeypatch.setattr(Axes, "errorbar", spied)
     assert main(["simulate", "table", *SMALL, "--plot", str(tmp_path / "a.png")]) == 0
     assert len(drawn) == 2 * 3
     assert all(max(errors) > 0 for errors in drawn)

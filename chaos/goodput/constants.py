@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from pipeline.settings import Settings
 
@@ -17,6 +16,9 @@ from .units import YEAR_S, Amount, BitRate, Span
 
 class Constants(Settings):
     """What the simulated world is like. Durations are seconds of wall time."""
+
+    from_environment = False
+    """Variables of a real run must not change the paper's table."""
 
     # --- interruptions
     mtbi: Span = Field(YEAR_S, gt=0, description="Mean time between interruptions of a chip. Paper: 1 year")
@@ -107,23 +109,3 @@ class Constants(Settings):
         "merge_rate: outer step, staging, commit. Assumed",
     )
     syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Without the environment: variables of a real run must not change the paper's table."""
-        sources = super().settings_customise_sources(
-            settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
-        )
-        return tuple(source for source in sources if source is not env_settings)
-
-    @property
-    def fragment_bits(self) -> float:
-        """A delta of one fragment on the wire."""
-        return self.params * self.wire_bits / self.fragments

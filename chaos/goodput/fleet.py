@@ -139,7 +139,7 @@ def simulate(constants: Constants, method: Method, chips: int, learners: int, da
     return run
 
 
-def _spec(constants: Constants, *, quorum: int, interval: int, fragments: int) -> SyncSpec:
+def sync_of(constants: Constants, *, quorum: int, interval: int, fragments: int) -> SyncSpec:
     """What the parties agree on."""
     return bare(
         SyncSpec,
@@ -153,7 +153,7 @@ def _spec(constants: Constants, *, quorum: int, interval: int, fragments: int) -
 
 def _follow(constants: Constants, run: Run, days: float, rng: np.random.Generator) -> Run:
     """A decoupled run, with what the syncer did over the first windows."""
-    sync = _spec(
+    sync = sync_of(
         constants,
         quorum=min(constants.quorum, len(run.learners)),
         interval=constants.sync_interval,
@@ -167,7 +167,7 @@ def _follow(constants: Constants, run: Run, days: float, rng: np.random.Generato
 
 def _follow_waiting(constants: Constants, run: Run, days: float, rng: np.random.Generator) -> Run:
     """Synchronous DiLoCo: K = M, one fragment, and learners that wait; every window of the run is followed."""
-    sync = _spec(constants, quorum=len(run.learners), interval=constants.diloco_interval, fragments=1)
+    sync = sync_of(constants, quorum=len(run.learners), interval=constants.diloco_interval, fragments=1)
     duration_s = days * DAY_S
     gone = unowned(constants, duration_s, rng)
     follower = Follower(constants, run.learners, sync, rng, waits=True, gone=gone)

@@ -4,11 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.messages import SyncSpec
-
 from .constants import Constants
-from .fleet import Run, finish, jobs, step_times
-from .parties import bare
+from .fleet import finish, jobs, step_times, sync_of
 from .units import DAY_S
 from .windows import Follower
 
@@ -40,15 +37,8 @@ def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[s
         rng = np.random.default_rng(seed)
         world = calm.model_copy(update={"grace_gamma": gamma})
         made = jobs(world, learners * world.slice_chips, learners, days, rng)
-        run: Run = finish(world, made, step_times(world, learners * world.slice_chips, learners, rng), days)
-        sync = bare(
-            SyncSpec,
-            fragments=world.fragments,
-            sync_interval=world.sync_interval,
-            quorum=quorum,
-            overlap_steps=world.overlap_steps,
-            grace_gamma=gamma,
-        )
+        run = finish(world, made, step_times(world, learners * world.slice_chips, learners, rng), days)
+        sync = sync_of(world, quorum=quorum, interval=world.sync_interval, fragments=world.fragments)
         follower = Follower(world, run.learners, sync, rng, waits=waits)
         follower.run(days * DAY_S)
         waited = float(np.mean([waited_s for _, waited_s in follower.waits()])) / (days * DAY_S) if waits else 0.0
