@@ -92,7 +92,7 @@ def link(
 def bandwidth(
     params: Params = "10e9",
     step_time: Annotated[str, typer.Option(metavar="DURATION", help="Compute time of a step")] = "0.8",
-    layers: Annotated[int, typer.Option(min=0, max=10_000, help="Layers of the model; 0: as usual for its size")] = 0,
+    layers: Annotated[int, typer.Option(min=0, max=1000, help="Layers of the model; 0: as usual for its size")] = 0,
     *,
     files: Pictured,
 ) -> None:

@@ -98,7 +98,7 @@ def table(path: Path, rows: Sequence[dict[str, Any]], title: str, across: str = 
     axes.set_ylim(0, 101)
     axes.legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 Line = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
@@ -120,7 +120,7 @@ def lines(
     axes.set_xscale(scales[0])
     axes.set_yscale(scales[1])
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def bars(
@@ -137,4 +137,4 @@ def bars(
         axes.bar_label(drawn, fmt="%.2f", fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, format="png")

@@ -53,7 +53,9 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
     did = _grid(" / ".join(DECIDED.values()), [f"{n:,} chips" for n in sizes])
     for name, mine in _by_name([row for row in rows if row["method"] == "decoupled"]).items():
         ordered = sorted(mine, key=lambda r: int(r["chips"]))
-        did.add_row(name, *(" / ".join(f"{r[key]:.3g}" if key in r else "-" for key in DECIDED) for r in ordered))
+        did.add_row(
+            name, *(" / ".join(f"{r[key]:.3g}" if r.get(key) is not None else "-" for key in DECIDED) for r in ordered)
+        )
     console.print(did)
     files.write(rows, _about(constants, sample))
     files.draw("table", rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
@@ -114,7 +116,7 @@ def link(constants: Constants, chips: str, learners: str, sample: Sample, files:
     shown = _grid(title, ["link", "goodput %", *LINKS.values()])
     for row, (world, cell) in zip(rows, wanted, strict=True):
         row["link"] = "steady" if world is steady else "trace"
-        texts = [f"{row[name]:.4g}" if name in row else "" for name in LINKS]
+        texts = [f"{row[name]:.4g}" if row.get(name) is not None else "-" for name in LINKS]
         shown.add_row(name_of(cell.method, cell.learners), row["link"], f"{100 * row['goodput']:.1f}", *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))

@@ -278,6 +278,7 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
         (["table", "--json", "."], "a folder, not a file"),
         (["calibrate", "--repair", "trace"], "--repair-trace FILE"),
         (["mixed", "--link-trace", "nowhere"], "nowhere: No such file"),
+        (["mixed", "--days", "0.01", "--seeds", "1"], "too short for two merges"),
         (["bandwidth", "--params", "inf"], "--params inf"),
         (["plan", "--chips", "0"], "--chips 0"),
         (["plan", "--chips", "1e12"], "fewer days or chips"),

@@ -4,10 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.errors import UsageError
+
 from .constants import Constants
 from .fleet import finish, jobs, step_times, sync_of
 from .units import DAY_S
-from .windows import Follower
+from .windows import SETTLED, Follower
 
 MIXED = {"older_learners": 1 / 8, "older_slowdown": 0.18, "step_jitter": 0.10, "link": 1e12}
 """Paper: '18 % + 10 % random slower'; that one of eight learners is the slower one is assumed, and fits its 84 %."""
@@ -25,7 +27,11 @@ class Mixed(NamedTuple):
 
 
 def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[str, Mixed]:
-    """All learners in step, K = 1, and K = 1 with grace, without interruptions."""
+    """All learners in step, K = 1, and K = 1 with grace, without interruptions.
+
+    Raises:
+        UsageError: the time is too short.
+    """
     calm = constants.model_copy(update={"mtbi": 1e15})
     ways = {
         "K = M, waits": (learners, True, constants.grace_gamma),
@@ -43,6 +49,8 @@ def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[s
         follower.run(days * DAY_S)
         waited = float(np.mean([waited_s for _, waited_s in follower.waits()])) / (days * DAY_S) if waits else 0.0
         summary = follower.tally.summary(world.fragments)
+        if not summary:
+            raise UsageError(f"{days:g} days are too short for two merges after the first {SETTLED}: take more")
         found[name] = Mixed(1.0 - waited, summary["mean_participants"], summary["overwritten"], summary["mean_grace_s"])
     return found
 

@@ -25,7 +25,7 @@ def cells(chips: Sequence[int], learners: Sequence[int]) -> list[Cell]:
 
 
 def row(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
-    """A cell's figures over its seeds; `paper` is the paper's goodput, or None."""
+    """A cell's figures over its seeds; `paper` is the paper's goodput, or None; without two merges, so are participants."""
     window_keys = sorted({key for run in runs for key in run.windows})
     windows = {key: fmean(run.windows[key] for run in runs if key in run.windows) for key in window_keys}
     return {
@@ -37,7 +37,7 @@ def row(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
         "uptime": fmean(run.uptime for run in runs),
         "uptime_stderr": standard_error([run.uptime for run in runs]),
         "longest_stall_s": max(run.longest_stall_s for run in runs),
-        "mean_participants": windows.pop("mean_participants", 1.0),
+        "mean_participants": windows.pop("mean_participants", 1.0 if cell.learners == 1 else None),
         "paper": paper(*cell),
         "lost": {cause: fmean(run.lost.get(cause, 0.0) for run in runs) for cause in causes(runs)},
         **windows,
