@@ -116,7 +116,7 @@ def link(constants: Constants, chips: str, learners: str, sample: Sample, files:
     shown = _grid(title, ["link", "goodput %", *LINKS.values()])
     for row, (world, cell) in zip(rows, wanted, strict=True):
         row["link"] = "steady" if world is steady else "trace"
-        texts = [f"{row[name]:.4g}" if row.get(name) is not None else "-" for name in LINKS]
+        texts = [_number(row, name, 4) for name in LINKS]
         shown.add_row(name_of(cell.method, cell.learners), row["link"], f"{100 * row['goodput']:.1f}", *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))
@@ -165,6 +165,10 @@ def _grid(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         shown.add_column(name, justify="right")
     return shown
+
+
+def _number(row: dict[str, Any], key: str, digits: int) -> str:
+    return "-" if row.get(key) is None else f"{row[key]:.{digits}g}"
 
 
 def _by_name(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

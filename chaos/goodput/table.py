@@ -25,7 +25,7 @@ def cells(chips: Sequence[int], learners: Sequence[int]) -> list[Cell]:
 
 
 def row(cell: Cell, runs: Sequence[Run]) -> dict[str, Any]:
-    """A cell's figures over its seeds; `paper` is the paper's goodput, or None; without two merges, so are participants."""
+    """A cell's figures over its seeds; None where there are none: the paper's goodput, learners of too few merges."""
     window_keys = sorted({key for run in runs for key in run.windows})
     windows = {key: fmean(run.windows[key] for run in runs if key in run.windows) for key in window_keys}
     return {
