@@ -53,9 +53,7 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
     did = _grid(" / ".join(DECIDED.values()), [f"{n:,} chips" for n in sizes])
     for name, mine in _by_name([row for row in rows if row["method"] == "decoupled"]).items():
         ordered = sorted(mine, key=lambda r: int(r["chips"]))
-        did.add_row(
-            name, *(" / ".join(f"{r[key]:.3g}" if r.get(key) is not None else "-" for key in DECIDED) for r in ordered)
-        )
+        did.add_row(name, *(" / ".join(_number(r, key, 3) for key in DECIDED) for r in ordered))
     console.print(did)
     files.write(rows, _about(constants, sample))
     files.draw("table", rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
