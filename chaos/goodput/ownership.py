@@ -6,10 +6,13 @@ once all have their quota, so the rest of a longer time is left out, in whole ro
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 
 from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.memory import MemoryBus, MemoryStore
@@ -42,9 +45,21 @@ def unowned(constants: Constants, duration_s: float, rng: np.random.Generator, f
             free_at[struck] = at_s + constants.syncer_repair
             changes += [_Change(float(at_s), struck, False), _Change(free_at[struck], struck, True)]
     changes = [change for change in sorted(changes) if change.at_s < duration_s]
-    gaps = run_virtual(_Syncers(constants, fragment, rng).watch(changes, duration_s))
+    with _silent():
+        gaps = run_virtual(_Syncers(constants, fragment, rng).watch(changes, duration_s))
     began, ended = (np.array([gap[i] for gap in gaps]) for i in (0, 1))
     return Stops(began, ended)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without a line for every lease that is taken."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 class _Lease(asyncio.Event):
