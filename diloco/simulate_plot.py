@@ -136,5 +136,5 @@ def bars(
         drawn = axes.bar(at, heights, width * 0.95, yerr=errors, capsize=2, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(series))
     figure.savefig(path, format="png")
