@@ -1,7 +1,8 @@
-"""Messages to bytes and back; arrays to chunks and back. Pure: numpy, msgpack and xxhash only.
+"""Messages to bytes and back; vectors to chunks and back. Pure: numpy, msgpack and xxhash only.
 
-A payload is a flat array cut into chunks of `chunk_bytes`. Each chunk carries its digest; the last one also
-carries the digest over all chunk digests, which is the payload's digest. Nothing here unpickles.
+A payload is a flat array, or a vector in one of `quantize`'s codes, cut into chunks of `chunk_bytes`. Each chunk
+carries its digest; the last one also carries the digest over all chunk digests, which is the payload's digest. Nothing
+here unpickles.
 """
 
 import reprlib
@@ -17,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from .errors import BadMessage, BadPayload
 from .messages import Chunk, Committed, TapeRecord
-from .wire import CHUNK_EXTRA_BYTES, FORMAT, Message
+from .quantize import Quantized, wire_bytes
+from .wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
 
 M = TypeVar("M", bound=Message)
 
@@ -25,7 +27,10 @@ MAX_FIELDS = 256
 """Of any map in a message."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
-"""Element type on the wire of each codec."""
+"""Element type on the wire of each codec that has one; the others are `quantize`'s."""
+
+Vector = npt.NDArray[Any] | Quantized
+"""A flat vector (elements,) as it travels: `vector[start:stop]` is an array in either case."""
 
 _tape: TypeAdapter[TapeRecord] = TypeAdapter(TapeRecord)
 
@@ -128,9 +133,27 @@ def decode_tape(data: bytes) -> TapeRecord:
 # --- payloads ------------------------------------------------------------------------------------
 
 
-def chunk_count(elements: int, codec: str, chunk_bytes: int) -> int:
+def payload_bytes(elements: int, codec: Codec) -> int:
+    """Size of a payload of `elements`."""
+    if codec == "bf16" or codec == "fp32":
+        return elements * DTYPES[codec].itemsize
+    return wire_bytes(elements, codec)
+
+
+def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
     """How many chunks a payload of `elements` has; an empty fragment is not allowed."""
-    return -(-elements * DTYPES[codec].itemsize // chunk_bytes)
+    return -(-payload_bytes(elements, codec) // chunk_bytes)
+
+
+def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec) -> Vector:
+    """A payload's bytes (`payload_bytes`,) as the vector that they are, sharing their memory.
+
+    Raises:
+        BadPayload: as `Quantized`.
+    """
+    if codec == "bf16" or codec == "fp32":
+        return data.view(DTYPES[codec])
+    return Quantized(data, elements, codec)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
@@ -146,8 +169,9 @@ def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
     return total.digest()
 
 
-def as_bytes(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, without a copy."""
+def as_bytes(vector: Vector) -> memoryview:
+    """The bytes of a contiguous array, or of a vector as it came, without a copy."""
+    array = vector.wire if isinstance(vector, Quantized) else vector
     return memoryview(array.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
 
 
@@ -168,10 +192,10 @@ def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:
 class PayloadReader:
     """Puts a payload together from its chunks; bounds come from the spec, never from the peer."""
 
-    def __init__(self, elements: int, codec: str, chunk_bytes: int) -> None:
-        self._dtype = DTYPES[codec]
+    def __init__(self, elements: int, codec: Codec, chunk_bytes: int) -> None:
+        self._elements, self._codec = elements, codec
         self._chunk_bytes = chunk_bytes
-        self._size = elements * self._dtype.itemsize
+        self._size = payload_bytes(elements, codec)
         self._data = np.empty(0, np.uint8)  # room for all of it is made for the first sound chunk
         self._total = xxhash.xxh3_128()
         self.expected = chunk_count(elements, codec, chunk_bytes)
@@ -213,8 +237,18 @@ class PayloadReader:
         """The payload's digest, once complete."""
         return self._total.digest()
 
-    def array(self) -> npt.NDArray[Any]:
-        """The flat array (elements,) in the codec's element type, sharing the reader's memory."""
+    def vector(self) -> Vector:
+        """The flat vector (elements,), sharing the reader's memory.
+
+        Raises:
+            BadPayload: not all of it is here, or a scale in it is none.
+        """
         if not self.complete:
             raise BadPayload(f"{self.received} of {self.expected} chunks are here")
-        return self._data.view(self._dtype)
+        return as_vector(self._data, self._elements, self._codec)
+
+    def array(self) -> npt.NDArray[Any]:
+        """The same in a codec that has an element type: an array (elements,) of it."""
+        vector = self.vector()
+        assert not isinstance(vector, Quantized)  # noqa: S101  # whoever asks knows the codec
+        return vector

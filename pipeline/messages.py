@@ -16,6 +16,7 @@ from .wire import (
     MAX_FRAGMENTS,
     MAX_LEARNERS,
     MAX_TENSORS,
+    Codec,
     Count,
     Digest,
     FragmentId,
@@ -58,7 +59,7 @@ class SyncSpec(Message):
     quorum: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
     overlap_steps: Annotated[int, Field(ge=0, le=10**6)]
     grace_gamma: Annotated[float, Field(ge=0, lt=1)]
-    codec: Literal["bf16", "fp32"]
+    codec: Codec
     merge: Literal["rda", "mean"]
     outer_lr: Annotated[float, Field(gt=0, le=100)]
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
@@ -128,7 +129,7 @@ class DeltaHeader(Message):
     """Tokens since the base was adopted."""
     due: bool
     """True if the sync interval was over (may open a window); False if it follows an open window."""
-    codec: Literal["bf16", "fp32"]
+    codec: Codec
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     layout: Digest
     step_s: Seconds

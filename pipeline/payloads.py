@@ -8,6 +8,7 @@ import numpy.typing as npt
 from .codec import PayloadReader, encode_chunks
 from .errors import BadPayload
 from .ports import Bus, Staged
+from .wire import Codec
 
 PIECE_BYTES = 4 * 2**20
 """Bytes in flight at a time."""
@@ -21,7 +22,7 @@ def _piece(chunk_bytes: int) -> int:
 
 
 async def pull(
-    bus: Bus, key: str, elements: int, codec: str, chunk_bytes: int, extend_s: float = 60.0
+    bus: Bus, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = 60.0
 ) -> PayloadReader:
     """Read a payload that is complete on the bus; it is kept from expiring meanwhile.
 
@@ -39,7 +40,7 @@ async def pull(
 
 
 async def follow(
-    bus: Bus, key: str, elements: int, codec: str, chunk_bytes: int, heard: Callable[[], None]
+    bus: Bus, key: str, elements: int, codec: Codec, chunk_bytes: int, heard: Callable[[], None]
 ) -> PayloadReader:
     """Read a payload while it is being uploaded, however long that takes: the caller has the deadline.
 

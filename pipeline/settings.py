@@ -22,6 +22,7 @@ from pydantic_settings import (
 from .errors import SpecMismatch, UsageError
 from .messages import SyncSpec
 from .tls import OPTIONS, with_tls
+from .wire import Codec
 
 ENV_PREFIX = "DILOCO_"
 
@@ -96,7 +97,11 @@ class SyncSettings(Settings):
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
     overlap_steps: int = Field(2, ge=0, description="Inner steps tau that a sync may hide behind")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
-    codec: Literal["bf16", "fp32"] = Field("bf16", description="Element type of deltas on the wire")
+    codec: Codec = Field(
+        "bf16",
+        description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
+        "(half of bf16's bytes), int4 or e3m0 (a quarter)",
+    )
     merge: Literal["rda", "mean"] = Field(
         "rda",
         description="rda: RDA, with the weighted mean on embeddings; mean: the weighted mean everywhere",

@@ -1,6 +1,6 @@
 """What all wire types are made of: the base of messages with its bounds, and bounded field types. Pure."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,9 @@ MAX_CHUNKS = 10**6
 MAX_CHUNK_BYTES = 16 * 2**20
 CHUNK_EXTRA_BYTES = 256
 """What an encoded chunk has besides its data, at most."""
+
+Codec = Literal["bf16", "fp32", "int8", "int4", "e3m0"]
+"""How an element of a delta travels: as it is, or quantized (`quantize`). Globals and momentum are always fp32."""
 
 PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]

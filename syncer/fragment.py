@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.codec import as_bytes, payload_digest
+from pipeline.codec import Vector, as_bytes, payload_digest
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
@@ -35,10 +35,10 @@ NORMS_NEEDED = 8
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A sound, complete delta: flat vector (elements,) in the wire's type and its per-tensor norms."""
+    """A sound, complete delta: flat vector (elements,) as it came and its per-tensor norms."""
 
     offer: Offer
-    values: Array
+    values: Vector
     norms: npt.NDArray[np.float64]
 
     @property
@@ -76,7 +76,7 @@ def outer_step(
     version: int,
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32] | None,
-    deltas: Sequence[Array],
+    deltas: Sequence[Vector],
     norms: Sequence[Float64],
     weights: Float64,
     recorded: Float64 | None = None,
@@ -127,7 +127,7 @@ class FragmentState:
         self.momentum = momentum
         self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
 
-    def judge(self, offer: Offer, values: Array) -> Delta | tuple[RefusalReason, str]:
+    def judge(self, offer: Offer, values: Vector) -> Delta | tuple[RefusalReason, str]:
         """A downloaded delta, or why it is refused. Computes the norms itself: a peer's word is not taken."""
         delta = Delta(offer, values, delta_norms(self.layout, values))
         if not np.isfinite(delta.norm):

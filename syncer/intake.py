@@ -108,7 +108,7 @@ class Intake:
             try:
                 reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes, heard)
                 self._heard[offer.entry_id] = math.inf
-                outcome = await self._offload(judge, offer, reader.array())
+                outcome = await self._offload(judge, offer, reader.vector())
                 self._uploads.took(self._clock.now() - began)
                 break
             except BadPayload as error:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout
 
 BLOCK = 128 * 1024
@@ -67,8 +68,8 @@ def _squares(block: Float32) -> float:
     return float(np.dot(wide, wide))
 
 
-def delta_norms(layout: FragmentLayout, delta: Array) -> Float64:
-    """L2 norm (tensors,) of each tensor of a delta (elements,) in any codec's element type.
+def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
+    """L2 norm (tensors,) of each tensor of a delta (elements,) in any codec.
 
     A tensor with a NaN or an infinity has a non-finite norm.
     """
@@ -99,7 +100,7 @@ def _sum(deltas: Sequence[Array], factors: Sequence[float], out: Float32, scratc
 
 def merge(
     layout: FragmentLayout,
-    deltas: Sequence[Array],
+    deltas: Sequence[Vector],
     norms: Sequence[Float64],
     weights: Float64,
     out: Float32,
@@ -113,7 +114,7 @@ def merge(
 
     Args:
         layout: the fragment's tensors.
-        deltas: each (elements,), finite, in any codec's element type.
+        deltas: each (elements,), finite, in any codec.
         norms: `delta_norms` of each.
         weights: (contributions,), sum 1.
         out: (elements,) float32, overwritten with the pseudogradient.

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 from pydantic import Field
 
-from pipeline.codec import DTYPES, as_bytes, decode, encode, payload_digest
-from pipeline.errors import BadMessage, UsageError
+from pipeline.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
+from pipeline.errors import BadMessage, BadPayload, UsageError
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, Spec
 from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
@@ -79,8 +79,8 @@ class RecordedMerge:
     """(tensors,) as `merge.Reduced`."""
     norms: tuple[Float64, ...]
     """(tensors,) of each contribution, as `merge.delta_norms`."""
-    deltas: tuple[npt.NDArray[Any], ...]
-    """(elements,) of each contribution, in the codec's element type."""
+    deltas: tuple[Vector, ...]
+    """(elements,) of each contribution, as it came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +151,10 @@ class Recorder:
         header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=momentum)
         self._save(header, GLOBAL, [state.theta] if state.momentum is None else [state.theta, state.momentum])
 
-    def _digest(self, values: npt.NDArray[Any]) -> bytes:
+    def _digest(self, values: Vector) -> bytes:
         return payload_digest(as_bytes(values), self._sync.chunk_bytes)
 
-    def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[Vector]) -> None:
         folder = self._directory / str(header.fragment)
         packed = encode(header)
         try:
@@ -226,11 +226,11 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
         BadMessage: the file is cut short, too long, or not of this format.
         OSError: it cannot be read.
     """
-    tensors, dtype = len(layout.slots), DTYPES[spec.sync.codec]
+    tensors, size = len(layout.slots), payload_bytes(layout.elements, spec.sync.codec)
 
     def due(header: MergeHeader) -> int:
         count = len(header.contributions)
-        return 8 * tensors * (1 + count) + count * layout.elements * dtype.itemsize
+        return 8 * tensors * (1 + count) + count * size
 
     header, body = _read(path, MergeHeader, due)
     count = len(header.contributions)
@@ -239,8 +239,12 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
     reduced = body[: 8 * tensors * (1 + count)].view(np.float64).reshape(1 + count, tensors)
     if not np.isfinite(reduced).all():
         raise BadMessage(f"{path.name} is damaged: a length is not finite")
-    values = body[reduced.nbytes :].view(dtype).reshape(count, layout.elements)
-    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), tuple(values))
+    values = body[reduced.nbytes :].reshape(count, size)
+    try:
+        deltas = tuple(as_vector(value, layout.elements, spec.sync.codec) for value in values)
+    except BadPayload as error:
+        raise BadMessage(f"{path.name} is damaged: {error}") from error
+    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), deltas)
 
 
 def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGlobal:

@@ -15,15 +15,16 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 from rich.progress import Progress
 
-from pipeline import messages, stored
-from pipeline.codec import PayloadReader, decode, decode_tape, encode, encode_chunks
+from pipeline import messages, quantize, stored
+from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode, encode_chunks
 from pipeline.errors import BadMessage, BadPayload
+from pipeline.fragments import layout_of
 from pipeline.messages import (
     ClaimedShard,
     Committed,
@@ -39,7 +40,8 @@ from pipeline.messages import (
     ShardQueue,
     WindowChanged,
 )
-from pipeline.wire import Message
+from pipeline.wire import Codec, Message
+from syncer.merge import BLOCK, delta_norms
 
 from . import samples
 
@@ -50,7 +52,12 @@ LONGEST_REASON = 1000
 """Characters of what is said about refused bytes."""
 TRACED_EVERY = 50
 """Watching memory makes decoding several times slower."""
+SCRATCH_BYTES = 4 * BLOCK
+"""Norms take so much for any delta."""
 ELEMENTS, CHUNK_BYTES = 300, 256
+LAYOUT = layout_of(
+    [messages.TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="rda", fragment=0)]
+).fragments[0]
 
 CONTRIBUTION = Contribution(
     learner="l0", incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=1.0, norm=1.0
@@ -95,7 +102,12 @@ EXAMPLES: dict[type[Message], Message] = {
 }
 KINDS = tuple(EXAMPLES)
 VALUES = np.arange(ELEMENTS, dtype=np.float32)
-CHUNKS = tuple(encode_chunks(VALUES, CHUNK_BYTES))
+CODECS: tuple[Codec, ...] = get_args(Codec)
+SENT: dict[Codec, Any] = {
+    codec: VALUES.astype(DTYPES[codec]) if codec in ("bf16", "fp32") else quantize.encode(VALUES, codec)
+    for codec in CODECS
+}
+CHUNKS: dict[Codec, tuple[bytes, ...]] = {codec: tuple(encode_chunks(SENT[codec], CHUNK_BYTES)) for codec in CODECS}
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**53, 2**62, 2**63, 2**64 - 1, -(2**63)),
@@ -210,17 +222,47 @@ def allowed_bytes(size: int) -> int:
     return 2**18 + 100 * size
 
 
-def feed(chunks: list[bytes]) -> bool:
-    """Read chunks as a payload; whether it was taken."""
-    reader = PayloadReader(ELEMENTS, "fp32", CHUNK_BYTES)
+def feed(chunks: list[bytes], codec: Codec = "fp32") -> bool:
+    """Read chunks as a payload; whether it is the one that was sent."""
+    reader = PayloadReader(ELEMENTS, codec, CHUNK_BYTES)
     for chunk in chunks:
         reader.feed(chunk)
-    return bool(reader.array().tobytes() == VALUES.tobytes())
+    return bool(as_bytes(reader.vector()).tobytes() == SENT[codec].tobytes())
 
 
-def one_payload(chance: random.Random) -> list[bytes]:
-    """A payload of which a chunk is changed, and some are missing, twice or exchanged."""
-    chunks = list(CHUNKS)
+def forged(chance: random.Random, codec: Codec) -> list[bytes]:
+    """A payload whose digests are right, of bytes that nobody encoded: noise, all ones, or a few bytes changed."""
+    wire = np.array(SENT[codec]).view(np.uint8)
+    match chance.randrange(3):
+        case 0:
+            wire[:] = np.frombuffer(chance.randbytes(len(wire)), np.uint8)
+        case 1:
+            wire[:] = 0xFF
+        case _:
+            for _ in range(chance.randint(1, 8)):
+                wire[chance.randrange(len(wire))] = chance.randrange(256)
+    return list(encode_chunks(wire, CHUNK_BYTES))
+
+
+def judge(chunks: list[bytes], codec: Codec) -> None:
+    """What a syncer does with a payload: its norms, which must be finite where its elements are.
+
+    Raises:
+        BadPayload: refused.
+    """
+    reader = PayloadReader(ELEMENTS, codec, CHUNK_BYTES)
+    for chunk in chunks:
+        reader.feed(chunk)
+    vector = reader.vector()
+    sound = bool(np.isfinite(vector[0:ELEMENTS].astype(np.float32)).all())
+    assert np.isfinite(delta_norms(LAYOUT, vector)).all() == sound, "norms do not tell what is not finite"
+    if not sound:
+        raise BadPayload("not finite")
+
+
+def one_payload(chance: random.Random, codec: Codec) -> list[bytes]:
+    """A payload of which a chunk is changed, and some are missing, twice, exchanged, or of another codec."""
+    chunks = list(CHUNKS[chance.choice(CODECS) if chance.random() < 0.1 else codec])
     at = chance.randrange(len(chunks))
     match chance.randrange(4):
         case 0:
@@ -235,8 +277,13 @@ def one_payload(chance: random.Random) -> list[bytes]:
 def one_input(chance: random.Random) -> tuple[str, int, Callable[[], Any]]:
     """What it is, how many bytes, and the decoding."""
     if chance.random() < 0.2:
-        chunks = one_payload(chance)
-        return "payload", sum(map(len, chunks)), lambda: feed(chunks)
+        codec = chance.choice(CODECS)
+        if chance.random() < 0.2:
+            chunks = forged(chance, codec)
+            size = sum(map(len, chunks)) + SCRATCH_BYTES // 100
+            return f"forged {codec} payload", size, lambda: judge(chunks, codec)
+        chunks = one_payload(chance, codec)
+        return f"{codec} payload", sum(map(len, chunks)), lambda: feed(chunks, codec)
     kind = chance.choice(KINDS)
     data = changed(chance, encode(EXAMPLES[kind]))
     if chance.random() < 0.1:

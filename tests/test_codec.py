@@ -22,6 +22,8 @@ from pipeline.codec import (
 )
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import Chunk, DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.quantize import KINDS as QUANTIZED
+from pipeline.quantize import encode as encode_delta
 from pipeline.wire import Message
 
 from . import samples
@@ -195,8 +197,31 @@ def test_a_payload_comes_out_as_it_went_in(codec, elements):
     reader = read(chunks, elements, codec)
     assert reader.complete
     assert reader.array().dtype == dtype
+    assert reader.vector()[0:elements].tobytes() == array.tobytes()
     assert reader.array().tobytes() == array.tobytes()
     assert reader.digest == payload_digest(as_bytes(array), CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("codec", QUANTIZED)
+@pytest.mark.parametrize("elements", [1, 2016, 2017, 5000])
+def test_a_quantized_payload_is_as_many_chunks_as_its_header_says(codec, elements):
+    """The vector has the bytes that were sent, and their digest; a payload of another codec's size is refused."""
+    wire = encode_delta(np.random.default_rng(0).standard_normal(elements).astype(np.float32), codec)
+    chunks = list(encode_chunks(wire, CHUNK_BYTES))
+    assert len(chunks) == chunk_count(elements, codec, CHUNK_BYTES)
+    reader = read(chunks, elements, codec)
+    assert as_bytes(reader.vector()).tobytes() == wire.tobytes()
+    assert reader.digest == payload_digest(as_bytes(reader.vector()), CHUNK_BYTES)
+    with pytest.raises(BadPayload):
+        read(chunks, elements, "bf16").vector()
+
+
+def test_a_payload_with_a_scale_that_is_none_is_refused():
+    """By its block's number, before anything is decoded."""
+    wire = encode_delta(np.ones(1000, np.float32), "int4")
+    wire[3] |= 0x80
+    with pytest.raises(BadPayload, match="scale of block 1 is negative"):
+        read(encode_chunks(wire, CHUNK_BYTES), 1000, "int4").vector()
 
 
 def test_an_incomplete_payload_has_no_array():

@@ -1,6 +1,8 @@
 """Nothing that a peer can send ends a process, takes long, or takes memory out of proportion to its bytes."""
 
+import random
 import tracemalloc
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from pipeline import messages, moments_messages, stored
 from pipeline.codec import PayloadReader, decode, encode_chunks
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import Chunk, DeltaHeader, LearnerReport
-from pipeline.wire import MAX_CHUNKS, Message
+from pipeline.wire import MAX_CHUNKS, Codec, Message
 
 from . import fuzz, samples
 
@@ -62,10 +64,24 @@ def test_any_bytes_in_the_middle_of_a_message(data: bytes, kind: type[Message], 
 
 
 @settings(deadline=None)  # memory and time are checked inside
-@given(st.lists(st.binary(max_size=400) | st.sampled_from(fuzz.CHUNKS), max_size=6))
+@given(st.lists(st.binary(max_size=400) | st.sampled_from(fuzz.CHUNKS["fp32"]), max_size=6))
 def test_any_chunks_make_the_payload_or_none(chunks: list[bytes]) -> None:
     """What is taken has the values that were sent."""
     fuzz.check("payload", sum(map(len, chunks)), lambda: fuzz.feed(chunks))
+
+
+@pytest.mark.parametrize("codec", fuzz.CODECS)
+def test_forged_payloads_are_judged_by_what_they_decode_to(codec: Codec) -> None:
+    """Sound digests over bytes that nobody encoded: taken if all of it is finite, else refused, and nothing else."""
+    chance = random.Random(2)
+    outcomes = Counter[str]()
+    for _ in range(300):
+        chunks = fuzz.forged(chance, codec)
+        outcomes[
+            fuzz.check("forged", fuzz.SCRATCH_BYTES // 50, lambda c=chunks: fuzz.judge(c, codec), traced=True)
+        ] += 1
+    assert outcomes["refused"] > 30
+    assert outcomes["taken"] > 30
 
 
 def test_a_header_alone_takes_no_memory_for_its_payload() -> None:

@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from chaos.virtual_time import run_virtual
-from pipeline.messages import Committed, RefusalReason, Rejected, WindowView
+from pipeline.codec import decode, encode_chunks
+from pipeline.messages import Chunk, Committed, RefusalReason, Rejected, WindowView
+from pipeline.quantize import BLOCK
 from syncer.doubts import DOUBTED_AFTER, Doubts
 from syncer.grace import GraceEstimator
 from syncer.owner import MOST_ARRIVED
@@ -69,6 +72,56 @@ async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> l
     for learner in learners:
         await learner.kill()
     return merged
+
+
+def forged(scale: float) -> Spoil:
+    """Sound chunks of sound digests, in which every scale is this."""
+
+    def spoil(learner: VirtualLearner) -> None:
+        write = learner.exchange._bus.write_chunks
+
+        async def forging(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
+            data = np.frombuffer(b"".join(decode(Chunk, chunk).data for chunk in chunks), np.uint8).copy()
+            blocks = len(data) // (2 + BLOCK // 2)
+            data[: 2 * blocks].view(ml_dtypes.bfloat16)[:] = scale
+            await write(key, first, list(encode_chunks(data, learner.world.spec.sync.chunk_bytes)), ttl_s)
+
+        learner.exchange._bus.write_chunks = forging  # type: ignore[method-assign]
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        (np.nan, RefusalReason.NON_FINITE),
+        (np.inf, RefusalReason.NON_FINITE),
+        (2.0**127, RefusalReason.NON_FINITE),
+        (1e6, RefusalReason.ABSURD_NORM),
+        (-1.0, RefusalReason.BAD_PAYLOAD),
+    ],
+)
+def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: RefusalReason) -> None:
+    """Not finite, decoding to what is not, absurd, or negative: nothing of it is merged, and the others go on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1, codec="int4"))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(2)
+        forged(scale)(learners[2])
+        was = (await world.versions())[0]
+        await world.until_version(was + 6)
+        tape = await world.tape()
+        refused = Counter(r.reason for r in tape if isinstance(r, Rejected) and r.learner == "l2")
+        assert refused[reason] >= DOUBTED_AFTER
+        late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
+        assert late
+        assert not any(part.learner == "l2" for r in late for part in r.contributions)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline import quantize
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
+from pipeline.quantize import KINDS
 from syncer.merge import BLOCK, delta_norms, merge, merge_weights
 
 
@@ -86,6 +88,19 @@ def test_one_contribution_comes_out_as_it_went_in(rule, dtype):
     out, norm = run(fragment, [delta], np.array([1.0]))
     assert out.tobytes() == delta.astype(np.float32).tobytes()
     assert norm == pytest.approx(np.linalg.norm(delta.astype(np.float64)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_deltas_merge_as_their_decoded_values_do(kind):
+    """To the last bit, in tensors that begin anywhere in a block; norms too."""
+    fragment = layout((7, "rda"), (1, "mean"), (BLOCK + 1, "rda"), (300, "mean"))
+    given = [quantize.encode(delta, kind) for delta in random_deltas(fragment, 3, np.float32)]
+    vectors = [quantize.Quantized(wire, fragment.elements, kind) for wire in given]
+    arrays = [vector[:] for vector in vectors]
+    weights = merge_weights([(4, 100), (5, 300), (6, 200)])
+    for vector, array in zip(vectors, arrays, strict=True):
+        assert delta_norms(fragment, vector).tobytes() == delta_norms(fragment, array).tobytes()
+    assert run(fragment, vectors, weights)[0].tobytes() == run(fragment, arrays, weights)[0].tobytes()
 
 
 def test_equal_deltas_merge_to_themselves():

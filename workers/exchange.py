@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from pipeline import codec
+from pipeline import codec, quantize
 from pipeline.errors import (
     BadPayload,
     BusError,
@@ -31,6 +31,7 @@ from pipeline.errors import (
 )
 from pipeline.fragments import Layout
 from pipeline.messages import (
+    Committed,
     DeltaHeader,
     Event,
     Head,
@@ -40,8 +41,10 @@ from pipeline.messages import (
 )
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock
+from pipeline.wire import Codec
 
 from .claims import ShardClaims
+from .feedback import ErrorFeedback
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
 
@@ -130,6 +133,7 @@ class Exchange:
         """(base version, attempt) of the last delta of each fragment."""
         self._unsent = 0
         self._left = False
+        self._feedback = ErrorFeedback(learner, incarnation)
         self._reports = self._outages = 0
         self._outage = False
         """A call failed; all heads must be read anew."""
@@ -283,6 +287,10 @@ class Exchange:
         while not self._outage:
             entries = await self._bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
+            for record in (entry.record for entry in entries):
+                if isinstance(record, Committed):
+                    self._feedback.merged(record.fragment, record.contributions)
+                    self._feedback.passed(record.fragment, record.version)
             if entries:
                 await self._look(sorted({entry.record.fragment for entry in entries}))
 
@@ -296,6 +304,7 @@ class Exchange:
                 continue  # a look that began later was answered first
             p, window = head.fragment, head.window
             self._looked[p] = number
+            self._feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
             if window.state in ("collecting", "grace"):
                 member = self._id in window.members
                 self.shared.windows[p] = OpenWindow(head.version, window.attempt, member)
@@ -336,6 +345,8 @@ class Exchange:
             self._log.warning("pull_failed", fragment=p, version=head.version, error="not the digest of the head")
             await asyncio.sleep(POLL_S)
             return False
+        if p in self._latest and head.version <= self._latest[p][0]:
+            self._feedback.reset(p)
         self._latest[p] = (head.version, head.digest)
         self._bases[p] = self.shared.adoptions[p] = Base(p, head.version, head.digest, reader.array())
         self._log.debug("fragment_pulled", fragment=p, version=head.version)
@@ -385,7 +396,10 @@ class Exchange:
             publication, values = await self._uploads.get()
             base = publication.base
             if self._wants(publication):
-                delta = await self._offload(_encode, base.values, values, sync.codec)
+                residual = self._feedback.residual(base.fragment)
+                delta, error = await self._offload(_encode, base.values, values, sync.codec, residual)
+                if error is not None:
+                    self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
                 key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
                 await self._push_while_wanted(publication, key, delta)
             self._unsent -= 1
@@ -454,7 +468,16 @@ class Exchange:
                 self._log.warning("no_syncer", detail=f"nothing is merged: {remedy}")
 
 
-def _encode(base: Float32, values: Callable[[], Float32], kind: str) -> npt.NDArray[Any]:
-    """The pseudogradient (elements,), base minus current, in the wire's type."""
-    delta: npt.NDArray[Any] = np.subtract(base, values()).astype(codec.DTYPES[kind], copy=False)
-    return delta
+def _encode(
+    base: Float32, values: Callable[[], Float32], kind: Codec, residual: Float32 | None
+) -> tuple[npt.NDArray[Any], Float32 | None]:
+    """The pseudogradient, base minus current, as it travels; with (elements,) what is lost of it, where that is kept.
+
+    residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
+    """
+    delta: Float32 = np.subtract(base, values())
+    if kind == "bf16" or kind == "fp32":
+        return delta.astype(codec.DTYPES[kind], copy=False), None
+    if residual is not None:
+        np.add(delta, residual, out=delta)
+    return quantize.encode(delta, kind, error=delta), delta

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeline.errors import UsageError
 from pipeline.messages import SyncSpec
+from pipeline.wire import Codec
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
 MOST_RUNS = 10_000
@@ -74,7 +75,7 @@ class LabRun(BaseModel):
     quorum: int | Literal["all"] = Field(1, description="K; 'all': M")
     overlap_steps: int = Field(2, ge=0, description="tau")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
-    codec: Literal["bf16", "fp32"] = Field("bf16", description="Element type of deltas on the wire")
+    codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
     merge: Literal["rda", "mean"] = Field("rda", description="rda: RDA, the mean on embeddings; mean: everywhere")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
