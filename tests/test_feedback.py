@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from chaos.virtual_time import run_virtual
 from pipeline.codec import as_vector
+from pipeline.errors import BusUnavailable
 from pipeline.messages import Committed, MergedBase
 from pipeline.payloads import pull
 from pipeline.quantize import KINDS, Quantized
@@ -88,6 +89,16 @@ def test_a_delta_that_is_not_merged_leaves_the_residual_as_it_was():
     sender.feedback.passed(0, 3)
     sender.merge(1)  # too late: it is forgotten, and the books say so
     np.testing.assert_array_equal(sender.owed, before)
+
+
+def test_a_delta_that_became_stale_still_counts():
+    """One version on, it may join the next window."""
+    sender = Sender("int4")
+    sender.send(1)
+    sender.feedback.passed(0, 2)
+    sender.merge(1)
+    assert np.any(sender.owed)
+    sender.check(1)
 
 
 def test_of_two_attempts_on_one_base_the_merged_one_counts():
@@ -278,6 +289,61 @@ def test_a_rewind_and_a_new_incarnation_begin_at_zero(monkeypatch) -> None:
         assert fed[0] is False
         assert fed[-1] is True
         await again.kill()
+
+    run_virtual(main())
+
+
+def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(monkeypatch) -> None:
+    """The connection broke just then: the record is behind the place from which the tape is read again."""
+    fed: list[bool] = []
+
+    def encoding(base, values, kind, residual):
+        fed.append(residual is not None)
+        return _encode(base, values, kind, residual)
+
+    monkeypatch.setattr(exchange, "_encode", encoding)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(0)
+        read, lost = learner.exchange._bus.read_tape, list[object]()
+
+        async def failing(*given):
+            entries = await read(*given)
+            merges = [e for e in entries if isinstance(e.record, Committed) and e.record.contributions]
+            if merges and not lost:
+                lost.extend(merges)
+                raise BusUnavailable("gone for a moment")
+            return entries
+
+        learner.exchange._bus.read_tape = failing  # type: ignore[method-assign]
+        await world.until_version(3)
+        assert lost
+        assert fed[:3] == [False, True, True]
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_deltas_that_are_never_merged_are_not_kept() -> None:
+    """However many a learner sends: those that are too stale are forgotten."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        train = learners[1].train
+        learners[1].train = lambda: (train(), learners[1].values[0].fill(np.nan))  # type: ignore[assignment]
+        await world.until_version(12)
+        assert 0 < len(learners[1].exchange._feedback._sent[0]) < MOST_SENT
+        residual = learners[1].exchange._feedback.residual(0)
+        assert residual is not None
+        assert np.isfinite(residual).all()
+        for learner in learners:
+            await learner.kill()
 
     run_virtual(main())
 
