@@ -18,19 +18,36 @@ from types import TracebackType
 
 HOST = "127.0.0.1"
 PIECE_BYTES = 2**18
+MADE_UP_S = 0.002
+"""A slow line is late by so much at most without having been idle."""
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with no time: closing resets the connection, and drops what is not sent yet."""
+
+
+class _Line:
+    """One direction of a slow line: pieces pass one after the other, each in its time."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    async def carry(self, duration_s: float) -> None:
+        """Until a piece that takes so long is through. A sleep that lasted too long is made up for by the next ones."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now - MADE_UP_S) + duration_s
+        await asyncio.sleep(self._free_at - now)
 
 
 class Door:
     """One party's way to the server."""
 
-    def __init__(self, upstream: Path) -> None:
-        self._upstream = upstream
+    def __init__(self, upstream: Path, bytes_per_s: float | None = None) -> None:
+        """bytes_per_s: that the line carries in each direction, all connections together; None: as many as come."""
+        self._upstream, self._bytes_per_s = upstream, bytes_per_s
         self._server: asyncio.Server | None = None
         self._passing = asyncio.Event()
         self._passing.set()
         self._cut = False
+        self._there, self._back = _Line(), _Line()
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
 
@@ -87,8 +104,8 @@ class Door:
         except OSError:
             return
         there, back = (
-            asyncio.create_task(self._pass(reader, to_server)),
-            asyncio.create_task(self._pass(from_server, writer)),
+            asyncio.create_task(self._pass(reader, to_server, self._there)),
+            asyncio.create_task(self._pass(from_server, writer, self._back)),
         )
         try:  # one side has ended: so does the connection
             await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
@@ -98,10 +115,12 @@ class Door:
                 one.cancel()
             await asyncio.gather(there, back, return_exceptions=True)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: "_Line") -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE_BYTES):
                 await self._passing.wait()
+                if self._bytes_per_s is not None:
+                    await line.carry(len(piece) / self._bytes_per_s)
                 writer.write(piece)
                 await writer.drain()
 
@@ -117,8 +136,9 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 class Proxy:
     """Doors by name; leaving the block closes them."""
 
-    def __init__(self, upstream: Path) -> None:
-        self._upstream = upstream
+    def __init__(self, upstream: Path, bytes_per_s: float | None = None) -> None:
+        """bytes_per_s: of each door's line, in each direction; None: as many as come."""
+        self._upstream, self._bytes_per_s = upstream, bytes_per_s
         self._doors: dict[str, Door] = {}
 
     async def __aenter__(self) -> "Proxy":
@@ -132,7 +152,7 @@ class Proxy:
 
     async def add(self, name: str) -> None:
         """Make a door."""
-        door = Door(self._upstream)
+        door = Door(self._upstream, self._bytes_per_s)
         await door.listen()
         self._doors[name] = door
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chaos.proxy import HOST, Proxy
+from chaos.proxy import HOST, MADE_UP_S, Proxy, _Line
 from chaos.tail import Tail
+from chaos.virtual_time import run_virtual
 
 LIMIT_S = 10.0
 SILENCE_S = 0.2
@@ -157,3 +158,27 @@ def test_a_file_that_was_just_rewritten_loses_what_came_since(tmp_path: Path) ->
 
 def test_without_a_file_nothing_is_lost() -> None:
     assert Tail().lose(1.0, None) == 0
+
+
+def test_a_slow_line_carries_its_pieces_one_after_the_other() -> None:
+    """Whoever sends them; what it could have carried while idle is gone, but for a sleep's lateness."""
+
+    async def main() -> None:
+        loop, line = asyncio.get_running_loop(), _Line()
+        await asyncio.sleep(5.0)
+        began = loop.time()
+        await asyncio.gather(*(line.carry(0.1) for _ in range(10)))
+        assert 1.0 - MADE_UP_S - 1e-6 <= loop.time() - began <= 1.0 + 1e-6
+
+    run_virtual(main())
+
+
+async def test_a_slow_door_takes_as_long_as_its_line_says(tmp_path) -> None:
+    """In each direction by itself: an echo comes back in little more than the time of one way."""
+    async with echo(tmp_path) as server, Proxy(server, bytes_per_s=2**20) as proxy:
+        await proxy.add("a")
+        client = await Client.connect(proxy, "a")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await client.says(bytes(2**18))
+        assert loop.time() - began >= 0.9 * 0.25

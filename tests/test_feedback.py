@@ -17,7 +17,7 @@ from pipeline.quantize import KINDS, Quantized
 from syncer.fragment import Delta, FragmentState, Merged
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from workers import exchange
-from workers.exchange import _encode
+from workers.exchange import encode_delta
 from workers.feedback import MOST_SENT, ErrorFeedback
 
 ME = "l0", "0" * 8
@@ -40,7 +40,7 @@ class Sender:
     def send(self, version: int, tokens: int = 1) -> None:
         delta = (self.rng.standard_normal(ELEMENTS) * 1e-3).astype(np.float32)
         fed = self.feedback.residual(0)
-        wire, error = _encode(delta, lambda: np.zeros_like(delta), self.kind, fed)
+        wire, error = encode_delta(delta, lambda: np.zeros_like(delta), self.kind, fed)
         assert error is not None
         self.feedback.sent(0, (version, tokens), fed, error)
         self.open[version, tokens] = delta, Quantized(wire, ELEMENTS, self.kind)[:]
@@ -164,7 +164,9 @@ def test_what_is_not_finite_never_gets_into_the_residual():
     sender.send(0)
     sender.merge(0)
     fed = sender.feedback.residual(0)
-    wire, error = _encode(np.full(ELEMENTS, np.nan, np.float32), lambda: np.zeros(ELEMENTS, np.float32), "int4", fed)
+    wire, error = encode_delta(
+        np.full(ELEMENTS, np.nan, np.float32), lambda: np.zeros(ELEMENTS, np.float32), "int4", fed
+    )
     assert error is not None
     assert np.isnan(Quantized(wire, ELEMENTS, "int4")[:]).all()
     sender.feedback.sent(0, (1, 1), fed, error)
@@ -177,7 +179,7 @@ def test_what_is_not_finite_never_gets_into_the_residual():
 def test_without_quantizing_nothing_is_kept(kind):
     """As it always was."""
     base = np.ones(5, np.float32)
-    delta, error = _encode(base, lambda: np.zeros(5, np.float32), kind, None)
+    delta, error = encode_delta(base, lambda: np.zeros(5, np.float32), kind, None)
     assert error is None
     np.testing.assert_array_equal(delta.astype(np.float32), base)
 
@@ -260,9 +262,9 @@ def test_a_rewind_and_a_new_incarnation_begin_at_zero(monkeypatch) -> None:
 
     def encoding(base, values, kind, residual):
         fed.append(residual is not None)
-        return _encode(base, values, kind, residual)
+        return encode_delta(base, values, kind, residual)
 
-    monkeypatch.setattr(exchange, "_encode", encoding)
+    monkeypatch.setattr(exchange, "encode_delta", encoding)
 
     async def main() -> None:
         world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
@@ -299,9 +301,9 @@ def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(monkeyp
 
     def encoding(base, values, kind, residual):
         fed.append(residual is not None)
-        return _encode(base, values, kind, residual)
+        return encode_delta(base, values, kind, residual)
 
-    monkeypatch.setattr(exchange, "_encode", encoding)
+    monkeypatch.setattr(exchange, "encode_delta", encoding)
 
     async def main() -> None:
         world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
@@ -351,6 +353,6 @@ def test_deltas_that_are_never_merged_are_not_kept() -> None:
 def test_a_delta_travels_as_the_spec_says() -> None:
     """Whatever the codec, what is pushed has the size that header and reader count on."""
     for kind in ("bf16", "fp32", *KINDS):
-        wire, _ = _encode(np.ones(1000, np.float32), lambda: np.zeros(1000, np.float32), kind, None)
+        wire, _ = encode_delta(np.ones(1000, np.float32), lambda: np.zeros(1000, np.float32), kind, None)
         vector = as_vector(np.frombuffer(wire.tobytes(), np.uint8), 1000, kind)
         np.testing.assert_allclose(vector[0:1000].astype(np.float32), 1.0, rtol=0.01)

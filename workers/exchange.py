@@ -397,7 +397,7 @@ class Exchange:
             base = publication.base
             if self._wants(publication):
                 residual = self._feedback.residual(base.fragment)
-                delta, error = await self._offload(_encode, base.values, values, sync.codec, residual)
+                delta, error = await self._offload(encode_delta, base.values, values, sync.codec, residual)
                 if error is not None:
                     self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
                 key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
@@ -468,7 +468,7 @@ class Exchange:
                 self._log.warning("no_syncer", detail=f"nothing is merged: {remedy}")
 
 
-def _encode(
+def encode_delta(
     base: Float32, values: Callable[[], Float32], kind: Codec, residual: Float32 | None
 ) -> tuple[npt.NDArray[Any], Float32 | None]:
     """The pseudogradient, base minus current, as it travels; with (elements,) what is lost of it, where that is kept.
