@@ -72,8 +72,8 @@ def _decode(vector: Vector) -> None:
         np.copyto(scratch[: len(piece)], piece)
 
 
-def in_memory(delta: Float32, codec: Codec) -> dict[str, float]:
-    """Rates in GB/s of float32, bytes an element, and what is lost of the delta's length."""
+def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
+    """Rates in GB/s of float32, bytes an element, and what is lost of the delta's length. `error`: (elements,) scratch."""
     elements, size = len(delta), delta.nbytes / 1e9
     found = {"bytes_per_element": payload_bytes(elements, codec) / elements}
     wire: np.ndarray[Any, Any]
@@ -82,7 +82,6 @@ def in_memory(delta: Float32, codec: Codec) -> dict[str, float]:
         found["encode_gb_s"] = size / _timed(lambda: np.copyto(wire, delta, casting="unsafe"))
     else:
         found["encode_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec))
-        error = np.empty_like(delta)
         found["encode_with_error_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec, error=error))
         wire = quantize.encode(delta, codec)
     vector = as_vector(wire.view(np.uint8), elements, codec)
@@ -163,7 +162,7 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
     rng = np.random.default_rng(0)
     base = rng.standard_normal(elements, np.float32) * np.float32(0.02)
     delta = rng.standard_normal(elements, np.float32) * np.float32(DELTA_SIZE)
-    values = base - delta
+    values, error = base - delta, np.zeros_like(delta)
     found: Found = {codec: {} for codec in CODECS}
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
@@ -174,7 +173,7 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
         what = f"{elements / 1e6:g}M elements"
         for turn in track(range(repeats + 1), what, console=console, transient=True):
             for codec in CODECS:
-                measured = in_memory(delta, codec)
+                measured = in_memory(delta, codec, error)
                 for name, urls in ways.items():
                     gc.collect()
                     measured[name] = runner.run(through_redis(base, values, codec, redis.socket_path, urls))

@@ -5,11 +5,14 @@
     e3m0   a sign and three bits of exponent, two a byte: 0 and +-1, 2, 4 .. 64 times the scale; at most a third of the
            element itself, or 1.1 % of the block's largest where that is more (paper: Streaming DiLoCo, low precision)
 
-Elements are taken in blocks of `BLOCK`; the last one is filled up with zeros. On the wire come the scales of all
-blocks, in bfloat16, then the codes of all blocks: the size is a function of the number of elements alone. 256 elements
-a block cost 0.8 % (int8) or 1.6 % (4 bits) for the scales; halving the blocks would double that, and doubling them
-would let one large element silence twice as many others. A scale in bfloat16 has float32's range in half of its bytes,
-and rounding it *up* keeps the largest element within the codes, so nothing is ever clipped.
+Elements are taken in blocks of `BLOCK`; the last one is filled up with zeros. 256 elements a block cost 0.8 % (int8) or
+1.6 % (4 bits) for the scales; halving the blocks would double that, and doubling them would let one large element
+silence twice as many others. A scale in bfloat16 has float32's range in half of its bytes, and rounding it *up* keeps
+the largest element within the codes, so nothing is ever clipped.
+
+On the wire `GROUP` elements follow each other: first the scales of their blocks, in bfloat16, then their codes. So the
+first bytes are known when the first elements are, and are of use before the last have come; and the size is a function
+of the number of elements alone.
 
 Rounding is to nearest, ties to even (e3m0: away from zero): equal arrays give equal bytes. A block that is nowhere as
 large as `LEAST` is zero, which keeps subnormal numbers out; one with an element that is not finite gets a scale that is
@@ -34,7 +37,7 @@ BLOCK = 256
 LEAST = 2.0**-100
 """A block with nothing as large has no scale: its elements are noise, and their reciprocals would not be finite."""
 
-_PIECE = 256 * BLOCK
+GROUP = 256 * BLOCK
 """Elements worked on at a time: a few arrays of so many stay in the cache."""
 
 _LARGEST: Final[dict[Kind, int]] = {"int8": 127, "int4": 7, "e3m0": 64}
@@ -79,25 +82,59 @@ def wire_bytes(elements: int, kind: Kind) -> int:
     return _blocks(elements) * (2 + _code_bytes(kind))
 
 
-def _split(wire: Bytes, elements: int, kind: Kind) -> tuple[npt.NDArray[Any], Bytes]:
-    """Scales (blocks,) bfloat16, and codes (blocks, bytes of one), sharing the memory of `wire`."""
-    blocks = _blocks(elements)
-    return wire[: 2 * blocks].view(ml_dtypes.bfloat16), wire[2 * blocks :].reshape(blocks, _code_bytes(kind))
+def decodable(size: int, elements: int, kind: Kind) -> int:
+    """How many of a vector's elements its first `size` bytes hold: whole groups, or all."""
+    if size >= wire_bytes(elements, kind):
+        return elements
+    return size // wire_bytes(GROUP, kind) * GROUP
+
+
+class _Group:
+    """One group's place on the wire; the arrays share the wire's memory."""
+
+    def __init__(self, wire: Bytes, start: int, elements: int, kind: Kind) -> None:
+        """start: its first element, of `elements` of the vector."""
+        blocks, at = _blocks(min(GROUP, elements - start)), wire_bytes(start, kind)
+        codes_at, self.end = at + 2 * blocks, at + blocks * (2 + _code_bytes(kind))
+        self.scales = wire[at:codes_at].view(ml_dtypes.bfloat16)
+        """(blocks,)"""
+        self.codes = wire[codes_at : self.end].reshape(blocks, _code_bytes(kind))
+        """(blocks, bytes of one)"""
 
 
 # --- encoding ----------------------------------------------------------------------------------------
 
 
-class _Encoder:
-    """Scratch for one piece at a time, used again and again."""
+class Encoding:
+    """A vector that is being encoded from front to back, `GROUP` elements at a time."""
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-        self._values = np.empty((_PIECE // BLOCK, BLOCK), np.float32)
-        self._work = np.empty((_PIECE // BLOCK, BLOCK), np.float32)
-        self._codes = np.empty((_PIECE // BLOCK, BLOCK), np.uint8)
+    def __init__(self, elements: int, kind: Kind) -> None:
+        self._elements, self._kind, self._at = elements, kind, 0
+        self.wire: Bytes = np.empty(wire_bytes(elements, kind), np.uint8)
+        """Written from the front on."""
+        shape = min(GROUP // BLOCK, _blocks(elements)), BLOCK
+        self._values, self._work = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        self._codes = np.empty(shape, np.uint8)
 
-    def encode(self, piece: npt.NDArray[Any], scales: npt.NDArray[Any], out: Bytes) -> None:
+    def add(self, piece: npt.NDArray[Any], error: Float32 | None = None) -> int:
+        """Encode the next `GROUP` elements, or the rest if it is less; returns how much of `wire` is final now.
+
+        Args:
+            piece: (elements,) float32 or bfloat16, contiguous.
+            error: (elements,), overwritten with what the code loses, `piece` less what is decoded; it may be `piece`.
+        """
+        group = _Group(self.wire, self._at, self._elements, self._kind)
+        if len(piece) != min(GROUP, self._elements - self._at):
+            raise ValueError(f"{len(piece)} elements at {self._at} of {self._elements}: {GROUP} a time, or the rest")
+        self._encode(piece, group.scales, group.codes)
+        if error is not None:
+            decoded = self._work[: len(group.scales)].reshape(-1)
+            _decode(group, self._kind, decoded)
+            np.subtract(piece, decoded[: len(piece)], out=error, dtype=np.float32)
+        self._at += len(piece)
+        return group.end
+
+    def _encode(self, piece: npt.NDArray[Any], scales: npt.NDArray[Any], out: Bytes) -> None:
         """A piece (elements,) into its scales (blocks,) and codes (blocks, bytes of one)."""
         blocks = len(scales)
         if piece.dtype == np.float32 and len(piece) == blocks * BLOCK:
@@ -174,32 +211,25 @@ def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -
         kind: of code.
         error: (elements,), overwritten with what the code loses, `values` less what is decoded; it may be `values`.
     """
-    elements = len(values)
-    wire = np.empty(wire_bytes(elements, kind), np.uint8)
-    scales, codes = _split(wire, elements, kind)
-    encoder, decoded = _Encoder(kind), np.empty(_PIECE if error is not None else 0, np.float32)
-    for start in range(0, elements, _PIECE):
-        piece = values[start : start + _PIECE]
-        first, last = start // BLOCK, _blocks(start + len(piece))
-        encoder.encode(piece, scales[first:last], codes[first:last])
-        if error is not None:
-            _decode(scales[first:last], codes[first:last], kind, decoded[: (last - first) * BLOCK])
-            np.subtract(piece, decoded[: len(piece)], out=error[start : start + len(piece)], dtype=np.float32)
-    return wire
+    encoding = Encoding(len(values), kind)
+    for start in range(0, len(values), GROUP):
+        stop = start + GROUP
+        encoding.add(values[start:stop], None if error is None else error[start:stop])
+    return encoding.wire
 
 
 # --- decoding ----------------------------------------------------------------------------------------
 
 
-def _decode(scales: npt.NDArray[Any], codes: Bytes, kind: Kind, out: Float32) -> None:
+def _decode(group: _Group, kind: Kind, out: Float32) -> None:
     """Whole blocks into `out` (blocks * BLOCK,)."""
     rows = out.reshape(-1, BLOCK)
     if kind == "int8":
-        np.copyto(rows, codes.view(np.int8))
+        np.copyto(rows, group.codes.view(np.int8))
     else:
-        np.take(_PAIRS[kind], codes, out=rows.view(np.uint64), mode="clip")
+        np.take(_PAIRS[kind], group.codes, out=rows.view(np.uint64), mode="clip")
     with np.errstate(over="ignore", invalid="ignore"):  # whoever takes it from a peer looks at what came out
-        np.multiply(rows, scales.astype(np.float32)[:, None], out=rows)
+        np.multiply(rows, group.scales.astype(np.float32)[:, None], out=rows)
 
 
 class Quantized:
@@ -214,9 +244,9 @@ class Quantized:
         if len(wire) != wire_bytes(elements, kind):
             raise BadPayload(f"{len(wire)} bytes, and {elements} elements in {kind} have {wire_bytes(elements, kind)}")
         self.wire, self._elements, self._kind = wire, elements, kind
-        self._scales, self._codes = _split(wire, elements, kind)
-        if (negative := self._scales.view(np.int16) < 0).any():
-            raise BadPayload(f"the scale of block {int(negative.argmax())} is negative")
+        for start in range(0, elements, GROUP):
+            if (negative := _Group(wire, start, elements, kind).scales.view(np.int16) < 0).any():
+                raise BadPayload(f"the scale of block {start // BLOCK + int(negative.argmax())} is negative")
 
     def __len__(self) -> int:
         return self._elements
@@ -225,11 +255,15 @@ class Quantized:
         start, stop, step = part.indices(self._elements)
         if step != 1:
             raise ValueError("only whole stretches can be decoded")
-        first, last = start // BLOCK, max(start // BLOCK, _blocks(stop))
-        out = np.empty((last - first) * BLOCK, np.float32)
-        for at in range(first, last, _PIECE // BLOCK):
-            to = min(at + _PIECE // BLOCK, last)
-            _decode(
-                self._scales[at:to], self._codes[at:to], self._kind, out[(at - first) * BLOCK : (to - first) * BLOCK]
-            )
-        return out[start - first * BLOCK : stop - first * BLOCK]
+        begin = start - start % BLOCK
+        out = np.empty(_blocks(max(stop - begin, 0)) * BLOCK, np.float32)
+        at = begin
+        while at < stop:
+            group = _Group(self.wire, at - at % GROUP, self._elements, self._kind)
+            first = at % GROUP // BLOCK
+            last = min(first + _blocks(stop - at), len(group.scales))
+            group.scales, group.codes = group.scales[first:last], group.codes[first:last]
+            to = at + (last - first) * BLOCK
+            _decode(group, self._kind, out[at - begin : to - begin])
+            at = to
+        return out[start - begin : max(start, stop) - begin]

@@ -81,7 +81,7 @@ def forged(scale: float) -> Spoil:
         write = learner.exchange._bus.write_chunks
 
         async def forging(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
-            data = np.frombuffer(b"".join(decode(Chunk, chunk).data for chunk in chunks), np.uint8).copy()
+            data = np.frombuffer(b"".join(decode(Chunk, chunk).data for chunk in chunks), np.uint8).copy()  # one group
             blocks = len(data) // (2 + BLOCK // 2)
             data[: 2 * blocks].view(ml_dtypes.bfloat16)[:] = scale
             await write(key, first, list(encode_chunks(data, learner.world.spec.sync.chunk_bytes)), ttl_s)

@@ -50,7 +50,7 @@ def test_what_is_lost_has_a_bound(values, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("elements", [1, BLOCK - 1, BLOCK, BLOCK + 1, quantize._PIECE + 3, 3 * quantize._PIECE])
+@pytest.mark.parametrize("elements", [1, BLOCK - 1, BLOCK, BLOCK + 1, quantize.GROUP + 3, 3 * quantize.GROUP])
 def test_sizes_are_known_from_the_number_of_elements(kind, elements):
     """At and beside the borders of blocks and of pieces, which show nowhere else."""
     values = random(elements)
@@ -166,9 +166,29 @@ def test_any_bytes_of_the_right_size_decode_or_are_refused(data, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_is_encoded_first_can_be_decoded_first(kind):
+    """Group by group: the bytes that are final stay as they are, and hold the elements that they say."""
+    elements = 2 * quantize.GROUP + 1000
+    values, whole = random(elements), encode(random(elements), kind)
+    encoding, ready = quantize.Encoding(elements, kind), 0
+    for start in range(0, elements, quantize.GROUP):
+        assert quantize.decodable(ready, elements, kind) == start
+        ready = encoding.add(values[start : start + quantize.GROUP])
+        assert encoding.wire[:ready].tobytes() == whole[:ready].tobytes()
+        here = quantize.decodable(ready, elements, kind)
+        assert here == min(start + quantize.GROUP, elements)
+        part = Quantized(encoding.wire[:ready], here, kind)
+        assert part[:].tobytes() == decoded(values, kind)[:here].tobytes()
+    assert ready == len(encoding.wire)
+    assert quantize.decodable(ready - 1, elements, kind) == 2 * quantize.GROUP
+    with pytest.raises(ValueError, match="the rest"):
+        quantize.Encoding(elements, kind).add(values[:100])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_large_temporaries(kind):
     """Beside the bytes that come out, a few pieces that stay in the cache."""
-    values, few = random(2**22), 10 * 4 * quantize._PIECE
+    values, few = random(2**22), 10 * 4 * quantize.GROUP
     tracemalloc.start()
     try:
         wire = encode(values, kind, error=values)

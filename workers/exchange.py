@@ -475,9 +475,14 @@ def encode_delta(
 
     residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
     """
-    delta: Float32 = np.subtract(base, values())
+    now = values()
     if kind == "bf16" or kind == "fp32":
-        return delta.astype(codec.DTYPES[kind], copy=False), None
-    if residual is not None:
-        np.add(delta, residual, out=delta)
-    return quantize.encode(delta, kind, error=delta), delta
+        return np.subtract(base, now).astype(codec.DTYPES[kind], copy=False), None
+    encoding, error = quantize.Encoding(len(base), kind), np.empty_like(base)
+    for start in range(0, len(base), quantize.GROUP):  # what is worked on stays in the cache
+        piece = slice(start, start + quantize.GROUP)
+        np.subtract(base[piece], now[piece], out=error[piece])
+        if residual is not None:
+            np.add(error[piece], residual[piece], out=error[piece])
+        encoding.add(error[piece], error[piece])
+    return encoding.wire, error
