@@ -73,7 +73,7 @@ def _decode(vector: Vector) -> None:
 
 
 def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
-    """Rates in GB/s of float32, bytes an element, and what is lost of the delta's length. `error`: (elements,) scratch."""
+    """Rates in GB/s of float32, bytes an element, what is lost of the length. `error`: (elements,) scratch."""
     elements, size = len(delta), delta.nbytes / 1e9
     found = {"bytes_per_element": payload_bytes(elements, codec) / elements}
     wire: np.ndarray[Any, Any]
