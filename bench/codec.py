@@ -132,10 +132,11 @@ async def _forget(server: Path, key: str) -> None:
     writer.close()
 
 
-async def through_redis(base: Float32, values: Float32, codec: Codec, server: Path, urls: tuple[str, str]) -> float:
+async def through_redis(
+    base: Float32, values: Float32, residual: Float32, codec: Codec, server: Path, urls: tuple[str, str]
+) -> float:
     """Seconds from a snapshot to a judged delta."""
     elements, layout = len(base), _layout(len(base))
-    residual = np.zeros_like(base) if codec in quantize.KINDS else None
     learner, syncer = [await connect(url, RUN) for url in urls]
     key = learner.keys.initial_payload(0, "codec")
     try:
@@ -163,6 +164,7 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
     base = rng.standard_normal(elements, np.float32) * np.float32(0.02)
     delta = rng.standard_normal(elements, np.float32) * np.float32(DELTA_SIZE)
     values, error = base - delta, np.zeros_like(delta)
+    error.fill(0)  # its memory is there now
     found: Found = {codec: {} for codec in CODECS}
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
@@ -176,7 +178,7 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
                 measured = in_memory(delta, codec, error)
                 for name, urls in ways.items():
                     gc.collect()
-                    measured[name] = runner.run(through_redis(base, values, codec, redis.socket_path, urls))
+                    measured[name] = runner.run(through_redis(base, values, error, codec, redis.socket_path, urls))
                 if turn:
                     for name, value in measured.items():
                         found[codec].setdefault(name, []).append(value)
