@@ -13,7 +13,7 @@ a learner's reported tokens cover its header's; only committed values are adopte
 it was read; at the end the ledger closes to the token-element.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline import stored
-from pipeline.codec import DTYPES, PayloadReader, decode
+from pipeline.codec import DTYPES, PayloadReader, chunk_count, decode
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.messages import (
+    Chunk,
     ClaimedShard,
     DeltaHeader,
     LearnerReport,
@@ -79,6 +80,8 @@ class Oracle:
         """Commits that took effect, lost history included."""
         self.on_violation: Callable[[], None] = lambda: None
         self._published: dict[DeltaId, Float64] = {}
+        self._uploads: dict[str, tuple[DeltaId, dict[int, bytes]]] = {}
+        """Key of a quantized delta's payload -> its chunks so far."""
         self._offers: dict[tuple[int, str], DeltaHeader] = {}
         self._senders: set[str] = set()
         self._committed: set[tuple[int, int, bytes]] = set()
@@ -111,8 +114,10 @@ class Oracle:
     # --- what the world tells ------------------------------------------------------------------------
 
     def published(self, delta: DeltaId, values: Float64) -> None:
-        """A learner made a delta: (elements,) as it will travel."""
+        """A learner made a delta: (elements,) as it will travel; a quantized one is known when it does."""
         self._published[delta] = values
+        if self._spec.sync.codec not in DTYPES:
+            self._uploads[self._keys.delta_payload(*delta)] = delta, {}
 
     def _published_as(self, header: DeltaHeader) -> Float64:
         return self._published[header.fragment, header.learner, header.incarnation, header.serial]
@@ -224,12 +229,24 @@ class Oracle:
             self._reading[link, p] = self._now()
             self._windows.read(link, p)
 
-    def _staged(self, link: Link, outcome: Any, key: str, *args: Any) -> None:
-        """The first chunks of a merge that is to be committed next: its window is closed."""
+    def _staged(self, link: Link, outcome: Any, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+        """A quantized delta: what it says. The first chunks of a merge to be committed next: its window is closed."""
+        if key in self._uploads:
+            self._uploaded(key, first, chunks)
         if ":global:" in key and not isinstance(outcome, Exception):
             _, p, version, _ = key.rsplit(":", 3)
             if int(version) == self.fragments[int(p)].version + 1:
                 self._check_close(int(p), self._windows.closed(link, int(p)))
+
+    def _uploaded(self, key: str, first: int, chunks: Sequence[bytes]) -> None:
+        delta, here = self._uploads[key]
+        here |= dict(enumerate(chunks, first))
+        sync = self._spec.sync
+        elements = self._layout.fragments[delta[0]].elements
+        if len(here) == chunk_count(elements, sync.codec, sync.chunk_bytes):
+            wire = b"".join(decode(Chunk, chunk).data for _, chunk in sorted(here.items()))
+            self._published[delta] = reference.dequantized(wire, elements, sync.codec)
+            del self._uploads[key]
 
     def _check_close(self, p: int, late: str | None) -> None:
         if late is not None and not self._ever_drained:
@@ -400,6 +417,7 @@ class Oracle:
             self.broken("the ledger closes", problem)
 
     def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
-        """A pseudogradient (elements,) as its codec carries it."""
-        wire: Float64 = np.subtract(base, values).astype(DTYPES[self._spec.sync.codec]).astype(np.float64)
+        """A pseudogradient (elements,) as its codec carries it; as it is, if that quantizes."""
+        delta = np.subtract(base, values)
+        wire: Float64 = delta.astype(DTYPES.get(self._spec.sync.codec, delta.dtype)).astype(np.float64)
         return wire

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from pipeline.messages import Spec, SyncSpec, TensorSpec
+from pipeline.quantize import KINDS
 from pipeline.settings import SyncSettings
 
 from .chance import Chance
@@ -157,7 +158,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         fragments=FRAGMENTS,
         sync_interval=chance.one_of((2, 3, 4), "H"),
         quorum=chance.one_of((1, 1, 2, 2, learners - 1, learners), "K"),
-        codec=chance.one_of(("bf16", "fp32"), "codec"),
+        codec=chance.one_of((None,) * 9 + KINDS, "quantized") or chance.one_of(("bf16", "fp32"), "codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
         outer_momentum=chance.one_of((0.0, 0.6), "outer momentum"),

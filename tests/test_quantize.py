@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as some
 
+from chaos import reference
 from pipeline import quantize
 from pipeline.codec import as_bytes, payload_bytes
 from pipeline.errors import BadPayload
@@ -60,6 +61,7 @@ def test_sizes_are_known_from_the_number_of_elements(kind, elements):
     assert len(vector) == len(vector[:]) == elements
     assert (np.abs(vector[:].astype(np.float64) - values) <= bound(values, kind)).all()
     assert as_bytes(vector).tobytes() == wire.tobytes()
+    np.testing.assert_array_equal(vector[:], reference.dequantized(wire.tobytes(), elements, kind))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.51), ("e3m0", 0.51)])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from chaos.campaign import Summary, campaign, done_before
 from chaos.plan import Kind, plan
 from chaos.shrink import shrink
 from chaos.world import MERGES, run_seed
+from pipeline.wire import Codec
 from tests.mutations import MUTATIONS, Mutation, applied
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
@@ -30,6 +32,11 @@ def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     assert summary.violations == {}
     assert summary.seeds == SEEDS == len(done_before(tmp_path / "results.jsonl"))
     assert all(summary.fired[kind] > 0 for kind in Kind), Counter(summary.fired)
+
+
+def test_the_worlds_have_deltas_in_every_codec() -> None:
+    """What is drawn seldom is drawn, too."""
+    assert {plan(seed).spec.sync.codec for seed in range(SEEDS)} == set(get_args(Codec))
 
 
 def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:
