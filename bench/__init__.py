@@ -1,1 +1,1 @@
-"""Measurements of the running program: each module is a command, `python -m bench.<name> --help`."""
+"""Measurements of the running program: `diloco bench`, and commands of their own, `python -m bench.<name> --help`."""

@@ -152,6 +152,12 @@ def lab(context: typer.Context) -> None:
     _group("lab", context)
 
 
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Benchmarks on this machine, beside what it could do at best: a group of commands."""
+    _group("bench", context)
+
+
 def _group(name: str, context: typer.Context) -> None:
     """Commands of a module of its own, loaded when they are asked for: images carry no chaos."""
     if find_spec("chaos") is None:

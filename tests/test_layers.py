@@ -21,7 +21,7 @@ MAY_IMPORT = {
 OURS = {*MAY_IMPORT, "tests", "examples"}
 
 ONLY_IN = {
-    "torch": ("workers/", "chaos/lab/"),
+    "torch": ("workers/", "chaos/lab/", "bench/"),
     "redis": ("pipeline/redis_", "pipeline/embedded.py"),
     "aiohttp": ("syncer/http.py",),
 }

@@ -1,0 +1,303 @@
+"""From the last publish to the global adopted by all: Redis, a syncer and learners as processes of their own.
+
+Beside each round the floor is measured: the same bytes through the same server by a C client, one after the other (the
+server has one thread), and a merge's memory traffic at the speed of copies on all cores.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from pipeline import lifecycle
+from pipeline.embedded import EmbeddedRedis
+from pipeline.errors import UsageError
+from pipeline.settings import SyncSettings
+
+from . import floor
+from .figures import Spread, progress, spread
+from .machine import cpu_s, need_memory, peak_mb, reset_peak
+from .plain import Plain
+
+ITEM = {"fp32": 4, "bf16": 2}
+JOIN_S, ROUND_S = 120.0, 120.0
+ROOT = Path(__file__).resolve().parents[1]
+PROCESS_BYTES = 0.4e9
+"""Of a learner beside its parameters: the interpreter and torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured."""
+
+    params: int
+    fragments: int = 1
+    learners: int = 2
+    wire: str = "bf16"
+    momentum: float = 0.0
+    in_turn: bool = False
+    """One fragment at a time instead of all at once."""
+    rounds: int = 5
+    chunk_bytes: int = 512 * 1024
+
+    @property
+    def elements(self) -> float:
+        """Elements that one round moves."""
+        return self.params / self.fragments if self.in_turn else self.params
+
+    @property
+    def delta_bytes(self) -> float:
+        """Of all learners, in one round."""
+        return self.elements * ITEM[self.wire] * self.learners
+
+    @property
+    def into_bytes(self) -> float:
+        """Into Redis in one round: deltas, the new global, its momentum."""
+        return self.delta_bytes + 4 * self.elements * (2 if self.momentum else 1)
+
+    @property
+    def out_bytes(self) -> float:
+        """Out of Redis in one round: deltas to the syncer, the global to each learner."""
+        return self.delta_bytes + 4 * self.elements * self.learners
+
+    def sync(self) -> SyncSettings:
+        """The run's settings. One step on a base makes a delta due; in turn, each has a step of its own."""
+        interval = 2 * self.fragments if self.in_turn else 1
+        return SyncSettings(
+            fragments=self.fragments,
+            sync_interval=interval,
+            quorum=self.learners,
+            codec=self.wire,
+            outer_momentum=self.momentum,
+            outer_lr=0.7,
+            tokens=2**60,
+            chunk_bytes=self.chunk_bytes,
+        )
+
+    def memory_bytes(self) -> float:
+        """What it takes at most, all processes together: see docs/performance.md."""
+        whole, moving = 4.0 * self.params, 4.0 * self.elements
+        learner = 2 * whole + 3 * moving + PROCESS_BYTES
+        syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
+        redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + whole
+        return self.learners * learner + syncer + redis
+
+
+@dataclass(slots=True)
+class Measured:
+    """One entry a round in each list."""
+
+    publish_to_adopted_s: list[float] = field(default_factory=list)
+    trainer_blocked_s: list[float] = field(default_factory=list)
+    snapshot_s: list[float] = field(default_factory=list)
+    adopt_s: list[float] = field(default_factory=list)
+    syncer_cpu_s_per_gb: list[float] = field(default_factory=list)
+    syncer_rss_mb: list[float] = field(default_factory=list)
+    learner_cpu_s: list[float] = field(default_factory=list)
+    learner_rss_mb: list[float] = field(default_factory=list)
+    redis_cpu_s: list[float] = field(default_factory=list)
+    floor_s: list[float] = field(default_factory=list)
+    redis_floor_ratio: list[float] = field(default_factory=list)
+    floor_in_gb_s: list[float] = field(default_factory=list)
+    floor_out_gb_s: list[float] = field(default_factory=list)
+    memory_gb_s: list[float] = field(default_factory=list)
+
+    def spreads(self) -> dict[str, Spread]:
+        """For the report."""
+        return {name: spread(getattr(self, name)) for name in self.__dataclass_fields__ if getattr(self, name)}
+
+
+class Process:
+    """A child that is killed with us, and ended when its block is left."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, environ: dict[str, str], talks: bool) -> None:
+        self.name, self._log = name, folder / f"{name}.log"
+        with self._log.open("ab") as log:
+            pipe = subprocess.PIPE if talks else None
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), sys.executable, *arguments],
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or log,
+                stderr=log,
+                env=environ,
+                start_new_session=True,  # Ctrl-C is ours alone
+                text=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def say(self, line: str) -> None:
+        """Send a line."""
+        assert self._process.stdin is not None  # noqa: S101  # it talks
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self.died() from None
+
+    def hear(self) -> dict[str, Any]:
+        """The next line."""
+        assert self._process.stdout is not None  # noqa: S101  # it talks
+        line = self._process.stdout.readline()
+        if not line:
+            raise self.died()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def check(self) -> None:
+        """Raises if it has ended."""
+        if self._process.poll() is not None:
+            raise self.died()
+
+    def died(self) -> UsageError:
+        """What its log says last."""
+        lines = self._log.read_text(errors="replace").splitlines()[-8:]
+        return UsageError(f"{self.name} has ended ({self._process.wait()}):\n" + "\n".join(lines))
+
+    def end(self) -> None:
+        """Kill it: nothing that it has is of further use."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextmanager
+def server(redis_url: str | None, aof: bool) -> Iterator[str]:
+    """URL of the Redis to measure with: the given one, or an embedded one."""
+    if redis_url is not None:
+        if aof:
+            raise UsageError("--aof is for the embedded Redis: your own is as you set it up")
+        yield redis_url
+        return
+    with EmbeddedRedis(appendonly=aof, dies_with_us=True) as redis:
+        yield redis.url
+
+
+class Fleet:
+    """The syncer and the learners of one case, all joined, within a `with` block; without a case, the syncer alone."""
+
+    def __init__(self, case: Case | None, url: str) -> None:
+        self._case, self.url, self.run = case, url, f"bench-{secrets.token_hex(4)}"
+        self._stack = ExitStack()
+        self.learners: list[Process] = []
+
+    def __enter__(self) -> "Fleet":
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="diloco_bench_")))
+            stack.callback(self._clean)
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+            path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+            kept |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            kept["DILOCO_REDIS_URL"] = self.url
+
+            def start(name: str, arguments: Sequence[str], talks: bool) -> Process:
+                process = Process(name, arguments, folder, kept, talks)
+                stack.callback(process.end)
+                return process
+
+            serving = ["-m", "diloco", "syncer", "--run", self.run, "--http-port", "0", "--log-level", "warning"]
+            self.syncer = start("syncer", serving, False)
+            for number in range(self._case.learners if self._case else 0):
+                assert self._case is not None  # noqa: S101  # there are learners
+                sync = self._case.sync().model_dump()
+                given = {"number": number, "run": self.run, "url": self.url, "params": self._case.params, "sync": sync}
+                self.learners.append(start(f"learner-{number}", ["-m", "bench.party", json.dumps(given)], True))
+            for learner in self.learners:
+                learner.hear()
+            self.syncer.check()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _clean(self) -> None:
+        with Plain(self.url) as redis:
+            redis.remove(f"diloco:{{{self.run}*")
+
+    def all(self, line: str) -> list[dict[str, Any]]:
+        """Tell all learners the same, and hear them all."""
+        for learner in self.learners:
+            learner.say(line)
+        return [learner.hear() for learner in self.learners]
+
+
+def measure(
+    case: Case, console: Console, redis_url: str | None = None, aof: bool = False
+) -> tuple[Measured, dict[str, Any]]:
+    """All rounds of one case, after one that does not count; what was measured, and with which server and client."""
+    need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {case.learners} learners")
+    found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
+    with server(redis_url, aof) as url, Plain(url) as redis, progress(console) as bar:
+        task = bar.add_task("starting Redis, syncer, learners", total=case.rounds + 1)
+        redis_pid = int(redis.info("process_id")) if redis_url is None else None
+        with Fleet(case, url) as fleet:
+            for number in range(case.rounds + 1):
+                bar.update(task, completed=number, description=f"round {number} of {case.rounds}")
+                one = _round(case, fleet, redis_pid)
+                one |= _floor(case, url, benchmark, memory, one["publish_to_adopted_s"])
+                redis.ask("UNLINK", floor.KEY)
+                if number:
+                    for name, value in one.items():
+                        getattr(found, name).append(value)
+            note: dict[str, Any] = {
+                "redis_version": redis.info("redis_version"),
+                "floor_client": floor.client_name(benchmark),
+            }
+            note["redis_peak_mb"] = round(int(redis.info("used_memory_peak")) / 1e6, 1)
+    return found, note
+
+
+def _round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:
+    """One round's measurements."""
+    fleet.all("prepare")
+    time.sleep(0.5)  # reports have settled: every learner is known to be on the present base
+    syncer, learners = fleet.syncer.pid, [one.pid for one in fleet.learners]
+    for pid in (syncer, *learners):
+        reset_peak(pid)
+    before = [cpu_s(pid) for pid in (syncer, *learners, *([redis_pid] if redis_pid else []))]
+    said = fleet.all("round")
+    after = [cpu_s(pid) for pid in (syncer, *learners, *([redis_pid] if redis_pid else []))]
+    used = [b - a for a, b in zip(before, after, strict=True)]
+    fleet.syncer.check()
+    one = {
+        "publish_to_adopted_s": max(s["adopted"] for s in said) - max(s["began"] for s in said),
+        "trainer_blocked_s": max(s["publish_s"] + s["adopt_s"] for s in said),
+        "snapshot_s": max(s["publish_s"] for s in said),
+        "adopt_s": max(s["adopt_s"] for s in said),
+        "syncer_cpu_s_per_gb": used[0] / (case.delta_bytes / 1e9),
+        "syncer_rss_mb": peak_mb(syncer),
+        "learner_cpu_s": sum(used[1 : 1 + case.learners]) / case.learners,
+        "learner_rss_mb": max(peak_mb(pid) for pid in learners),
+    }
+    return one | ({"redis_cpu_s": used[-1]} if redis_pid else {})
+
+
+def _floor(case: Case, url: str, benchmark: str | None, memory: floor.Memory, took_s: float) -> dict[str, float]:
+    """What the same bytes take at least, now, on this machine."""
+    rates = floor.rates(url, case.chunk_bytes, case.into_bytes, case.out_bytes, benchmark)
+    copied = memory.rate()
+    traffic = floor.merge_traffic(int(case.elements), case.learners, ITEM[case.wire], case.momentum > 0)
+    least = case.into_bytes / rates.into + case.out_bytes / rates.out + traffic / copied
+    return {
+        "floor_s": least,
+        "redis_floor_ratio": took_s / least,
+        "floor_in_gb_s": rates.into / 1e9,
+        "floor_out_gb_s": rates.out / 1e9,
+        "memory_gb_s": copied / 1e9,
+    }

@@ -1,0 +1,83 @@
+"""The machine under a measurement: what it is, what memory it has left, what a process on it uses."""
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import UsageError
+
+GB = 1e9
+_SCHEDULED = 2  # linux/posix-timers.h: CPUCLOCK_SCHED
+_RESET_PEAK = "5"  # man 5 proc_pid_clear_refs
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(redis: str) -> dict[str, Any]:
+    """What stands beside every figure. `redis`: version of the server, or why there is none."""
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {
+        "cpu": _cpu(),
+        "cores": cores(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": installed("torch"),
+        "numpy": installed("numpy"),
+        "redis": redis,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def need_memory(needed: float, what: str) -> None:
+    """Before anything is started: whether it will fit.
+
+    Raises:
+        UsageError: it will not; how much it needs.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    if free is not None and free < needed:
+        raise UsageError(
+            f"{what} needs about {needed / GB:.1f} GB of memory, and {free / GB:.1f} GB are free here: "
+            "give a smaller --params, fewer --learners, or close something"
+        )
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process, all its threads. Linux."""
+    return time.clock_gettime((~pid << 3) | _SCHEDULED)
+
+
+def peak_mb(pid: int) -> float:
+    """Largest resident set of a process since `reset_peak`, in MB. Linux."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
+
+
+def reset_peak(pid: int) -> None:
+    """Begin to look for the largest resident set anew. Linux."""
+    Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)

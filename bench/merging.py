@@ -1,0 +1,136 @@
+"""The merge and the outer step of one fragment in memory, on one core: production code beside whole-array numpy.
+
+Rates are bytes of deltas per second. The floor is a copy between large arrays by one thread, for the bytes that a merge
+must read and write.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+
+from pipeline.codec import as_bytes, payload_digest
+from pipeline.fragments import FragmentLayout, layout_of
+from pipeline.messages import TensorSpec
+from pipeline.settings import SyncSettings
+from syncer.fragment import outer_step
+from syncer.merge import delta_norms, merge_weights
+
+from .figures import Spread, alternate, spread
+from .floor import merge_traffic
+from .machine import need_memory
+
+TENSORS = 8
+CHUNK_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is merged."""
+
+    elements: int = 8_000_000
+    learners: int = 8
+    wire: str = "bf16"
+    momentum: float = 0.9
+    repeats: int = 7
+
+
+class Work:
+    """Random deltas, values and momentum."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.sync = SyncSettings(outer_momentum=sizes.momentum, outer_lr=0.7).sync_spec()
+        each = [sizes.elements // TENSORS] * TENSORS
+        each[0] += sizes.elements - sum(each)
+        self.layout: FragmentLayout = layout_of(
+            TensorSpec(name=f"t{i}", shape=(n,), dtype="float32", rule="mean" if i == 0 else "rda", fragment=0)
+            for i, n in enumerate(each)
+        ).fragments[0]
+        rng = np.random.default_rng(0)
+        dtype = np.dtype(ml_dtypes.bfloat16) if sizes.wire == "bf16" else np.dtype(np.float32)
+        self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
+        self.theta = rng.standard_normal(sizes.elements, np.float32)
+        self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
+        self.weights = merge_weights([(24, 1000 * (i + 1)) for i in range(sizes.learners)])
+        self.norms = [delta_norms(self.layout, delta) for delta in self.deltas]
+        self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
+
+    def step(self) -> Any:
+        """Merge and outer step, as the syncer makes them."""
+        return outer_step(self.layout, self.sync, self.theta, self.momentum, self.deltas, self.norms, self.weights)
+
+    def judged(self) -> Any:
+        """The norms of all deltas, which the syncer takes while uploads come in."""
+        return [delta_norms(self.layout, delta) for delta in self.deltas]
+
+    def digested(self) -> Any:
+        """The digest of the new values."""
+        return payload_digest(as_bytes(self.theta), CHUNK_BYTES)
+
+    def plain(self) -> Any:
+        """The same merge and step as one writes them at first, in whole arrays."""
+        merged = np.empty_like(self.theta)
+        tensor: Any
+        for t, slot in enumerate(self.layout.slots):
+            parts = [delta[slot.start : slot.stop].astype(np.float32) for delta in self.deltas]
+            if slot.tensor.rule == "mean":
+                tensor = sum(np.float32(w) * part for w, part in zip(self.weights, parts, strict=True))
+            else:
+                lengths = [norms[t] for norms in self.norms]
+                units = [part / np.float32(length) for part, length in zip(parts, lengths, strict=True)]
+                tensor = sum(np.float32(w) * unit for w, unit in zip(self.weights, units, strict=True))
+                length = sum(w * length for w, length in zip(self.weights, lengths, strict=True))
+                tensor = tensor * np.float32(length / np.linalg.norm(tensor))
+            merged[slot.start : slot.stop] = tensor
+        mu, lr = np.float32(self.sync.outer_momentum), np.float32(self.sync.outer_lr)
+        if self.momentum is None:
+            return self.theta - lr * merged
+        momentum = mu * self.momentum + merged
+        return self.theta - lr * (merged + mu * momentum)
+
+    def copied(self) -> None:
+        """As many bytes as a merge must read and write at least, one thread."""
+        source, target = self._copy
+        item = self.deltas[0].itemsize
+        left = merge_traffic(self.sizes.elements, self.sizes.learners, item, self.momentum is not None) / 2
+        while left > 0:
+            size = int(min(left, len(source)))
+            np.copyto(target[:size], source[:size])
+            left -= size
+
+
+def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
+    """Seconds of each way, and the rates that follow."""
+    item = 2 if sizes.wire == "bf16" else 4
+    need_memory(sizes.elements * (sizes.learners * (item + 8) + 32) + 2**29, f"a merge of {sizes.elements:,} elements")
+    work = Work(sizes)
+    deltas = sizes.elements * sizes.learners * item
+
+    def timed(what: Callable[[], Any]) -> Callable[[], float]:
+        def run() -> float:
+            began = time.perf_counter()
+            what()
+            return time.perf_counter() - began
+
+        return run
+
+    ways = {
+        "merge_s": timed(work.step),
+        "plain_numpy_s": timed(work.plain),
+        "memory_floor_s": timed(work.copied),
+        "norms_s": timed(work.judged),
+        "digest_s": timed(work.digested),
+    }
+    found = alternate(ways, sizes.repeats, console, "merging")
+    report = {name: spread(values) for name, values in found.items()}
+    for name in ("merge", "plain_numpy", "memory_floor", "norms"):
+        report[f"{name}_gb_per_s"] = spread(deltas / 1e9 / value for value in found[f"{name}_s"])
+    both = zip(found["merge_s"], found["norms_s"], strict=True)
+    report["merge_and_norms_gb_per_s"] = spread(deltas / 1e9 / (a + b) for a, b in both)
+    report["floor_ratio"] = spread(a / b for a, b in zip(found["merge_s"], found["memory_floor_s"], strict=True))
+    return report

@@ -1,0 +1,108 @@
+"""A learner of `bench end-to-end`: the production one around random weights, moved by hand instead of trained.
+
+Commands come line by line on stdin, answers leave as JSON lines on stdout: `python -m bench.party '{"...": ...}'`.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline import logs
+from pipeline.settings import SyncSettings
+from workers.learner import Learner
+
+POLL_S = 0.0005
+"""How often it is looked whether a fragment has come; a trainer looks at each of its steps."""
+TENSORS = 64
+MOVED = 1e-3
+"""By this share of itself each weight is moved in a round."""
+
+
+class Weights(nn.Module):
+    """An embedding of a tenth, and equal matrices."""
+
+    def __init__(self, elements: int, tensors: int) -> None:
+        super().__init__()
+        width = 64
+        rows = max(1, elements // width)
+        self.embedding = nn.Embedding(max(1, rows // 10), width)
+        rest = [(rows - rows // 10) // tensors] * tensors
+        rest[0] += rows - rows // 10 - sum(rest)
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width)) for n in rest)
+        for number, tensor in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                tensor.normal_(0.0, 0.02, generator=generator)
+
+    @torch.no_grad()
+    def move(self, factor: float) -> None:
+        """Stands for training."""
+        for tensor in self.parameters():
+            tensor.mul_(factor)
+
+
+class Party:
+    """One learner and what it is told."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.number: int = given["number"]
+        self.weights = Weights(given["params"], max(TENSORS, 2 * given["sync"]["fragments"]))
+        self.learner = Learner(
+            self.weights,
+            run=given["run"],
+            redis_url=given["url"],
+            learner_id=f"bench-{self.number}",
+            sync=SyncSettings(**given["sync"]),
+            leave_s=1.0,
+        )
+
+    def prepare(self) -> dict[str, Any]:
+        """Move the weights, each learner by something else."""
+        self.weights.move(1.0 - MOVED * (1 + self.number))
+        return {}
+
+    def round(self) -> dict[str, Any]:
+        """Publish what is due, wait until all of it has come back as the next version, adopt it."""
+        learner = self.learner
+        exchange, rounds = learner._exchange, learner._rounds
+        assert exchange is not None and rounds is not None  # noqa: S101, PT018  # within the learner's block
+        before = rounds._serial
+        while True:
+            began = time.monotonic()
+            learner.step(tokens=1000)
+            published = time.monotonic()
+            if rounds._serial > before:  # fragments that take turns are not due at every step
+                break
+        count = rounds._serial - before
+        while len(exchange.shared.adoptions) < count:
+            time.sleep(POLL_S)
+        arrived = time.monotonic()
+        learner.step(tokens=1000)
+        adopted = time.monotonic()
+        return {
+            "began": began,
+            "publish_s": published - began,
+            "arrived": arrived,
+            "adopt_s": adopted - arrived,
+            "adopted": adopted,
+            "fragments": count,
+        }
+
+
+def main() -> None:
+    """Join, answer until stdin ends."""
+    logs.configure("warning")
+    party = Party(json.loads(sys.argv[1]))
+    with party.learner:
+        print(json.dumps({"joined": True}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(getattr(party, line.strip())()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""`diloco bench`: the commands and their options. What they measure is in `bench`, loaded by that command alone."""
+
+import importlib
+import importlib.util
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.figures import Spread, check_files, show_machine, shown, table, write_json
+from bench.machine import describe
+from pipeline.errors import UsageError
+
+from .simulate_tables import whole
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Benchmarks on this machine: medians of several rounds, least and most, beside what the machine could do.",
+)
+
+Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
+Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
+Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
+Wire = Annotated[str, typer.Option(help="Element type of deltas on the wire: fp32 or bf16")]
+Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
+Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
+Url = Annotated[
+    str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
+]
+Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
+
+
+def _wire(name: str) -> str:
+    if name not in ("fp32", "bf16"):
+        raise UsageError(f"--wire {name}: fp32 or bf16")
+    return name
+
+
+def _count(text: str, option: str) -> int:
+    (found,) = whole(text, option)
+    return found
+
+
+def _pictures(plot: Path | None) -> ModuleType | None:
+    if plot is None:
+        return None
+    try:
+        return importlib.import_module("bench.pictures")
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'decoupled-diloco[run]'") from error
+
+
+def _learners(command: str) -> None:
+    """Whether torch is here, which learners need."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"`diloco bench {command}` needs torch: pip install 'decoupled-diloco[learner]'")
+
+
+def _report(console: Console, kind: str, given: Any, redis: str, found: dict[str, Any], **more: Any) -> dict[str, Any]:
+    machine = describe(redis)
+    show_machine(console, machine)
+    return {"benchmark": kind, "settings": asdict(given), "machine": machine, **more, **found}
+
+
+@app.command("end-to-end")
+def end_to_end(
+    params: Params = "10e6",
+    fragments: Fragments = 1,
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    momentum: Momentum = 0.0,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
+    ] = False,
+    rounds: Rounds = 5,
+    chunk_bytes: Chunk = 512 * 1024,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """From the last publish to the global adopted by all: real Redis, syncer and learners (which do not train).
+
+    redis_floor_ratio: the time over the floor of the same round: the same bytes through the same server by a C client,
+    and the merge's memory traffic at the speed of copies on all cores.
+
+    Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
+    """
+    console = Console()
+    check_files(json_file, plot)
+    _learners("end-to-end")
+    drawing, measuring = _pictures(plot), importlib.import_module("bench.end_to_end")
+    case = measuring.Case(
+        _count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes
+    )
+    measured, note = measuring.measure(case, console, redis_url, aof)
+    found: dict[str, Spread] = measured.spreads()
+    what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
+    title = f"End to end: {what}{', append-only file' if aof else ''}, {rounds} rounds"
+    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
+    console.print(f"floor: {note['floor_client']}", highlight=False)
+    report = _report(console, "end-to-end", case, note["redis_version"], found, aof=aof, **note)
+    write_json(json_file, report)
+    if drawing:
+        seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
+        drawing.bars({"seconds": {name: found[name] for name in seconds}}, title, plot)
+
+
+@app.command()
+def merge(
+    params: Annotated[str, typer.Option(metavar="N", help="Elements of the fragment")] = "8e6",
+    learners: Learners = 8,
+    wire: Wire = "bf16",
+    momentum: Momentum = 0.9,
+    rounds: Rounds = 7,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies."""
+    console = Console()
+    check_files(json_file, plot)
+    drawing, measuring = _pictures(plot), importlib.import_module("bench.merging")
+    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire), momentum, rounds)
+    found = measuring.measure(sizes, console)
+    title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
+    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
+    write_json(json_file, _report(console, "merge", sizes, "not used", found))
+    if drawing:
+        rates = {name: one for name, one in found.items() if name.endswith("gb_per_s")}
+        drawing.bars({"GB/s of deltas": rates}, title, plot)
+
+
+@app.command()
+def transport(
+    params: Annotated[str, typer.Option(metavar="N", help="fp32 elements of the payload")] = "12.5e6",
+    chunk_bytes: Chunk = 512 * 1024,
+    rounds: Rounds = 7,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
+    console = Console()
+    check_files(json_file, plot)
+    drawing, measuring = _pictures(plot), importlib.import_module("bench.transport")
+    payload = measuring.Payload(_count(params, "params"), chunk_bytes, rounds)
+    found, version = measuring.measure(payload, console, redis_url, aof)
+    title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
+    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
+    write_json(json_file, _report(console, "transport", payload, version, found, aof=aof))
+    if drawing:
+        drawing.bars({"GB/s": {name: one for name, one in found.items() if name.endswith("gb_s")}}, title, plot)
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help="tiny, small, base, medium or large (100M)")] = "large",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a training step")] = 128,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
+    compiled: Annotated[bool, typer.Option("--compile", help="Train a torch.compile'd model")] = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
+    console = Console()
+    check_files(json_file, plot)
+    _learners("step")
+    drawing, measuring = _pictures(plot), importlib.import_module("bench.stepping")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    given = measuring.Training(model, interval, fragments, _wire(wire), tokens, rounds, compiled)
+    found = measuring.measure(given, console, redis_url)
+    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {tokens} tokens a step"
+    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
+    write_json(json_file, _report(console, "step", given, "embedded" if redis_url is None else "given", found))
+    if drawing:
+        drawing.bars({"seconds a step": {name: found[name] for name in ("with_s", "without_s")}}, title, plot)
+
+
+@app.command()
+def window(
+    params: Params = "10e6",
+    fragments: Annotated[str, typer.Option(metavar="P,P,...", help="Numbers of fragments")] = "1,2,4,8,16,32",
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    rounds: Rounds = 5,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
+    console = Console()
+    check_files(json_file, plot)
+    _learners("window")
+    drawing, measuring = _pictures(plot), importlib.import_module("bench.windows")
+    counts = whole(fragments, "fragments")
+    given = measuring.Ladder(_count(params, "params"), counts, learners, _wire(wire), rounds)
+    found = measuring.measure(given, console, redis_url, aof)
+    title = f"Windows: {given.params / 1e6:g}M parameters, {learners} learners, {wire}"
+    rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
+    console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
+    version = "embedded" if redis_url is None else "given"
+    write_json(json_file, _report(console, "window", given, version, {"by_fragments": found}, aof=aof))
+    if drawing:
+        drawing.ladder(found, title, plot)
