@@ -16,6 +16,8 @@ import numpy.typing as npt
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
+from . import chunks
+from .buffers import take
 from .errors import BadMessage, BadPayload
 from .messages import Chunk, Committed, TapeRecord
 from .quantize import Quantized, wire_bytes
@@ -206,36 +208,50 @@ class PayloadReader:
         """All chunks are in and verified."""
         return self.received == self.expected
 
-    def feed(self, encoded: bytes) -> None:
+    def feed(self, encoded: bytes | memoryview) -> None:
         """Take the next chunk.
 
         Raises:
             BadPayload: out of order, of the wrong size, or corrupt.
         """
+        start = self.received * self._chunk_bytes
+        size = min(self._chunk_bytes, self._size - start)
+        found = None if self.complete else chunks.split(encoded, self.received, size)
+        data, digest, total = found or self._decoded(bytes(encoded), size)
+        if digest_of(data) != digest:
+            raise BadPayload(f"chunk {self.received} fails its digest")
+        if not self.received:
+            self._data = take(self._size)
+        self._data[start : start + size] = np.frombuffer(data, np.uint8)
+        self._total.update(digest)
+        self.received += 1
+        if self.complete and total != self._total.digest():
+            raise BadPayload("the payload fails its digest over all chunks")
+
+    def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
+        """Data, digest and total of a chunk that is written in another way than ours, or is not what is due."""
         try:
             chunk = decode(Chunk, encoded, self._chunk_bytes + CHUNK_EXTRA_BYTES)
         except BadMessage as error:
             raise BadPayload(str(error)) from error
-        start = self.received * self._chunk_bytes
-        size = min(self._chunk_bytes, self._size - start)
         if self.complete or chunk.index != self.received:
             raise BadPayload(f"chunk {chunk.index} came where {self.received} of {self.expected} was due")
         if len(chunk.data) != size:
             raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, the spec says {size}")
-        if digest_of(chunk.data) != chunk.digest:
-            raise BadPayload(f"chunk {chunk.index} fails its digest")
-        if not self.received:
-            self._data = np.empty(self._size, np.uint8)
-        self._data[start : start + size] = np.frombuffer(chunk.data, np.uint8)
-        self._total.update(chunk.digest)
-        self.received += 1
-        if self.complete and chunk.total != self._total.digest():
-            raise BadPayload("the payload fails its digest over all chunks")
+        return chunk.data, chunk.digest, chunk.total
 
     @property
     def digest(self) -> bytes:
         """The payload's digest, once complete."""
         return self._total.digest()
+
+    def so_far(self) -> npt.NDArray[Any]:
+        """What is here and verified: the first elements; none of a codec without an element type."""
+        if self._codec != "bf16" and self._codec != "fp32":
+            return np.empty(0, np.float32)
+        kind = DTYPES[self._codec]
+        whole = min(self.received * self._chunk_bytes, self._size) // kind.itemsize
+        return self._data[: whole * kind.itemsize].view(kind)
 
     def vector(self) -> Vector:
         """The flat vector (elements,), sharing the reader's memory.

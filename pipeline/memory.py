@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from . import stored
+from .chunks import Encoded, whole
 from .codec import decode, decode_tape, encode
 from .errors import (
     BadMessage,
@@ -187,7 +188,7 @@ class MemoryBus(MemoryShards):
         return await self._announce(keys.moments_claim, keys.moments_offer, offer.nonce, offer, ttl_s, *gone)
 
     # --- payloads --------------------------------------------------------------------------------
-    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         """Append chunks."""
         stored.check_chunks(first, chunks)
         await self._turn()
@@ -198,7 +199,7 @@ class MemoryBus(MemoryShards):
                 raise PayloadIncomplete(f"{key} has {have} chunks, so chunk {index} cannot be next")
             if index == have:
                 self.store.need_room()
-                self._xadd(key, chunk, (index + 1, 0))
+                self._xadd(key, whole(chunk), (index + 1, 0))
             if not kept:
                 self._expire(key, ttl_s)
 
@@ -209,7 +210,7 @@ class MemoryBus(MemoryShards):
 
     async def read_chunks(
         self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
-    ) -> list[bytes]:
+    ) -> list[bytes | memoryview]:
         """Chunks from an index on."""
         found = await self._read({key: f"{first}-0"}, limit, block_s)
         left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()

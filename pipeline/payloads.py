@@ -1,14 +1,18 @@
 """Whole payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
-from .codec import PayloadReader, encode_chunks
+from .chunks import Payload
+from .codec import PayloadReader, as_bytes
 from .errors import BadPayload
 from .ports import Bus, Staged
 from .wire import Codec
+
+Offload = Callable[..., Awaitable[Any]]
 
 PIECE_BYTES = 4 * 2**20
 """Bytes in flight at a time."""
@@ -40,34 +44,67 @@ async def pull(
 
 
 async def follow(
-    bus: Bus, key: str, elements: int, codec: Codec, chunk_bytes: int, heard: Callable[[], None]
+    bus: Bus,
+    key: str,
+    elements: int,
+    codec: Codec,
+    chunk_bytes: int,
+    heard: Callable[[], None],
+    offload: Offload,
+    look: Callable[[PayloadReader], None],
 ) -> PayloadReader:
     """Read a payload while it is being uploaded, however long that takes: the caller has the deadline.
 
-    `heard` is called whenever more of it has come.
+    Args:
+        bus, key, elements, codec, chunk_bytes: as `pull`.
+        heard: called whenever more of it has come.
+        offload: runs heavy work.
+        look: heavy work, at what has come so far.
 
     Raises:
         BadPayload: corrupt.
     """
     reader = PayloadReader(elements, codec, chunk_bytes)
-    while not reader.complete:
-        for chunk in await bus.read_chunks(key, reader.received, _piece(chunk_bytes), block_s=BLOCK_S):
+
+    def take(chunks: Sequence[bytes | memoryview]) -> None:
+        for chunk in chunks:
             reader.feed(chunk)
+            look(reader)
+
+    while not reader.complete:
+        chunks = await bus.read_chunks(key, reader.received, _piece(chunk_bytes), block_s=BLOCK_S)
+        if chunks:
+            await offload(take, chunks)
             heard()
     return reader
 
 
 async def push(bus: Bus, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:
     """Upload a flat array (elements,) under a fresh key; it expires unless a commit makes it stay."""
-    batch: list[bytes] = []
-    written = 0
-    for chunk in encode_chunks(array, chunk_bytes):
-        batch.append(chunk)
-        if len(batch) == _piece(chunk_bytes):
-            await bus.write_chunks(key, written, batch, ttl_s)
-            written += len(batch)
-            batch = []
-    if batch:
-        await bus.write_chunks(key, written, batch, ttl_s)
-        written += len(batch)
+    data = as_bytes(array)
+    payload = Payload(data, chunk_bytes)
+    written, piece = 0, _piece(chunk_bytes)
+    while written < payload.chunks:
+        payload.written((written + piece) * chunk_bytes if written + piece < payload.chunks else len(data))
+        written = await _write(bus, key, payload, written, ttl_s, piece)
     return Staged(key, written)
+
+
+async def push_growing(
+    bus: Bus, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
+) -> Staged:
+    """As `push`, of a payload that is still being written; `more` is set whenever more of it is."""
+    written, piece = 0, _piece(chunk_bytes)
+    while written < payload.chunks:
+        more.clear()
+        if payload.ready < min(written + piece, payload.chunks):
+            await more.wait()
+        else:
+            written = await _write(bus, key, payload, written, ttl_s, piece)
+    return Staged(key, written)
+
+
+async def _write(bus: Bus, key: str, payload: Payload, first: int, ttl_s: float, piece: int) -> int:
+    batch = [payload.encoded(index) for index in range(first, min(first + piece, payload.chunks))]
+    await bus.write_chunks(key, first, batch, ttl_s)
+    return first + len(batch)

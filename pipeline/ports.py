@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .chunks import Encoded
 from .keys import RunKeys
 from .messages import (
     ClaimedShard,
@@ -250,7 +251,7 @@ class Bus(Protocol):
         ...
 
     # --- payloads --------------------------------------------------------------------------------
-    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         """Append encoded chunks `first`, `first`+1 ... in one bounded pipeline and (re)set the expiry.
 
         A chunk that is already there is left as it is, so that a retry after `BusUnavailable` or `BusFull` (the
@@ -267,7 +268,7 @@ class Bus(Protocol):
 
     async def read_chunks(
         self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
-    ) -> list[bytes]:
+    ) -> list[bytes | memoryview]:
         """Chunks from index `first` on, at most `limit`; waits up to `block_s` for the first of them.
 
         extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).

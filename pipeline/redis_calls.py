@@ -21,7 +21,8 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from . import stored
+from . import redis_bulk, stored
+from .chunks import ChunkParts, whole
 from .errors import (
     BadMessage,
     BusError,
@@ -366,18 +367,43 @@ class RedisCalls:
         return replies
 
     async def scripts(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> None:
-        """Run a script many times, as (keys, arguments), in one pipeline on the bulk lane."""
+        """Run a script many times, as (keys, arguments), in one round trip on the bulk lane."""
         code = script(name)
         commands: list[tuple[Any, ...]] = []
         for keys, args in calls:
             stored.one_slot(keys)
             commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
-        replies = await self.pipeline("bulk", BULK_S, commands)
+        replies = await self._bulk(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self.load_scripts()
-            replies = await self.pipeline("bulk", BULK_S, commands)
+            replies = await self._bulk(commands)
         for reply in replies:
             self.answer(reply)
+
+    async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `pipeline`, for commands with encoded chunks among their arguments."""
+        if self.cluster:  # where the library has to find the node
+            joined = [[whole(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            return await self.pipeline("bulk", BULK_S, joined)
+        async with self.call("bulk", BULK_S) as client:
+            return await redis_bulk.send(client, commands)
+
+    async def read_payload(self, key: str, after: str, limit: int, block_s: float) -> list[bytes | memoryview]:
+        """As `read` of one key with large values: these alone, perhaps in memory that nobody else has."""
+        if self.cluster:
+            found = await self.read({key: after}, limit, block_s, "bulk")
+            return [data for _, entries in found for _, data in entries]
+        command, lane = self._xread({key: after}, limit, block_s, "bulk")
+        async with self.call(lane, BULK_S + block_s) as client:
+            key_then_entries = await redis_bulk.receive(client, command)
+        return list(key_then_entries[3::3])  # id, field, value
+
+    @staticmethod
+    def _xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
+        """The command, and the lane it belongs to."""
+        block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
+        command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
+        return command, "blocking" if block else lane
 
     async def read(
         self, cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane = "control"
@@ -387,10 +413,9 @@ class RedisCalls:
             stored.entry_id(cursor)
         if self.cluster and len(slots := stored.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s)
-        block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
-        command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
-        async with self.call("blocking" if block else lane, limit_s + block_s) as client:
+        command, lane = self._xread(cursors, limit, block_s, lane)
+        async with self.call(lane, limit_s + block_s) as client:
             if isinstance(client, RedisCluster):
                 await client.initialize()
                 node = client.get_node_from_key(next(iter(cursors)))

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from . import stored
+from .chunks import Encoded
 from .codec import decode, decode_tape, encode
 from .errors import BusUnavailable, NotPermitted, UsageError
 from .keys import RunKeys
@@ -168,7 +169,7 @@ class RedisBus:
         return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]
 
     # --- payloads --------------------------------------------------------------------------------
-    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         """Append chunks."""
         stored.check_chunks(first, chunks)
         calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
@@ -180,13 +181,12 @@ class RedisBus:
 
     async def read_chunks(
         self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
-    ) -> list[bytes]:
+    ) -> list[bytes | memoryview]:
         """Chunks from an index on."""
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
-        found = await self._redis.read({key: f"{first}-0"}, limit, block_s, "bulk")
-        return [data for _, entries in found for _, data in entries]
+        return await self._redis.read_payload(key, f"{first}-0", limit, block_s)
 
     # --- fragments: learners ---------------------------------------------------------------------
     async def offer(self, header: DeltaHeader) -> str:

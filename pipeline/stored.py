@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from .chunks import Encoded
 from .codec import decode, encode
 from .errors import BadMessage, BusError
 from .messages import (
@@ -257,7 +258,7 @@ def entry_id(text: str) -> tuple[int, int]:
     return int(ms), int(seq or 0)
 
 
-def check_chunks(first: int, chunks: Sequence[bytes]) -> None:
+def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
     """Arguments of `write_chunks`.
 
     Raises:

@@ -5,7 +5,7 @@ makes it so. A refused commit therefore leaves the state as it was.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.codec import Vector, as_bytes, payload_digest
+from pipeline.buffers import take
+from pipeline.chunks import Payload
+from pipeline.codec import Vector, as_bytes
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
-from .merge import Float64, Reduced, delta_norms, merge, merge_weights
-from .outer import nesterov_step
+from .merge import Float64, Reduced, merge, merge_weights
+from .outer import NesterovStep
 from .window import Offer
 
 Array = npt.NDArray[Any]
@@ -62,6 +64,31 @@ class Merged:
     """As `merge.Reduced`."""
 
 
+class Room:
+    """Memory for the values and the momentum after an outer step, and the digests of what is there already.
+
+    theta, momentum: (elements,) float32, written from front to back; momentum is None for plain SGD.
+    """
+
+    def __init__(self, elements: int, sync: SyncSpec, version: int) -> None:
+        """version: of the base."""
+        self.theta = take(elements, np.float32)
+        self.payload = Payload(as_bytes(self.theta), sync.chunk_bytes)
+        self.momentum = take(elements, np.float32) if outer_at(sync, version)[1] > 0 else None
+        self.momentum_payload = None
+        if self.momentum is not None:
+            self.momentum_payload = Payload(as_bytes(self.momentum), sync.chunk_bytes)
+        self.more: Callable[[], object] = lambda: None
+        """Called after each block."""
+
+    def written(self, stop: int) -> None:
+        """All elements before `stop` are as they will be."""
+        self.payload.written(self.theta.itemsize * stop)
+        if self.momentum_payload is not None:
+            self.momentum_payload.written(self.theta.itemsize * stop)
+        self.more()
+
+
 class Stepped(NamedTuple):
     """Values and momentum after an outer step, and what its merge measured."""
 
@@ -80,8 +107,9 @@ def outer_step(
     norms: Sequence[Float64],
     weights: Float64,
     recorded: Float64 | None = None,
+    room: Room | None = None,
 ) -> Stepped:
-    """Merge and take the outer step, on copies: `theta` and `momentum` stay as they are (paper: RDA, outer optimizer).
+    """Merge and take the outer step, in new memory: `theta` and `momentum` stay (paper: RDA, outer optimizer).
 
     Args:
         layout, deltas, norms, weights, recorded: as `merge.merge`.
@@ -89,19 +117,19 @@ def outer_step(
         version: of the base, on which they may depend.
         theta: (elements,) values at the base.
         momentum: (elements,), or None while all zero.
+        room: where to, if that is here already.
     """
-    pseudogradient = np.empty_like(theta)
-    reduced = merge(layout, deltas, norms, weights, pseudogradient, recorded)
-    theta = theta.copy()
+    into = room or Room(layout.elements, sync, version)
     lr, mu = outer_at(sync, version)
-    if mu == 0:  # none is gathered while it has no say: the first step with momentum is as the first of a run
-        momentum = None
-    elif momentum is None:
-        momentum = np.zeros_like(theta)
-    else:
-        momentum = momentum.copy()
-    nesterov_step(theta, momentum, pseudogradient, lr, mu)
-    return Stepped(theta, momentum, reduced)
+    # None is gathered while it has no say: the first step with momentum is as the first of a run.
+    step = NesterovStep(theta, momentum if mu else None, into.theta, into.momentum, lr, mu)
+
+    def finish(start: int, stop: int) -> None:
+        step.block(start, stop)
+        into.written(stop)
+
+    reduced = merge(layout, deltas, norms, weights, into.theta, recorded, finish)
+    return Stepped(into.theta, into.momentum, reduced)
 
 
 class FragmentState:
@@ -127,9 +155,9 @@ class FragmentState:
         self.momentum = momentum
         self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
 
-    def judge(self, offer: Offer, values: Vector) -> Delta | tuple[RefusalReason, str]:
-        """A downloaded delta, or why it is refused. Computes the norms itself: a peer's word is not taken."""
-        delta = Delta(offer, values, delta_norms(self.layout, values))
+    def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
+        """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""
+        delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
         if len(self._norms) >= NORMS_NEEDED:
@@ -141,17 +169,21 @@ class FragmentState:
             return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}, {of} is {usual:.3g}"
         return delta
 
-    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase]) -> Merged:
+    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
 
         Args:
             deltas: M_t, in the order in which they are summed.
             before: the head's record of merged bases.
+            room: memory for the outcome.
         """
+        room = room or Room(self.layout.elements, self.sync, self.version)
         headers = [d.offer.header for d in deltas]
         weights = merge_weights([(h.steps, h.tokens) for h in headers])
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        stepped = outer_step(self.layout, self.sync, self.version, self.theta, self.momentum, values, norms, weights)
+        stepped = outer_step(
+            self.layout, self.sync, self.version, self.theta, self.momentum, values, norms, weights, room=room
+        )
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
@@ -161,7 +193,7 @@ class FragmentState:
             )
         return Merged(
             version=version,
-            digest=payload_digest(as_bytes(stepped.theta), self.sync.chunk_bytes),
+            digest=room.payload.digest,
             theta=stepped.theta,
             momentum=stepped.momentum,
             contributions=tuple(

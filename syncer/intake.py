@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
+from pipeline.codec import PayloadReader
 from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import RefusalReason, SyncSpec
@@ -16,12 +17,15 @@ from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
 
 from .fragment import Delta
+from .merge import DeltaNorms, Float64
 from .uploads import UploadEstimator
 from .window import Offer
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
+Judge = Callable[[Offer, Any, Float64], Outcome]
+"""As `FragmentState.judge`."""
 
 RETRY_S = 0.2
 
@@ -47,7 +51,7 @@ class Intake:
         """How long the uploads of a fixed set may take, from measured transfer times."""
         return self._uploads.upload_s
 
-    def start(self, offers: Iterable[Offer], judge: Callable[[Offer, Any], Outcome]) -> None:
+    def start(self, offers: Iterable[Offer], judge: Judge) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
         for offer in offers:
             if offer.entry_id in self.deltas:
@@ -96,7 +100,7 @@ class Intake:
         self.deltas.clear()
         self.outcomes.clear()
 
-    async def _download(self, offer: Offer, judge: Callable[[Offer, Any], Outcome]) -> None:
+    async def _download(self, offer: Offer, judge: Judge) -> None:
         h, sync, began = offer.header, self._sync, self._clock.now()
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
@@ -105,10 +109,24 @@ class Intake:
             self._heard[offer.entry_id] = self._clock.now()
 
         while True:
+            norms = DeltaNorms(self._layout)
+
+            def look(reader: PayloadReader, norms: DeltaNorms = norms) -> None:
+                norms.advance(reader.so_far())
+
             try:
-                reader = await follow(self._bus, key, self._layout.elements, sync.codec, sync.chunk_bytes, heard)
+                reader = await follow(
+                    self._bus,
+                    key,
+                    self._layout.elements,
+                    sync.codec,
+                    sync.chunk_bytes,
+                    heard,
+                    self._offload,
+                    look,
+                )
                 self._heard[offer.entry_id] = math.inf
-                outcome = await self._offload(judge, offer, reader.vector())
+                outcome = await self._offload(self._judged, judge, offer, reader, norms)
                 self._uploads.took(self._clock.now() - began)
                 break
             except BadPayload as error:
@@ -119,3 +137,10 @@ class Intake:
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
+
+    @staticmethod
+    def _judged(judge: Judge, offer: Offer, reader: PayloadReader, norms: DeltaNorms) -> Outcome:
+        """Heavy work: what could not be looked at while it came, and the judgement."""
+        values = reader.vector()
+        norms.advance(values)
+        return judge(offer, values, norms.norms())

@@ -9,7 +9,7 @@ bits on every machine. A reduction (a length) sums in an order that the machine'
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,23 +68,45 @@ def _squares(block: Float32) -> float:
     return float(np.dot(wide, wide))
 
 
-def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
-    """L2 norm (tensors,) of each tensor of a delta (elements,) in any codec.
+class DeltaNorms:
+    """L2 norm of each tensor of a delta that comes from front to back: each block is looked at as soon as it is whole.
 
-    A tensor with a NaN or an infinity has a non-finite norm.
+    A tensor with a NaN or an infinity has a non-finite norm. What comes at a time does not change any sum.
     """
-    scratch = np.empty(BLOCK, np.float32)
-    norms = np.zeros(len(layout.slots), np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for t, slot in enumerate(layout.slots):
-            total = 0.0
-            for start in range(slot.start, slot.stop, BLOCK):
-                stop = min(start + BLOCK, slot.stop)
-                block = scratch[: stop - start]
-                np.copyto(block, delta[start:stop])
-                total += _squares(block)
-            norms[t] = math.sqrt(total) if total >= 0 else math.nan
-    return norms
+
+    def __init__(self, layout: FragmentLayout) -> None:
+        self._slots = layout.slots
+        self._squares = np.zeros(len(layout.slots), np.float64)
+        self._tensor = self._at = 0
+        self._scratch = np.empty(BLOCK, np.float32)
+
+    def advance(self, delta: Vector) -> None:
+        """delta: what is here by now, from the first element on, in any codec."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            while self._tensor < len(self._slots):
+                slot = self._slots[self._tensor]
+                start, stop = self._at, min(self._at + BLOCK, slot.stop)
+                if stop > len(delta):
+                    return
+                if start < stop:
+                    block = self._scratch[: stop - start]
+                    np.copyto(block, delta[start:stop])
+                    self._squares[self._tensor] += _squares(block)
+                self._at = stop
+                self._tensor += stop == slot.stop
+
+    def norms(self) -> Float64:
+        """(tensors,), once all of the delta was here."""
+        with np.errstate(invalid="ignore"):
+            found: Float64 = np.sqrt(self._squares)
+        return found
+
+
+def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
+    """L2 norm (tensors,) of each tensor of a whole delta (elements,); see `DeltaNorms`."""
+    norms = DeltaNorms(layout)
+    norms.advance(delta)
+    return norms.norms()
 
 
 def _sum(deltas: Sequence[Array], factors: Sequence[float], out: Float32, scratch: Float32) -> None:
@@ -105,6 +127,7 @@ def merge(
     weights: Float64,
     out: Float32,
     recorded: Float64 | None = None,
+    finish: Callable[[int, int], None] | None = None,
 ) -> Reduced:
     """Merge deltas of one fragment into its pseudogradient, each tensor by its rule (paper, RDA).
 
@@ -119,6 +142,8 @@ def merge(
         weights: (contributions,), sum 1.
         out: (elements,) float32, overwritten with the pseudogradient.
         recorded: directions of an earlier merge to scale by, instead of those measured here; for a replay.
+        finish: called with (start, stop) of each block of `out` once it is what it will be, from front to back; it is
+            in the cache then, and may be overwritten.
     """
     scratch = np.empty(BLOCK, np.float32)
     total = 0.0
@@ -130,7 +155,7 @@ def merge(
             (float(w) / length if length > _NO_DIRECTION else 0.0) if by_direction else float(w)
             for w, length in zip(weights, lengths, strict=True)
         ]
-        squares = 0.0
+        squares, factor = 0.0, 1.0
         for start in range(slot.start, slot.stop, BLOCK):
             stop = min(start + BLOCK, slot.stop)
             block = out[start:stop]
@@ -141,8 +166,13 @@ def merge(
             direction = float(directions[t] if recorded is None else recorded[t])
             mean_length = math.fsum(float(w) * length for w, length in zip(weights, lengths, strict=True))
             factor = mean_length / direction if direction > _CANCELLED else 0.0
-            tensor = out[slot.start : slot.stop]
-            np.multiply(tensor, factor, out=tensor)
             squares *= factor * factor
         total += squares
+        for start in range(slot.start, slot.stop, BLOCK):
+            stop = min(start + BLOCK, slot.stop)
+            block = out[start:stop]
+            if by_direction:
+                np.multiply(block, factor, out=block)
+            if finish is not None:
+                finish(start, stop)
     return Reduced(math.sqrt(total), directions)

@@ -21,7 +21,7 @@ from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
 from .doubts import Doubts
-from .fragment import Delta, FragmentState, Merged
+from .fragment import Delta, FragmentState, Merged, Room
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
@@ -387,13 +387,15 @@ class FragmentOwner:
         began = self._clock.now()
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
-        merged: Merged = await self._offload(fragment.merge, deltas, head.merged)
-        if self._recorder is not None:
-            await self._offload(self._recorder.merge, fragment, deltas, merged)
-        payload = await self._staging.stage("global", merged.version, merged.theta)
-        momentum = None
-        if merged.momentum is not None:
-            momentum = await self._staging.stage("momentum", merged.version, merged.momentum)
+        room = Room(self._layout.elements, self._spec.sync, fragment.version)
+
+        async def merging() -> Merged:
+            merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)
+            if self._recorder is not None:
+                await self._offload(self._recorder.merge, fragment, deltas, merged)
+            return merged
+
+        merged, payload, momentum = await self._staging.stage(fragment.version + 1, room, merging())
         now = self._clock.now()
         opened, quorum, fixed = (
             t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)

@@ -1,11 +1,16 @@
 """Payloads of one fragment on the bus: staged for a commit, and replaced ones until they must go. asyncio."""
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from pipeline.payloads import push
+from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock, Staged
+
+from .fragment import Room
+
+T = TypeVar("T")
 
 STAGED_TTL_S = 120.0
 """A payload staged for a commit that never came is gone after this."""
@@ -25,15 +30,36 @@ class Staging:
         self._chunk_bytes, self._random_hex = chunk_bytes, random_hex
         self._replaced: deque[tuple[str, float, int]] = deque()
 
-    async def stage(self, kind: str, version: int, values: Any) -> Staged:
-        """Upload a flat array (elements,) under a fresh key; it expires unless a commit makes it stay.
+    async def stage(self, version: int, room: Room, merging: Coroutine[Any, Any, T]) -> tuple[T, Staged, Staged | None]:
+        """Upload what a merge makes while it makes the rest, under fresh keys; they expire unless a commit keeps them.
 
-        kind: "global" or "momentum".
+        Args:
+            version: that it will be.
+            room: what `merging` writes to.
+            merging: the work.
+
+        Returns:
+            What `merging` returned; the values; the momentum, if there is any.
         """
-        keys = self._bus.keys
-        name = keys.global_payload if kind == "global" else keys.momentum_payload
-        key = name(self._p, version, self._random_hex(8))
-        return await push(self._bus, key, values, self._chunk_bytes, STAGED_TTL_S)
+        keys, loop = self._bus.keys, asyncio.get_running_loop()
+        uploads = [(room.payload, keys.global_payload)]
+        if room.momentum_payload is not None:
+            uploads.append((room.momentum_payload, keys.momentum_payload))
+        events = [asyncio.Event() for _ in uploads]
+        room.more = lambda: loop.call_soon_threadsafe(_set, events)
+        tasks = []
+        for (payload, name), more in zip(uploads, events, strict=True):
+            key = name(self._p, version, self._random_hex(8))
+            pushing = push_growing(self._bus, key, payload, self._chunk_bytes, STAGED_TTL_S, more)
+            tasks.append(asyncio.create_task(pushing))
+        try:
+            merged = await merging
+            values, *momentum = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return merged, values, momentum[0] if momentum else None
 
     def retire(self, replaced: str, nbytes: int) -> tuple[str, ...]:
         """Replaced globals that must go before their time, oldest first (byte cap)."""
@@ -45,3 +71,8 @@ class Staging:
         while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
             retired.append(self._replaced.popleft()[0])
         return tuple(retired)
+
+
+def _set(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

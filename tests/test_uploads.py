@@ -27,7 +27,7 @@ def intake_on(bus: Bus, clock: VirtualClock) -> Intake:
     return Intake(bus, clock, FRAGMENT, samples.sync_spec(), asyncio.Event(), inline)
 
 
-def sound(offer: Offer, values: Any) -> Delta:
+def sound(offer: Offer, values: Any, _: Any) -> Delta:
     return Delta(offer, values, np.ones(len(FRAGMENT.slots)))
 
 

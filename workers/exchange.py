@@ -19,6 +19,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec, quantize
+from pipeline.buffers import take
 from pipeline.errors import (
     BadPayload,
     BusError,
@@ -62,6 +63,8 @@ INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
+BLOCK = 128 * 1024
+"""Elements encoded at a time."""
 LOOK_FOR_SYNCERS_S = 10.0
 
 
@@ -211,8 +214,8 @@ class Exchange:
     def stepped(self, publications: Iterable[tuple[Publication, Callable[[], Float32]]], adopted: bool) -> None:
         """An inner step is done: queue its deltas; if fragments were adopted, others learn of it soon.
 
-        With each delta comes a function that gives the fragment's flat float32 vector (elements,) as it was then; it
-        may wait for a device.
+        With each delta comes a function that gives the fragment's flat float32 vector (elements,) as it was then, to be
+        overwritten; it may wait for a device.
         """
         for item in publications:
             base = item[0].base
@@ -473,12 +476,23 @@ def encode_delta(
 ) -> tuple[npt.NDArray[Any], Float32 | None]:
     """The pseudogradient, base minus current, as it travels; with (elements,) what is lost of it, where that is kept.
 
-    residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
+    Args:
+        base: (elements,) what it is measured from.
+        values: gives the current ones (elements,), which may be overwritten.
+        kind: how it travels.
+        residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
     """
     now = values()
-    if kind == "bf16" or kind == "fp32":
-        return np.subtract(base, now).astype(codec.DTYPES[kind], copy=False), None
-    encoding, error = quantize.Encoding(len(base), kind), np.empty_like(base)
+    if kind == "fp32":
+        return np.subtract(base, now, out=now), None
+    if kind == "bf16":
+        delta = take(len(base), codec.DTYPES[kind])
+        for start in range(0, len(base), BLOCK):  # so that the difference stays in the cache until it is converted
+            block = slice(start, start + BLOCK)
+            np.subtract(base[block], now[block], out=now[block])
+            np.copyto(delta[block], now[block], casting="same_kind")
+        return delta, None
+    encoding, error = quantize.Encoding(len(base), kind), take(len(base), np.float32)
     for start in range(0, len(base), quantize.GROUP):  # what is worked on stays in the cache
         piece = slice(start, start + quantize.GROUP)
         np.subtract(base[piece], now[piece], out=error[piece])

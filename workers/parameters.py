@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pipeline.buffers import take
 from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
@@ -125,7 +126,7 @@ class FragmentTensors:
         """
         layout = self._layout.fragments[p]
         if self._plain:
-            values = np.empty(layout.elements, np.float32)
+            values = take(layout.elements, np.float32)
             raw = as_bytes(values)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
                 raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)

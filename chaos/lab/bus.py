@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from pipeline.chunks import Encoded, size
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.ports import Clock
 
@@ -22,19 +23,19 @@ class LabBus(MemoryBus):
             await asyncio.sleep(self._latency_s)
         await super()._turn()
 
-    async def write_chunks(self, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         """They arrive together, when the last one is there."""
         await self._transfer(chunks)
         await super().write_chunks(key, first, chunks, ttl_s)
 
     async def read_chunks(
         self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
-    ) -> list[bytes]:
+    ) -> list[bytes | memoryview]:
         """They are there when the last one is."""
         chunks = await super().read_chunks(key, first, limit, block_s, extend_s)
         await self._transfer(chunks)
         return chunks
 
-    async def _transfer(self, chunks: Sequence[bytes]) -> None:
+    async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
         if self._byte_s and chunks:
-            await asyncio.sleep(self._byte_s * sum(map(len, chunks)))
+            await asyncio.sleep(self._byte_s * sum(map(size, chunks)))

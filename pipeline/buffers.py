@@ -1,0 +1,75 @@
+"""Large arrays whose memory is used again as soon as nobody refers to them.
+
+Fresh memory costs as much as the work done in it: the kernel clears each page when it is first touched. A fragment goes
+through arrays of a few sizes over and over, so what one round leaves is what the next one takes. Nobody gives anything
+back: an array's memory is free once the array, and all that views it, are gone. No more is held than a quarter above
+what was ever in use at once: before new memory is made, free memory is let go of, oldest first.
+"""
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+LEAST_BYTES = 2**20
+"""Smaller arrays are left to the allocator."""
+ROOM = 1.25
+"""Free memory is taken for anything down to its size over this; and as much is held over the most that was in use."""
+
+
+class Buffers:
+    """A pool; any thread may take from it."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._back: deque[Bytes] = deque()
+        """Filled by finalizers, which may run anywhere, so without a lock."""
+        self._lock = threading.Lock()
+        self._held = self._most_used = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Held, and in nobody's use."""
+        return sum(raw.nbytes for raw in (*self._free, *self._back))
+
+    def take(self, nbytes: int) -> Bytes:
+        """An array (nbytes,) of uint8 with anything in it."""
+        if nbytes < LEAST_BYTES:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            while self._back:
+                self._free.append(self._back.popleft())
+            raw = self._fitting(nbytes)
+            if raw is None:
+                raw = np.empty(nbytes, np.uint8)
+                self._held += nbytes
+            self._most_used = max(self._most_used, self._held - sum(free.nbytes for free in self._free))
+        # Its base is no array: so numpy keeps this very object alive for every view of it.
+        handed: Bytes = np.frombuffer(memoryview(raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # as its stubs say
+        weakref.finalize(handed, self._back.append, raw).atexit = False
+        return handed
+
+    def _fitting(self, nbytes: int) -> Bytes | None:
+        """The smallest free one that will do; else lets go of what would be held in excess with a new one."""
+        fitting = [(raw.nbytes, at) for at, raw in enumerate(self._free) if nbytes <= raw.nbytes <= ROOM * nbytes]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        used = self._held - sum(raw.nbytes for raw in self._free)
+        while self._free and self._held + nbytes > ROOM * max(self._most_used, used + nbytes):
+            self._held -= self._free.pop(0).nbytes
+        return None
+
+
+_buffers = Buffers()
+"""Of this process, as the allocator is."""
+
+
+def take(elements: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """An array (elements,) with anything in it, as `np.empty`."""
+    kind = np.dtype(dtype)
+    return _buffers.take(elements * kind.itemsize).view(kind)
