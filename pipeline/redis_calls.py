@@ -51,6 +51,8 @@ BULK_S = 60.0
 _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
+_THERE = re.compile("equal or smaller than the target stream top item")
+"""How XADD refuses an id that is there, or was passed."""
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
 _REMEDIES = {
     "OOM": "its memory is full: raise its maxmemory",
@@ -366,10 +368,19 @@ class RedisCalls:
                 raise translate(reply, self._where) from reply
         return replies
 
-    async def scripts(self, name: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> None:
-        """Run a script many times, as (keys, arguments), in one round trip on the bulk lane."""
+    async def scripts(
+        self,
+        name: str,
+        calls: Sequence[tuple[Sequence[str], Sequence[Any]]],
+        before: Iterable[tuple[Any, ...]] = (),
+    ) -> None:
+        """Run a script many times, as (keys, arguments), in one round trip on the bulk lane.
+
+        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
+        """
         code = script(name)
-        commands: list[tuple[Any, ...]] = []
+        commands = list(before)
+        plain = len(commands)
         for keys, args in calls:
             stored.one_slot(keys)
             commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
@@ -377,7 +388,10 @@ class RedisCalls:
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self.load_scripts()
             replies = await self._bulk(commands)
-        for reply in replies:
+        for reply in replies[:plain]:
+            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
+                raise translate(reply, self._where) from reply
+        for reply in replies[plain:]:
             self.answer(reply)
 
     async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from pipeline.chunks import Encoded, Payload, whole
 from pipeline.codec import encode
 from pipeline.errors import (
     BadMessage,
@@ -169,6 +170,46 @@ async def test_a_payload_never_has_a_hole(bus: Bus) -> None:
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(key, 2, [b"c"], 10)
     assert await bus.count_chunks(key) == 0
+
+
+def large(count: int, size: int = 100_000) -> list[Encoded]:
+    """Encoded chunks of a payload that are large enough to travel in parts."""
+    payload = Payload(memoryview(bytes(range(256)) * (count * size // 256)), size)
+    payload.written(count * size)
+    return [payload.encoded(i) for i in range(count)]
+
+
+async def test_large_chunks_are_read_as_they_were_written_and_writing_them_again_is_harmless(bus: Bus) -> None:
+    """They travel in parts, and not all of them through a script."""
+    key, chunks = bus.keys.delta_payload(0, "l0", "0" * 8, 0), large(12)
+    await bus.write_chunks(key, 0, chunks[:5], 10)
+    await bus.write_chunks(key, 2, chunks[2:9], 10)
+    await bus.write_chunks(key, 0, [bytes(100), *chunks[1:4]], 10)
+    await bus.write_chunks(key, 9, chunks[9:], 10)
+    await bus.write_chunks(key, 0, chunks, 10)
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole(chunk) for chunk in chunks]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole(chunk) for chunk in chunks[7:9]]
+
+
+async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Backdoor) -> None:
+    """Nor is one that has expired made anew from its middle, or one that a commit made stay longer."""
+    key, chunks = bus.keys.delta_payload(0, "l0", "0" * 8, 0), large(8)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(key, 2, chunks[2:], 10)
+    assert await bus.count_chunks(key) == 0
+    await bus.write_chunks(key, 0, chunks[:3], 10)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(key, 4, chunks[4:], 10)
+    assert await bus.count_chunks(key) == 3
+    assert 5 < (backdoor.ttl_s(key) or 0) <= 10
+    await head_of(bus)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    before = await bus.read_chunks(head.payload, 0, 100)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(head.payload, len(before), chunks[:4], 1)
+    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert backdoor.ttl_s(head.payload) is None
 
 
 async def test_an_abandoned_payload_expires(bus: Bus) -> None:
