@@ -140,10 +140,11 @@ async def through_redis(
     learner, syncer = [await connect(url, RUN) for url in urls]
     key = learner.keys.initial_payload(0, "codec")
     try:
+        snapshot = values.copy()  # encoding may overwrite it
         began = time.perf_counter()
 
         async def send() -> None:
-            delta, _ = await asyncio.to_thread(encode_delta, base, lambda: values, codec, residual)
+            delta, _ = await asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual)
             await push(learner, key, delta, CHUNK_BYTES, TTL_S)
 
         async def take() -> None:

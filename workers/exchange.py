@@ -366,10 +366,13 @@ class Exchange:
         while True:
             self._header_wake.clear()
             while self._headers:
-                item = self._headers.pop(next(iter(self._headers)))
-                await self._retry(self._send_header, item[0])
-                self._uploads.put_nowait(item)
+                await self._offer_one(self._headers.pop(next(iter(self._headers))))
             await self._header_wake.wait()
+
+    async def _offer_one(self, item: tuple[Publication, Callable[[], Float32]]) -> None:
+        """A call of its own, as `_upload_one`."""
+        await self._retry(self._send_header, item[0])
+        self._uploads.put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
         assert self._spec is not None and self._layout is not None  # noqa: S101, PT018  # set by join
@@ -393,21 +396,23 @@ class Exchange:
         await self._bus.offer(header)
 
     async def _upload(self) -> None:
-        assert self._spec is not None  # noqa: S101  # set by join
-        sync = self._spec.sync
         while True:
-            publication, values = await self._uploads.get()
-            base = publication.base
-            if self._wants(publication):
-                residual = self._feedback.residual(base.fragment)
-                delta, error = await self._offload(encode_delta, base.values, values, sync.codec, residual)
-                if error is not None:
-                    self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
-                key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
-                await self._push_while_wanted(publication, key, delta)
+            await self._upload_one(*await self._uploads.get())
             self._unsent -= 1
             if not self._unsent:
                 self._idle.set()
+
+    async def _upload_one(self, publication: Publication, values: Callable[[], Float32]) -> None:
+        """A call of its own, so that nothing of it is held while the next one is waited for."""
+        assert self._spec is not None  # noqa: S101  # set by join
+        sync, base = self._spec.sync, publication.base
+        if self._wants(publication):
+            residual = self._feedback.residual(base.fragment)
+            delta, error = await self._offload(encode_delta, base.values, values, sync.codec, residual)
+            if error is not None:
+                self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
+            key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
+            await self._push_while_wanted(publication, key, delta)
 
     def _wants(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
