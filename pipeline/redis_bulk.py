@@ -104,7 +104,7 @@ class Reply(asyncio.BufferedProtocol):
         self.lost = False
         self._usual = usual
         self._room = memoryview(take(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
-        self._filled = self._at = 0
+        self._filled = self._at = self._needed = 0
         self._due = 1
         """Values not yet seen."""
         self._strings: list[tuple[int, int]] = []
@@ -131,7 +131,8 @@ class Reply(asyncio.BufferedProtocol):
         """So much has come."""
         self._filled += nbytes
         try:
-            self._look()
+            if self._filled >= self._needed:
+                self._look()
         except ValueError as error:  # int() of something else: no Redis speaks so
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
 
@@ -163,6 +164,7 @@ class Reply(asyncio.BufferedProtocol):
             elif kind == b"$":
                 size = int(text)
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
+                self._needed = stop
                 if stop > self._filled:
                     if stop > len(self._room):
                         self._grow(stop + _LEAST_ROOM)
