@@ -62,7 +62,7 @@ class Work:
 
     def step(self) -> Any:
         """Merge and outer step, as the syncer makes them."""
-        return outer_step(self.layout, self.sync, self.theta, self.momentum, self.deltas, self.norms, self.weights)
+        return outer_step(self.layout, self.sync, 1, self.theta, self.momentum, self.deltas, self.norms, self.weights)
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""
