@@ -4,6 +4,7 @@ Beside each round the floor is measured: the same bytes through the same server 
 server has one thread), and a merge's memory traffic at the speed of copies on all cores.
 """
 
+import asyncio
 import json
 import os
 import secrets
@@ -22,6 +23,9 @@ from rich.console import Console
 from pipeline import lifecycle
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
+from pipeline.messages import Committed
+from pipeline.ports import START
+from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
 
 from . import floor
@@ -95,7 +99,7 @@ class Case:
 
 @dataclass(slots=True)
 class Measured:
-    """One entry a round in each list."""
+    """One entry a round in each list; of what is on the tape, one a commit."""
 
     publish_to_adopted_s: list[float] = field(default_factory=list)
     trainer_blocked_s: list[float] = field(default_factory=list)
@@ -106,6 +110,10 @@ class Measured:
     learner_cpu_s: list[float] = field(default_factory=list)
     learner_rss_mb: list[float] = field(default_factory=list)
     redis_cpu_s: list[float] = field(default_factory=list)
+    upload_s: list[float] = field(default_factory=list)
+    """On the tape: from the set of contributions being fixed to the last of their bytes."""
+    merge_s: list[float] = field(default_factory=list)
+    """On the tape: merge, outer step, upload of the new values."""
     floor_s: list[float] = field(default_factory=list)
     redis_floor_ratio: list[float] = field(default_factory=list)
     floor_in_gb_s: list[float] = field(default_factory=list)
@@ -255,12 +263,25 @@ def measure(
                 if number:
                     for name, value in one.items():
                         getattr(found, name).append(value)
+            commits = [one for one in asyncio.run(_commits(url, fleet.run)) if one.version > 1]
+            found.upload_s, found.merge_s = [one.upload_s for one in commits], [one.merge_s for one in commits]
             note: dict[str, Any] = {
                 "redis_version": redis.info("redis_version"),
                 "floor_client": floor.client_name(benchmark),
+                "run": fleet.run,
             }
             note["redis_peak_mb"] = round(int(redis.info("used_memory_peak")) / 1e6, 1)
     return found, note
+
+
+async def _commits(url: str, run: str) -> list[Committed]:
+    """All merges of a run, by time."""
+    bus = await connect(url, run)
+    try:
+        entries = await bus.read_tape({0: START}, limit=100_000)
+    finally:
+        await bus.close()
+    return [entry.record for entry in entries if isinstance(entry.record, Committed) and entry.record.contributions]
 
 
 def _round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:
