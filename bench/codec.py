@@ -40,7 +40,7 @@ from pipeline.payloads import follow, push
 from pipeline.redis_streams import connect
 from pipeline.wire import Codec
 from syncer.merge import BLOCK, delta_norms
-from workers.exchange import encode_delta
+from workers.encoding import encode_delta
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")
 CHUNK_BYTES = 512 * 1024

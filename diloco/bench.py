@@ -14,7 +14,7 @@ from bench.figures import Spread, check_files, show_machine, shown, table, write
 from bench.machine import describe
 from pipeline.errors import UsageError
 
-from .simulate_tables import whole
+from .simulate_options import whole
 
 app = typer.Typer(
     no_args_is_help=True,

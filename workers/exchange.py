@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from pipeline import codec, quantize
-from pipeline.buffers import take
+from pipeline import codec
 from pipeline.errors import (
     BadPayload,
     BusError,
@@ -42,9 +41,9 @@ from pipeline.messages import (
 )
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock
-from pipeline.wire import Codec
 
 from .claims import ShardClaims
+from .encoding import encode_delta
 from .feedback import ErrorFeedback
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
@@ -63,8 +62,6 @@ INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
-BLOCK = 128 * 1024
-"""Elements encoded at a time."""
 LOOK_FOR_SYNCERS_S = 10.0
 
 
@@ -474,34 +471,3 @@ class Exchange:
                     "start `diloco syncer` for this run; training goes on, and all that is published is offered again"
                 )
                 self._log.warning("no_syncer", detail=f"nothing is merged: {remedy}")
-
-
-def encode_delta(
-    base: Float32, values: Callable[[], Float32], kind: Codec, residual: Float32 | None
-) -> tuple[npt.NDArray[Any], Float32 | None]:
-    """The pseudogradient, base minus current, as it travels; with (elements,) what is lost of it, where that is kept.
-
-    Args:
-        base: (elements,) what it is measured from.
-        values: gives the current ones (elements,), which may be overwritten.
-        kind: how it travels.
-        residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
-    """
-    now = values()
-    if kind == "fp32":
-        return np.subtract(base, now, out=now), None
-    if kind == "bf16":
-        delta = take(len(base), codec.DTYPES[kind])
-        for start in range(0, len(base), BLOCK):  # so that the difference stays in the cache until it is converted
-            block = slice(start, start + BLOCK)
-            np.subtract(base[block], now[block], out=now[block])
-            np.copyto(delta[block], now[block], casting="same_kind")
-        return delta, None
-    encoding, error = quantize.Encoding(len(base), kind), take(len(base), np.float32)
-    for start in range(0, len(base), quantize.GROUP):  # what is worked on stays in the cache
-        piece = slice(start, start + quantize.GROUP)
-        np.subtract(base[piece], now[piece], out=error[piece])
-        if residual is not None:
-            np.add(error[piece], residual[piece], out=error[piece])
-        encoding.add(error[piece], error[piece])
-    return encoding.wire, error
