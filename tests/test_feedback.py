@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,8 +214,8 @@ def sum_what_is_committed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, st
     parts: dict[int, tuple[Merged, Sequence[Delta]]] = {}
     merge, advance = FragmentState.merge, FragmentState.advance
 
-    def merging(state: FragmentState, deltas: Sequence[Delta], before: Sequence[MergedBase]) -> Merged:
-        merged = merge(state, deltas, before)
+    def merging(state: FragmentState, deltas: Sequence[Delta], before: Sequence[MergedBase], *room: Any) -> Merged:
+        merged = merge(state, deltas, before, *room)
         parts[id(merged)] = merged, deltas
         return merged
 
