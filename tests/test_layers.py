@@ -29,6 +29,7 @@ ONLY_IN = {
 PURE = (
     "pipeline/messages.py",
     "pipeline/codec.py",
+    "pipeline/chunks.py",
     "pipeline/fragments.py",
     "pipeline/quantize.py",
     "pipeline/keys.py",
@@ -44,6 +45,7 @@ PURE = (
     "syncer/sharing.py",
     "syncer/uploads.py",
     "workers/schedule.py",
+    "workers/encoding.py",
     "workers/feedback.py",
     "chaos/audit.py",
     "chaos/growth.py",
