@@ -30,16 +30,18 @@ from rich.table import Table
 
 from chaos.proxy import Proxy
 from pipeline import quantize
+from pipeline.buffers import take
+from pipeline.chunks import Payload
 from pipeline.clock import fast_loop
-from pipeline.codec import DTYPES, Vector, as_vector, payload_bytes
+from pipeline.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
-from pipeline.payloads import follow, push
+from pipeline.payloads import follow, push_growing
 from pipeline.redis_streams import connect
 from pipeline.wire import Codec
-from syncer.merge import BLOCK, delta_norms
+from syncer.merge import BLOCK, DeltaNorms
 from workers.encoding import encode_delta
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")
@@ -138,20 +140,31 @@ async def through_redis(
     """Seconds from a snapshot to a judged delta."""
     elements, layout = len(base), _layout(len(base))
     learner, syncer = [await connect(url, RUN) for url in urls]
+    snapshot = values.copy()
     key = learner.keys.initial_payload(0, "codec")
     try:
-        snapshot = values.copy()  # encoding may overwrite it
         began = time.perf_counter()
 
         async def send() -> None:
-            delta, _ = await asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual)
-            await push(learner, key, delta, CHUNK_BYTES, TTL_S)
+            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), take(payload_bytes(elements, codec))
+            payload = Payload(as_bytes(wire), CHUNK_BYTES)
 
-        async def take() -> None:
-            reader = await follow(syncer, key, elements, codec, CHUNK_BYTES, lambda: None)
-            await asyncio.to_thread(delta_norms, layout, reader.vector())
+            def written(upto: int) -> None:
+                payload.written(upto)
+                loop.call_soon_threadsafe(more.set)
 
-        await asyncio.gather(send(), take())
+            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, written)
+            await asyncio.gather(encoding, push_growing(learner, key, payload, CHUNK_BYTES, TTL_S, more))
+
+        async def receive() -> None:
+            norms = DeltaNorms(layout)
+
+            def look(reader: PayloadReader) -> None:
+                norms.advance(reader.so_far())
+
+            await follow(syncer, key, elements, codec, CHUNK_BYTES, lambda: None, asyncio.to_thread, look)
+
+        await asyncio.gather(send(), receive())
         return time.perf_counter() - began
     finally:
         await learner.close()

@@ -16,24 +16,28 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from pipeline import lifecycle
+from pipeline.codec import payload_bytes
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
 from pipeline.messages import Committed
 from pipeline.ports import START
+from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
+from pipeline.wire import Codec
 
 from . import floor
 from .figures import Spread, progress, spread
 from .machine import cpu_s, need_memory, peak_mb, reset_peak
 from .plain import Plain
 
-ITEM = {"fp32": 4, "bf16": 2}
+ITEM = {codec: payload_bytes(GROUP, codec) / GROUP for codec in get_args(Codec)}
+"""Bytes of an element on the wire."""
 JOIN_S, ROUND_S = 120.0, 120.0
 ROOT = Path(__file__).resolve().parents[1]
 PROCESS_BYTES = 0.4e9

@@ -134,7 +134,7 @@ def _shares(total: int) -> Sequence[int]:
     return [total // cores()] * cores()
 
 
-def merge_traffic(elements: int, learners: int, item_bytes: int, momentum: bool) -> float:
+def merge_traffic(elements: int, learners: int, item_bytes: float, momentum: bool) -> float:
     """Bytes that a merge must read and write, if nothing of a whole fragment stays in the cache between two passes.
 
     One pass for the norms of the deltas, one for their weighted sum, one that scales it, and the outer step: values and

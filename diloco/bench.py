@@ -2,17 +2,20 @@
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
+from bench import codec
 from bench.figures import Spread, check_files, show_machine, shown, table, write_json
 from bench.machine import describe
 from pipeline.errors import UsageError
+from pipeline.wire import Codec
 
 from .simulate_options import whole
 
@@ -27,7 +30,7 @@ app = typer.Typer(
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
 Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
-Wire = Annotated[str, typer.Option(help="Element type of deltas on the wire: fp32 or bf16")]
+Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8, int4 or e3m0")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
 Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
@@ -39,9 +42,9 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
 
 
-def _wire(name: str) -> str:
-    if name not in ("fp32", "bf16"):
-        raise UsageError(f"--wire {name}: fp32 or bf16")
+def _wire(name: str, allowed: Sequence[str] = get_args(Codec)) -> str:
+    if name not in allowed:
+        raise UsageError(f"--wire {name}: one of {', '.join(allowed)}")
     return name
 
 
@@ -129,7 +132,7 @@ def merge(
     console = Console()
     check_files(json_file, plot)
     drawing, measuring = _pictures(plot), importlib.import_module("bench.merging")
-    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire), momentum, rounds)
+    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds)
     found = measuring.measure(sizes, console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
     console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
@@ -218,3 +221,6 @@ def window(
     write_json(json_file, _report(console, "window", given, version, {"by_fragments": found}, aof=aof))
     if drawing:
         drawing.ladder(found, title, plot)
+
+
+app.command("codec")(codec.main)

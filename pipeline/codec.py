@@ -20,7 +20,7 @@ from . import chunks
 from .buffers import take
 from .errors import BadMessage, BadPayload
 from .messages import Chunk, Committed, TapeRecord
-from .quantize import Quantized, wire_bytes
+from .quantize import Quantized, decodable, wire_bytes
 from .wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
 
 M = TypeVar("M", bound=Message)
@@ -142,20 +142,29 @@ def payload_bytes(elements: int, codec: Codec) -> int:
     return wire_bytes(elements, codec)
 
 
+def held(size: int, elements: int, codec: Codec) -> int:
+    """How many of a vector's elements the first `size` bytes of its payload hold."""
+    if codec == "bf16" or codec == "fp32":
+        return min(size // DTYPES[codec].itemsize, elements)
+    return decodable(size, elements, codec)
+
+
 def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
     """How many chunks a payload of `elements` has; an empty fragment is not allowed."""
     return -(-payload_bytes(elements, codec) // chunk_bytes)
 
 
-def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec) -> Vector:
+def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec, sound: int = 0) -> Vector:
     """A payload's bytes (`payload_bytes`,) as the vector that they are, sharing their memory.
+
+    sound: as `Quantized`.
 
     Raises:
         BadPayload: as `Quantized`.
     """
     if codec == "bf16" or codec == "fp32":
         return data.view(DTYPES[codec])
-    return Quantized(data, elements, codec)
+    return Quantized(data, elements, codec, sound)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
@@ -195,7 +204,7 @@ class PayloadReader:
     """Puts a payload together from its chunks; bounds come from the spec, never from the peer."""
 
     def __init__(self, elements: int, codec: Codec, chunk_bytes: int) -> None:
-        self._elements, self._codec = elements, codec
+        self._elements, self._codec, self._sound = elements, codec, 0
         self._chunk_bytes = chunk_bytes
         self._size = payload_bytes(elements, codec)
         self._data = np.empty(0, np.uint8)  # room for all of it is made for the first sound chunk
@@ -245,13 +254,15 @@ class PayloadReader:
         """The payload's digest, once complete."""
         return self._total.digest()
 
-    def so_far(self) -> npt.NDArray[Any]:
-        """What is here and verified: the first elements; none of a codec without an element type."""
-        if self._codec != "bf16" and self._codec != "fp32":
-            return np.empty(0, np.float32)
-        kind = DTYPES[self._codec]
-        whole = min(self.received * self._chunk_bytes, self._size) // kind.itemsize
-        return self._data[: whole * kind.itemsize].view(kind)
+    def so_far(self) -> Vector:
+        """What is here and verified: the first elements of `vector`.
+
+        Raises:
+            BadPayload: as `vector`.
+        """
+        here = held(self.received * self._chunk_bytes, self._elements, self._codec)
+        sound, self._sound = self._sound, here
+        return as_vector(self._data[: payload_bytes(here, self._codec)], here, self._codec, sound)
 
     def vector(self) -> Vector:
         """The flat vector (elements,), sharing the reader's memory.

@@ -50,8 +50,8 @@ async def follow(
     codec: Codec,
     chunk_bytes: int,
     heard: Callable[[], None],
-    offload: Offload = asyncio.to_thread,
-    look: Callable[[PayloadReader], None] = lambda reader: None,
+    offload: Offload,
+    look: Callable[[PayloadReader], None],
 ) -> PayloadReader:
     """Read a payload while it is being uploaded, however long that takes: the caller has the deadline.
 

@@ -108,9 +108,10 @@ class _Group:
 class Encoding:
     """A vector that is being encoded from front to back, `GROUP` elements at a time."""
 
-    def __init__(self, elements: int, kind: Kind) -> None:
+    def __init__(self, elements: int, kind: Kind, wire: Bytes | None = None) -> None:
+        """wire: (`wire_bytes`,) to write to; None: new memory."""
         self._elements, self._kind, self._at = elements, kind, 0
-        self.wire: Bytes = np.empty(wire_bytes(elements, kind), np.uint8)
+        self.wire: Bytes = np.empty(wire_bytes(elements, kind), np.uint8) if wire is None else wire
         """Written from the front on."""
         shape = min(GROUP // BLOCK, _blocks(elements)), BLOCK
         self._values, self._work = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -235,8 +236,14 @@ def _decode(group: _Group, kind: Kind, out: Float32) -> None:
 class Quantized:
     """A flat vector (elements,) as it came: `vector[start:stop]` decodes that part of it, as a new float32 array."""
 
-    def __init__(self, wire: Bytes, elements: int, kind: Kind) -> None:
-        """wire: (`wire_bytes`,) kept, not copied.
+    def __init__(self, wire: Bytes, elements: int, kind: Kind, sound: int = 0) -> None:
+        """A vector.
+
+        Args:
+            wire: (`wire_bytes`,) kept, not copied.
+            elements: how many.
+            kind: of code.
+            sound: the scales of so many elements were looked at before.
 
         Raises:
             BadPayload: of another size, or a scale is negative. What is not finite decodes to what is not finite.
@@ -244,7 +251,7 @@ class Quantized:
         if len(wire) != wire_bytes(elements, kind):
             raise BadPayload(f"{len(wire)} bytes, and {elements} elements in {kind} have {wire_bytes(elements, kind)}")
         self.wire, self._elements, self._kind = wire, elements, kind
-        for start in range(0, elements, GROUP):
+        for start in range(sound - sound % GROUP, elements, GROUP):
             if (negative := _Group(wire, start, elements, kind).scales.view(np.int16) < 0).any():
                 raise BadPayload(f"the scale of block {start // BLOCK + int(negative.argmax())} is negative")
 

@@ -126,7 +126,7 @@ class Intake:
                     look,
                 )
                 self._heard[offer.entry_id] = math.inf
-                outcome = await self._offload(self._judged, judge, offer, reader, norms)
+                outcome = await self._offload(judge, offer, reader.vector(), norms.norms())
                 self._uploads.took(self._clock.now() - began)
                 break
             except BadPayload as error:
@@ -137,10 +137,3 @@ class Intake:
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
-
-    @staticmethod
-    def _judged(judge: Judge, offer: Offer, reader: PayloadReader, norms: DeltaNorms) -> Outcome:
-        """Heavy work: what could not be looked at while it came, and the judgement."""
-        values = reader.vector()
-        norms.advance(values)
-        return judge(offer, values, norms.norms())

@@ -13,6 +13,7 @@ from pipeline import messages
 from pipeline.codec import (
     PayloadReader,
     as_bytes,
+    as_vector,
     chunk_count,
     decode,
     decode_tape,
@@ -22,6 +23,7 @@ from pipeline.codec import (
 )
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import Chunk, DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.quantize import GROUP, wire_bytes
 from pipeline.quantize import KINDS as QUANTIZED
 from pipeline.quantize import encode as encode_delta
 from pipeline.wire import Message
@@ -214,6 +216,26 @@ def test_a_quantized_payload_is_as_many_chunks_as_its_header_says(codec, element
     assert reader.digest == payload_digest(as_bytes(reader.vector()), CHUNK_BYTES)
     with pytest.raises(BadPayload):
         read(chunks, elements, "bf16").vector()
+
+
+@pytest.mark.parametrize("codec", QUANTIZED)
+def test_what_has_come_of_a_quantized_payload_can_be_looked_at(codec):
+    """Whole groups, as they are in the end; scales that are none are found as they come."""
+    elements = 2 * GROUP + 100
+    wire = encode_delta(np.random.default_rng(0).standard_normal(elements).astype(np.float32), codec)
+    whole, reader, seen = as_vector(wire, elements, codec)[0:elements], PayloadReader(elements, codec, 2**15), set()
+    for chunk in encode_chunks(wire, 2**15):
+        reader.feed(chunk)
+        part = reader.so_far()
+        seen.add(len(part))
+        assert part[0 : len(part)].tobytes() == whole[: len(part)].tobytes()
+    assert {0, GROUP, elements} <= seen
+    wire[wire_bytes(GROUP, codec) + 1] |= 0x80
+    reader = PayloadReader(elements, codec, 2**15)
+    for chunk in encode_chunks(wire, 2**15):
+        reader.feed(chunk)
+    with pytest.raises(BadPayload, match="scale of block 256 is negative"):
+        reader.so_far()
 
 
 def test_a_payload_with_a_scale_that_is_none_is_refused():

@@ -47,6 +47,7 @@ PURE = (
     "workers/schedule.py",
     "workers/encoding.py",
     "workers/feedback.py",
+    "workers/encoding.py",
     "chaos/audit.py",
     "chaos/growth.py",
     "chaos/goodput/calibrate.py",

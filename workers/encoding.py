@@ -1,13 +1,12 @@
-"""What a learner has trained, as it travels. Pure: numpy only."""
+"""Deltas as they travel, from front to back, so that what is encoded can leave while the rest is. Pure: numpy only."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import codec, quantize
-from pipeline.buffers import take
+from pipeline import quantize
+from pipeline.codec import DTYPES
 from pipeline.wire import Codec
 
 Float32 = npt.NDArray[np.float32]
@@ -17,31 +16,37 @@ BLOCK = 128 * 1024
 
 
 def encode_delta(
-    base: Float32, values: Callable[[], Float32], kind: Codec, residual: Float32 | None
-) -> tuple[npt.NDArray[Any], Float32 | None]:
-    """The pseudogradient, base minus current, as it travels; with (elements,) what is lost of it, where that is kept.
+    base: Float32,
+    values: Callable[[], Float32],
+    kind: Codec,
+    residual: Float32 | None,
+    out: npt.NDArray[np.uint8],
+    written: Callable[[int], object] = lambda upto: None,
+) -> Float32 | None:
+    """The pseudogradient, base minus current, as it travels; returns what is lost of it, where that is kept.
 
     Args:
         base: (elements,) what it is measured from.
-        values: gives the current ones (elements,), which may be overwritten.
-        kind: how it travels.
+        values: gives the current ones (elements,), which are overwritten.
+        kind: of codec.
         residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
+        out: (`payload_bytes`,) written from front to back.
+        written: called with how much of `out` is final, after each step.
     """
-    now = values()
-    if kind == "fp32":
-        return np.subtract(base, now, out=now), None
-    if kind == "bf16":
-        delta = take(len(base), codec.DTYPES[kind])
+    current = values()
+    if kind == "bf16" or kind == "fp32":
+        delta = out.view(DTYPES[kind])
         for start in range(0, len(base), BLOCK):  # so that the difference stays in the cache until it is converted
-            block = slice(start, start + BLOCK)
-            np.subtract(base[block], now[block], out=now[block])
-            np.copyto(delta[block], now[block], casting="same_kind")
-        return delta, None
-    encoding, error = quantize.Encoding(len(base), kind), take(len(base), np.float32)
-    for start in range(0, len(base), quantize.GROUP):  # what is worked on stays in the cache
-        piece = slice(start, start + quantize.GROUP)
-        np.subtract(base[piece], now[piece], out=error[piece])
+            piece = slice(start, start + BLOCK)
+            np.subtract(base[piece], current[piece], out=current[piece])
+            np.copyto(delta[piece], current[piece], casting="same_kind")
+            written(delta.itemsize * min(start + BLOCK, len(base)))
+        return None
+    encoding = quantize.Encoding(len(base), kind, out)
+    for start in range(0, len(base), quantize.GROUP):
+        delta = current[start : start + quantize.GROUP]
+        np.subtract(base[start : start + quantize.GROUP], delta, out=delta)
         if residual is not None:
-            np.add(error[piece], residual[piece], out=error[piece])
-        encoding.add(error[piece], error[piece])
-    return encoding.wire, error
+            np.add(delta, residual[start : start + quantize.GROUP], out=delta)
+        written(encoding.add(delta, delta))
+    return current

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
+from pipeline.buffers import take
+from pipeline.chunks import Payload
 from pipeline.errors import (
     BadPayload,
     BusError,
@@ -39,7 +41,7 @@ from pipeline.messages import (
     LearnerReport,
     Spec,
 )
-from pipeline.payloads import pull, push
+from pipeline.payloads import pull, push, push_growing
 from pipeline.ports import Bus, Clock
 
 from .claims import ShardClaims
@@ -402,14 +404,29 @@ class Exchange:
     async def _upload_one(self, publication: Publication, values: Callable[[], Float32]) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
         assert self._spec is not None  # noqa: S101  # set by join
-        sync, base = self._spec.sync, publication.base
-        if self._wants(publication):
+        if not self._wants(publication):
+            return
+        sync, base, loop = self._spec.sync, publication.base, asyncio.get_running_loop()
+        wire, more = take(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
+        payload = Payload(codec.as_bytes(wire), sync.chunk_bytes)
+
+        def written(upto: int) -> None:
+            payload.written(upto)
+            loop.call_soon_threadsafe(more.set)
+
+        async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
-            delta, error = await self._offload(encode_delta, base.values, values, sync.codec, residual)
+            error = await self._offload(encode_delta, base.values, values, sync.codec, residual, wire, written)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
-            key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
-            await self._push_while_wanted(publication, key, delta)
+
+        key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(encode())
+                await self._push_while_wanted(publication, key, payload, more)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     def _wants(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
@@ -418,12 +435,14 @@ class Exchange:
         outdone = newest_base == base and newest_attempt > publication.attempt
         return self._latest[p][0] - 1 <= base <= self._latest[p][0] and not outdone
 
-    async def _push_while_wanted(self, publication: Publication, key: str, delta: npt.NDArray[Any]) -> None:
+    async def _push_while_wanted(
+        self, publication: Publication, key: str, payload: Payload, more: asyncio.Event
+    ) -> None:
         assert self._spec is not None  # noqa: S101  # set by join
         delay, base = BACKOFF_S[0], publication.base
         while self._wants(publication):
             try:
-                await push(self._bus, key, delta, self._spec.sync.chunk_bytes, DELTA_TTL_S)
+                await push_growing(self._bus, key, payload, self._spec.sync.chunk_bytes, DELTA_TTL_S, more)
                 self._log.debug("delta_published", fragment=base.fragment, base=base.version, tokens=publication.tokens)
                 return
             except PayloadIncomplete:
