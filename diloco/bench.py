@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from bench import codec
 from bench.figures import Spread, check_files, show_machine, shown, table, write_json
 from bench.machine import describe
 from pipeline.errors import UsageError
+from pipeline.lifecycle import SIGNALS
 from pipeline.wire import Codec
 
 from .simulate_options import whole
@@ -26,6 +28,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Benchmarks on this machine: medians of several rounds, least and most, beside what the machine could do.",
 )
+
+
+@app.callback()
+def _stop_cleanly() -> None:
+    """Ctrl-C, or SIGTERM, ends the processes that were started and removes what they left."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+
 
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
 Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,27 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
     assert picture.stat().st_size > 1000
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [one for one in commands if b"bench.party" in one and report["run"].encode() in one]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
+    """In the middle of the rounds."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "diloco", "bench", "end-to-end", "--params", "100e3", "--rounds", "1000"]
+    process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        while not list(tmp_path.glob("diloco_bench_*/learner-1.log")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode not in (0, -number)
+    assert b"Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.redis
