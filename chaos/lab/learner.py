@@ -205,7 +205,7 @@ class LabLearner:
         p = publication.base.fragment
         snapshot = self._parameters.snapshot(p)
         if self.world.run.adopt == "carry":
-            self._snapshots[p] = snapshot.numpy()
+            self._snapshots[p] = snapshot.numpy().copy()  # the delta is made in its place
         return publication, snapshot.numpy
 
     def _report(self, left: bool) -> LearnerReport:
