@@ -1,18 +1,22 @@
 """TLS against a real server: the right authority, the wrong one, none, a client certificate, a port without TLS."""
 
+import asyncio
 import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis as redis_py
 
+from pipeline.clock import fast_loop
 from pipeline.embedded import find_server, free_port
 from pipeline.errors import BusUnavailable, DilocoError, UsageError
+from pipeline.payloads import pull, push
 from pipeline.redis_streams import connect
 from pipeline.settings import BusSettings, load
 from pipeline.tls import with_tls
@@ -127,6 +131,31 @@ async def reach(settings: BusSettings) -> None:
 @pytest.mark.redis
 async def test_a_run_is_reached_over_tls_with_its_authority(ports: tuple[int, int], authority: Authority) -> None:
     await reach(settings(ports[0], redis_ca=authority.ca))
+
+
+async def pushed_and_pulled(settings: BusSettings) -> None:
+    """A payload of several pieces, there and back."""
+    url = settings.bus_url()
+    assert url is not None
+    bus = await connect(url, "r")
+    values = np.arange(3 * 2**20, dtype=np.float32)
+    key = bus.keys.global_payload(0, 1, "ab" * 8)
+    await push(bus, key, values, 512 * 1024, 60.0)
+    for _ in range(2):  # the connection is as it was afterwards
+        reader = await pull(bus, key, len(values), "fp32", 512 * 1024)
+        assert np.array_equal(reader.array(), values)
+        assert await bus.read_spec() is None
+    await bus.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, fast_loop], ids=["asyncio", "fast"])
+def test_whole_payloads_travel_over_tls(
+    ports: tuple[int, int], authority: Authority, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Large replies are read past the client library, which must not be past the encryption."""
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(pushed_and_pulled(settings(ports[0], redis_ca=authority.ca)))
 
 
 @pytest.mark.redis
