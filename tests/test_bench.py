@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_said_before_it_is_started():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("merge", "--wire", "fp64"), "one of fp32, bf16"),
+        (("merge", "--wire", "fp64"), "--wire fp64: one of"),
         (("merge", "--json", "no/such/folder/x.json"), "no folder"),
         (("step", "--model", "huge"), "one of large"),
         (("transport", "--redis-url", "rediss://localhost:1"), "not rediss://"),
