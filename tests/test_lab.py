@@ -117,6 +117,17 @@ def test_a_late_learner_trains_too(text):
     assert 29 < result["virtual_s"] < 32  # 12 steps alone, 18 together
 
 
+@pytest.mark.parametrize("method", ["decoupled", "data-parallel"])
+def test_scavengers_shorten_a_run_of_the_same_budget(text, method):
+    """Two learners and two more from 4.5 s for 8 s: 40 learner-steps in 15 s at most, not 20."""
+    told = {"scavengers": 2, "scavenge_from_s": 4.5, "scavenge_s": 8.0, "resize_s": 0.25}
+    run = small(text, method, steps=20, **told)
+    result = train(run, "cpu")
+    assert result["tokens"] == run.budget_examples * 16 == 20 * 2 * 2 * 16
+    assert 12.5 < result["virtual_s"] <= 15
+    assert result["goodput"] <= 1.0
+
+
 def test_shards_are_as_long_as_the_trainer_s():
     """The lab does not import the trainer, whose changes would make its results those of another code."""
     assert learner.STEPS_PER_SHARD == trainer.STEPS_PER_SHARD

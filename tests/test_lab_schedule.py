@@ -1,5 +1,6 @@
 """The lab's speeds and failures are functions of the seed; data-parallel pays for both as it does in the world."""
 
+import math
 from itertools import islice, pairwise
 
 import pytest
@@ -63,3 +64,22 @@ def test_a_job_that_is_not_elastic_stands_still_until_all_are_back(monkeypatch):
     run = LabRun(method="data-parallel", learners=2, fail_every_s=1.0, resize_s=2.0, elastic=False)
     assert [round(at, 6) for at, _, _ in islice(step_times(run), 5)] == [1.0, 2.0, 3.0, 10.2, 11.2]
     assert {members for _, _, members in islice(step_times(run), 9)} == {2}
+
+
+@pytest.mark.parametrize("method", ["data-parallel", "decoupled"])
+def test_scavengers_are_there_for_a_part_of_the_run(method):
+    """Two besides the two, from 5 s for 10 s; the others are there throughout."""
+    run = LabRun(method=method, learners=2, scavengers=2, scavenge_from_s=5.0, scavenge_s=10.0)
+    assert [list(Schedule(run).outages(m)) for m in range(run.members)] == [
+        *([], []),
+        *([(0.0, 5.0), (15.0, math.inf)],) * 2,
+    ]
+    assert list(Schedule(run.model_copy(update={"scavenge_s": None})).outages(2)) == [(0.0, 5.0), (math.inf, math.inf)]
+
+
+def test_scavengers_cost_data_parallel_a_pause_when_they_come_and_when_they_go():
+    """None at the start, where nobody runs yet; half a second for each, and the step under way is lost both times."""
+    told = {"scavengers": 2, "scavenge_from_s": 5.5, "scavenge_s": 9.7, "resize_s": 0.5}
+    steps = list(islice(step_times(LabRun(method="data-parallel", learners=2, **told)), 15))
+    assert [members for _, _, members in steps] == [2] * 5 + [4] * 8 + [2] * 2
+    assert [round(at, 6) for at, _, _ in steps] == [1, 2, 3, 4, 5, *(6.5 + n for n in range(1, 9)), 17.2, 18.2]

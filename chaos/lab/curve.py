@@ -122,6 +122,8 @@ class Recorder:
         now = time.process_time()
         processor_s = now - (now if self.first_step is None else self.first_step)
         available_s = virtual_s * (1 if self.run.method == "single" else self.run.learners)
+        stay_s = min(virtual_s, self.run.scavenge_until_s) - self.run.scavenge_from_s
+        available_s += 0.0 if self.run.method == "single" else (self.run.scavengers or 0) * max(0.0, stay_s)
         return {
             "measure": self.task.measure,
             "higher_is_better": self.task.higher_is_better,

@@ -102,7 +102,7 @@ class LabWorld:
             evaluator = group.create_task(self._evaluate())
             group.create_task(self._drain())
             serving = group.create_task(self._syncer().run(asyncio.Event()))
-            for number in range(self.run.learners):
+            for number in range(self.run.members):
                 group.create_task(self._live(number))
             await serving
             evaluator.cancel()
@@ -138,7 +138,7 @@ class LabWorld:
                 self.failures += 1
                 life, before = life + 1, learner
             with suppress(TimeoutError):
-                async with asyncio.timeout(back_s - self._clock.now()):
+                async with asyncio.timeout(None if back_s == math.inf else back_s - self._clock.now()):
                     await self._ending.wait()
                     return  # who is away when training ends stays away
 

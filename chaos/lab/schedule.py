@@ -26,6 +26,11 @@ class Schedule:
         Failures are Poisson in the time that it is there (paper, failure simulation).
         """
         run, now = self._run, 0.0
+        if learner >= run.learners:  # a scavenger
+            if run.scavenge_from_s:
+                yield 0.0, run.scavenge_from_s
+            yield run.scavenge_until_s, math.inf
+            return
         if run.late_join_s is not None and learner == run.learners - 1:
             yield 0.0, run.late_join_s
             now = run.late_join_s

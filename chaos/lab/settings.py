@@ -18,6 +18,7 @@ that is off by default leaves the results of earlier runs valid.
 """
 
 import itertools
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -100,6 +101,11 @@ class LabRun(BaseModel):
     resize_s: float = Field(10.0, ge=0, description="Pause of elastic data-parallel when its size changes")
     elastic: bool = Field(True, description="Data-parallel goes on with fewer; if not, it stops until all are back")
     late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
+    scavengers: int | None = Field(
+        None, ge=1, le=256, description="Learners besides the M, there for a part of the run: the budget stays"
+    )
+    scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
+    scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
 
     @model_validator(mode="after")
     def _fits(self) -> "LabRun":
@@ -111,12 +117,24 @@ class LabRun(BaseModel):
             raise ValueError("experts are for task='text'")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
+        if self.scavengers is not None and not self.elastic:
+            raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
         return self
 
     @property
     def decoupled(self) -> bool:
         """It runs the protocol; else it is one loop."""
         return self.method not in ("data-parallel", "single")
+
+    @property
+    def scavenge_until_s(self) -> float:
+        """When scavengers are taken away."""
+        return math.inf if self.scavenge_s is None else self.scavenge_from_s + self.scavenge_s
+
+    @property
+    def members(self) -> int:
+        """Learners that are ever there, failures aside."""
+        return 1 if self.method == "single" else self.learners + (self.scavengers or 0)
 
     @property
     def budget_examples(self) -> int:
@@ -156,6 +174,10 @@ class LabRun(BaseModel):
         if self.fail_every_s is None:
             left_out |= {"fail_down_s", "resize_s", "elastic"}
             left_out |= {"moments"} if self.late_join_s is None else set()
+        if self.scavengers is None:
+            left_out |= {"scavenge_from_s"}
+        elif not self.decoupled:
+            left_out -= {"resize_s", "elastic"}
         if self.decoupled:
             left_out |= {"resize_s", "elastic"}
         if self.adopt != "blend":
@@ -169,7 +191,10 @@ PROTOCOL = (
     *("outer_warmup", "first_interval"),
 )
 """Settings that a single loop does not look at."""
-LEARNERS_ONLY = ("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic")
+LEARNERS_ONLY = (
+    *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
+    *("scavengers", "scavenge_from_s", "scavenge_s"),
+)
 
 
 class Row(BaseModel):

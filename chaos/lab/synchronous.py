@@ -65,7 +65,7 @@ def train_synchronous(run: LabRun, device: torch.device, progress: Progress) -> 
 def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
     """(virtual time at its end, time its learners computed together, learners in it) of each step, endless."""
     schedule = Schedule(run)
-    members = 1 if run.method == "single" else run.learners
+    members = run.members
     changes: list[Change] = []
     if run.method != "single":
         for learner in range(members):
@@ -87,7 +87,7 @@ def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
         else:
             present.add(learner)
             _push_next(changes, learner, outages)
-        now = max(now, at) + run.resize_s  # what was computed of the step under way is lost
+        now = max(now, at) + (run.resize_s if at > 0 else 0.0)  # what was computed of the step under way is lost
 
 
 def _push_next(changes: list[Change], learner: int, outages: Outages) -> None:
