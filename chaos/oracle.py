@@ -312,7 +312,7 @@ class Oracle:
             self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
         if len(parts) < (1 if self._ever_drained else sync.quorum):
             self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
-        weights = reference.merge_weights([part.steps for part in parts], [part.tokens for part in parts])
+        weights = reference.merge_weights([part.steps for part in parts], [part.tokens for part in parts], sync)
         given = np.array([part.weight for part in parts])
         if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
             self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")

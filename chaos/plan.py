@@ -160,6 +160,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         quorum=chance.one_of((1, 1, 2, 2, learners - 1, learners), "K"),
         codec=chance.one_of((None,) * 9 + KINDS, "quantized") or chance.one_of(("bf16", "fp32"), "codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
+        weights=chance.one_of(("tokens", "tokens", "tokens", "equal"), "weights"),
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
         outer_momentum=chance.one_of((0.0, 0.6), "outer momentum"),
         outer_warmup=chance.one_of((0, 0, 1, 3), "outer warm-up"),

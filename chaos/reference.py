@@ -15,9 +15,9 @@ from pipeline.messages import DeltaHeader, SyncSpec
 Float64 = npt.NDArray[np.float64]
 
 
-def merge_weights(steps: Sequence[int], tokens: Sequence[int]) -> Float64:
-    """Tokens times tokens per step, normalised (paper, token weights): (contributions,)."""
-    raw = np.array([t * t / s for s, t in zip(steps, tokens, strict=True)])
+def merge_weights(steps: Sequence[int], tokens: Sequence[int], sync: SyncSpec) -> Float64:
+    """Tokens times tokens per step, or all the same, normalised (paper, token weights): (contributions,)."""
+    raw = np.array([t * t / s if sync.weights == "tokens" else 1.0 for s, t in zip(steps, tokens, strict=True)])
     weights: Float64 = raw / raw.sum()
     return weights
 

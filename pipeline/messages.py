@@ -70,6 +70,8 @@ class SyncSpec(Message):
     """0: sync_interval from the start (`ramps.interval_at`)."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
     """Outer steps of each fragment (`ramps.outer_at`)."""
+    weights: Literal["tokens", "equal"] = "tokens"
+    """`syncer.merge.merge_weights`."""
 
 
 class Spec(Message):

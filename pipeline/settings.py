@@ -106,6 +106,9 @@ class SyncSettings(Settings):
         "rda",
         description="rda: RDA, with the weighted mean on embeddings; mean: the weighted mean everywhere",
     )
+    weights: Literal["tokens", "equal"] = Field(
+        "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
+    )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int = Field(

@@ -179,7 +179,7 @@ class FragmentState:
         """
         room = room or Room(self.layout.elements, self.sync, self.version)
         headers = [d.offer.header for d in deltas]
-        weights = merge_weights([(h.steps, h.tokens) for h in headers])
+        weights = merge_weights([(h.steps, h.tokens) for h in headers], self.sync.weights)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         stepped = outer_step(
             self.layout, self.sync, self.version, self.theta, self.momentum, values, norms, weights, room=room

@@ -10,7 +10,7 @@ bits on every machine. A reduction (a length) sums in an order that the machine'
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,14 @@ class Reduced(NamedTuple):
     """(tensors,) L2 norm of each tensor's weighted sum of directions; 0 where it is merged by its mean."""
 
 
-def merge_weights(counters: Sequence[tuple[int, int]]) -> Float64:
+def merge_weights(counters: Sequence[tuple[int, int]], rule: Literal["tokens", "equal"] = "tokens") -> Float64:
     """Merge weights (contributions,) from (steps, tokens) since the base, both positive.
 
-    w = tokens * (tokens / steps), quantity times quality, normalised to sum 1 (paper, token weights).
+    By "tokens" w = tokens * (tokens / steps), quantity times quality, normalised to sum 1 (paper, token weights); by
+    "equal" each the same.
     """
+    if rule == "equal":
+        return np.full(len(counters), 1 / len(counters))
     raw = np.array([tokens * (tokens / steps) for steps, tokens in counters], np.float64)
     weights: Float64 = raw / raw.sum()
     return weights

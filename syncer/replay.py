@@ -149,7 +149,8 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
 
     weights = np.array([part.weight for part in parts])
     if all(part.steps > 0 and part.tokens > 0 for part in parts):
-        compare("merge weights", merge_weights([(part.steps, part.tokens) for part in parts]), weights)
+        counters = [(part.steps, part.tokens) for part in parts]
+        compare("merge weights", merge_weights(counters, sync.weights), weights)
     else:
         problems.append("steps or tokens of a contribution are not positive")
     for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):

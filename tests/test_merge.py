@@ -58,6 +58,11 @@ def test_weights_are_tokens_times_tokens_per_step():
     np.testing.assert_allclose(merge_weights([(10, 100), (10, 300), (40, 200)]), [1 / 11, 9 / 11, 1 / 11])
 
 
+def test_equal_weights_look_at_nothing():
+    """Neither at tokens nor at steps."""
+    np.testing.assert_array_equal(merge_weights([(10, 100), (10, 300), (40, 200)], "equal"), [1 / 3] * 3)
+
+
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=20))
 def test_weights_are_never_negative_and_sum_to_one(counters):
     """Whatever positive counters learners claim, the weights are a convex combination."""

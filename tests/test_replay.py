@@ -78,6 +78,17 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
     assert outcome.largest < TOLERANCE
 
 
+def test_a_replay_weighs_as_the_run_did(tmp_path) -> None:
+    """Equal weights, although the quicker learner has more tokens in each delta; and ramps."""
+    commits = record_run(tmp_path, weights="equal", outer_momentum=0.9, outer_warmup=2, first_interval=1)
+    parts = [part for c in commits for part in c.contributions if len(c.contributions) == 2]
+    assert {part.weight for part in parts} == {0.5}
+    assert len({part.tokens for part in parts}) > 1
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.repeated == outcome.merges
+
+
 def test_both_histories_of_a_rewound_run_are_replayed(tmp_path) -> None:
     """What was merged after the snapshot and what took its place, each from its own base, momentum included."""
     commits = record_run(tmp_path, rewind=True, quorum=1, tokens=12_000, outer_momentum=0.9)

@@ -78,6 +78,7 @@ class LabRun(BaseModel):
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
     codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
     merge: Literal["rda", "mean"] = Field("rda", description="rda: RDA, the mean on embeddings; mean: everywhere")
+    weights: Literal["tokens", "equal"] | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int | None = Field(None, ge=1, description="First outer steps of each fragment that average only")
@@ -152,6 +153,7 @@ class LabRun(BaseModel):
             grace_gamma=self.grace_gamma,
             codec=self.codec,
             merge=self.merge,
+            weights=self.weights or "tokens",
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup or 0,
@@ -188,7 +190,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
-    *("outer_warmup", "first_interval"),
+    *("outer_warmup", "first_interval", "weights"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (
@@ -308,8 +310,8 @@ def settings_help() -> str:
     """All settings with defaults and meaning, one a line."""
     lines = []
     for name, info in LabRun.model_fields.items():
-        choices = get_args(info.annotation)
-        words = [str(choice) for choice in choices if isinstance(choice, str)]
+        choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
+        words = [choice for choice in choices if isinstance(choice, str)]
         allowed = f" [{', '.join(words)}]" if words else ""
         lines.append(f"{name} = {'off' if info.default is None else info.default}{allowed}: {info.description}")
     return "\n".join(lines)
