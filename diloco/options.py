@@ -38,8 +38,12 @@ class RunSettings(Settings):
 
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
-    method: Literal["diloco", "data-parallel"] = Field(
-        "diloco", description="diloco, or the baseline that averages gradients at every step"
+    method: Literal["decoupled", "streaming", "diloco", "data-parallel"] = Field(
+        "decoupled",
+        description="What other settings are where they are not given. streaming: as Streaming DiLoCo, all learners in "
+        "each merge, no grace; diloco: the same with the whole model at once; in both learners still never wait, and "
+        "what they train while a merge is under way is overwritten. data-parallel: the baseline that averages "
+        "gradients at every step",
     )
     out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
     overwrite: bool = Field(False, description="Empty an output folder that is in use")
@@ -55,6 +59,15 @@ class RunSettings(Settings):
     kill_learner: int | None = Field(None, ge=0, description="Demonstration: SIGKILL this learner (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
     restart_at: float = Field(0.6, ge=0, lt=1, description="Share of the budget at which it is started again")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "streaming": {"quorum": "all", "grace_gamma": 0.0},
+    "diloco": {"quorum": "all", "grace_gamma": 0.0, "fragments": 1, "overlap_steps": 0},
+}
+"""What a method of `diloco run` means for settings that were not given. The papers' learners wait for a merge (DiLoCo),
+or mix it with what they trained meanwhile (streaming); ours take it over as it is. "all": as many as learners.
+"""
 
 
 class RunProcess(
@@ -137,6 +150,18 @@ ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.mod
 """What a settings file may hold: it can serve all parties of a run."""
 
 
+def with_preset(settings: RunProcess) -> RunProcess:
+    """Settings with those of the method where nothing else was asked for."""
+    preset = PRESETS.get(settings.method, {}).items()
+    return settings.model_copy(
+        update={
+            name: settings.learners if value == "all" else value
+            for name, value in preset
+            if name not in settings.model_fields_set
+        }
+    )
+
+
 NOT_OF_BASELINE = (
     *("redis_url", "redis_port", "syncers", "checkpoint_every", "groups", "record_deltas"),
     *("recover", "ramp_steps", "log_losses", "state_every"),
@@ -151,9 +176,9 @@ def check(settings: RunProcess) -> None:
         UsageError: naming them.
     """
     if settings.kill_learner is not None:
-        if settings.method != "diloco":
+        if settings.method == "data-parallel":
             raise UsageError(
-                "--kill-learner needs --method diloco: the data-parallel baseline stops when a process dies"
+                "--kill-learner needs another --method: the data-parallel baseline stops when a process dies"
             )
         if settings.learners < 2:
             raise UsageError("--kill-learner needs --learners 2 or more: it shows that the others go on")
@@ -161,13 +186,13 @@ def check(settings: RunProcess) -> None:
             raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
         if settings.restart_at <= settings.kill_at:
             raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
-    if settings.resume is not None and settings.method != "diloco":
-        raise UsageError("--resume needs --method diloco")
-    if settings.method != "diloco":
+    if settings.resume is not None and settings.method == "data-parallel":
+        raise UsageError("--resume needs another --method than data-parallel")
+    if settings.method == "data-parallel":
         for name in NOT_OF_BASELINE:
             if getattr(settings, name) != RunProcess.model_fields[name].default:
                 flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} needs --method diloco: the data-parallel baseline has no use for it")
+                raise UsageError(f"{flag} needs another --method: the data-parallel baseline has no use for it")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "

@@ -32,7 +32,7 @@ from .finish import conclude
 from .folder import Folder, choose, plain, resume
 from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import open_bus
-from .options import RunProcess, check
+from .options import RunProcess, check, with_preset
 from .report import Kill, Origin, Outcome
 from .tape import read_archive
 
@@ -415,6 +415,7 @@ def main(settings: RunProcess) -> int:
         DilocoError: what went wrong, in words; nothing is left running.
     """
     logs.configure("warning")
+    settings = with_preset(settings)
     check(settings)
     settings, origin = resume(settings)
     folder = choose(settings)

@@ -224,5 +224,5 @@ def test_the_folder_of_a_recording(tmp_path):
         choose(RunProcess(record_deltas=tmp_path / "else", **asked))
     with pytest.raises(UsageError, match="cannot be written"):
         choose(RunProcess(record_deltas=tmp_path / "else" / "file", **asked))
-    with pytest.raises(UsageError, match="needs --method diloco"):
+    with pytest.raises(UsageError, match="needs another --method"):
         check(RunProcess(record_deltas=Path("deltas"), method="data-parallel", **asked))

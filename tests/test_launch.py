@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from chaos.lab.settings import PRESETS as LAB_PRESETS
 from diloco import cli, launch
 from diloco.display import render
 from diloco.export import export, printable
 from diloco.folder import Folder, choose, plain, to_toml
 from diloco.launch import Children, environment, threads_for
 from diloco.locate import locate, without_secrets
-from diloco.options import RunProcess, check
+from diloco.options import PRESETS, RunProcess, check, with_preset
 from pipeline.errors import UsageError
 from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 
@@ -176,6 +177,22 @@ def test_settings_that_do_not_go_together_are_refused(settings, named):
         check(RunProcess(**settings))
 
 
+def test_a_method_sets_what_was_not_given():
+    """DiLoCo: the whole model at once, all learners in each merge; what was asked for stays."""
+    diloco = with_preset(RunProcess(method="diloco", learners=3))
+    assert (diloco.fragments, diloco.quorum, diloco.grace_gamma, diloco.overlap_steps) == (1, 3, 0.0, 0)
+    assert "quorum = 3\n" in to_toml(diloco)
+    asked = with_preset(RunProcess(method="streaming", learners=3, quorum=2, fragments=8))
+    assert (asked.fragments, asked.quorum, asked.grace_gamma) == (8, 2, 0.0)
+    assert with_preset(RunProcess()) == RunProcess()
+
+
+def test_methods_mean_in_a_run_what_they_mean_in_the_lab():
+    """But for what only the lab can do: wait, and mix."""
+    for method, preset in PRESETS.items():
+        assert preset == {n: v for n, v in LAB_PRESETS[method].items() if n not in ("wait", "adopt")}
+
+
 @pytest.mark.parametrize("settings", [{"quorum": 5, "redis_port": 1}, {"quorum": 5, "redis_url": "redis://h"}])
 def test_a_quorum_that_others_can_make_up_is_allowed(settings):
     check(RunProcess(**settings))
@@ -233,7 +250,7 @@ def test_the_password_of_a_live_run_comes_from_the_environment(tmp_path):
 
 def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
     report = {"learners": [], "tokens_lost": {}, "tokens": 5, "merged_tokens": 5, "wall_s": 1.0, "outer_steps": 1}
-    report |= {"global_val_loss": 2.5, "stopped": False, "method": "diloco", "demo": None, "checkpoint": None}
+    report |= {"global_val_loss": 2.5, "stopped": False, "method": "decoupled", "demo": None, "checkpoint": None}
     report |= {"warnings": []}
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "report.json").write_text(json.dumps(report))

@@ -122,7 +122,7 @@ def evaluation(tokens: int, elapsed_s: float, loss: float, final: bool = False) 
 
 def outcome(**changes: Any) -> Outcome:
     fields: dict[str, Any] = {
-        "method": "diloco",
+        "method": "decoupled",
         "seed": 3,
         "settings": {"tokens": 180},
         "run": "run",
