@@ -132,7 +132,11 @@ class TrainerSettings(Settings):
     model: str = Field(
         "tiny", description="Model size: tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M)"
     )
-    data: str = Field("stdlib", description="Text file or folder, or 'stdlib': Python's own source text")
+    data: str = Field(
+        "stdlib",
+        description="Text file or folder; 'stdlib': Python's own source text; a .npy file of tokens; or hf:OWNER/NAME, "
+        "a data set of the Hugging Face hub",
+    )
     seed: int = Field(0, ge=0, description="Seed of initial parameters and data order")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
     batch: int = Field(8, ge=1, description="Sequences in a micro-batch")

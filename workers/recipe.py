@@ -7,7 +7,6 @@ from itertools import islice
 from types import FrameType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
@@ -17,7 +16,7 @@ from pipeline.lifecycle import SIGNALS, exit_at_once
 from pipeline.settings import TrainerSettings
 
 from .data.blocks import Blocks
-from .data.text import TextData
+from .data.text import BYTES, TextData, Tokens
 
 EVAL_BATCH_TOKENS = 4096
 """Tokens in one forward pass of an evaluation: bounds its memory."""
@@ -48,7 +47,8 @@ def use_threads(threads: int | None) -> None:
 
 def trainer_spec(settings: TrainerSettings, text: TextData) -> TrainerSpec:
     """What learners must agree on: the trainer's settings and the text itself."""
-    return settings.trainer_spec() | {"data_fingerprint": text.fingerprint}
+    vocab: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}
+    return settings.trainer_spec() | {"data_fingerprint": text.fingerprint} | vocab
 
 
 def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
@@ -81,9 +81,9 @@ def read_batch(blocks: Blocks, order: Iterator[tuple[int, int]], size: int, devi
     return to_device(np.stack(rows), device)
 
 
-def to_device(tokens: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
-    """Blocks (B, T + 1) uint8 to int64 on the device, without waiting for it."""
-    batch = torch.from_numpy(tokens)
+def to_device(tokens: Tokens, device: torch.device) -> torch.Tensor:
+    """Blocks (B, T + 1) of any unsigned type to int64 on the device, without waiting for it."""
+    batch = torch.from_numpy(tokens if tokens.dtype == np.uint8 else tokens.astype(np.int64))
     if device.type == "cuda":
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device, torch.int64)
@@ -116,8 +116,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip: 
 
 
 @torch.inference_mode()
-def held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: torch.device) -> float:
-    """Mean loss in nats per token of validation blocks (N, T + 1) uint8."""
+def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) -> float:
+    """Mean loss in nats per token of validation blocks (N, T + 1)."""
     rows = max(1, EVAL_BATCH_TOKENS // (validation.shape[1] - 1))
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(validation), rows):

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from pipeline.errors import UsageError
 
-from .data.text import BOUNDARY
+from .data.text import BOUNDARY, BYTES
 from .models.gpt import GPT, build
 from .recipe import TrainerSpec
 
@@ -42,7 +42,8 @@ def model_of(spec: TrainerSpec) -> GPT:
     name, seed = spec.get("model"), spec.get("seed")
     if not isinstance(name, str) or not isinstance(seed, int):
         raise UsageError("this run's model is not one of the built-in trainer's: its spec names no model and seed")
-    return build(name, seed)
+    vocab = spec.get("vocab")
+    return build(name, seed, vocab if isinstance(vocab, int) else BYTES)
 
 
 def load_model(checkpoint: Path) -> Loaded:
@@ -70,7 +71,12 @@ def sample(loaded: Loaded, prompt: str, tokens: int, temperature: float, top_k: 
     """The prompt and up to `tokens` more bytes as text; ends early where the model ends the document.
 
     temperature: 0 takes the likeliest byte. top_k: draw from this many likeliest bytes; 0 from all.
+
+    Raises:
+        UsageError: the model's tokens are no bytes, and nothing here can read them.
     """
+    if loaded.spec.get("vocab") is not None:
+        raise UsageError("this model was trained on a token file: only its tokenizer could read what it writes")
     context = loaded.spec.get("seq_len")
     given = torch.tensor([BOUNDARY, *prompt.encode()])
     drawn = loaded.model.generate(given, tokens, context if isinstance(context, int) else 128, temperature, top_k, seed)

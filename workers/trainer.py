@@ -93,7 +93,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         check_text(text, settings.data, spec.trainer)
         agreed["data"] = spec.trainer["data"]
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
-    model = build(settings.model, settings.seed).to(device)
+    model = build(settings.model, settings.seed, text.vocab).to(device)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
     step_tokens = step_blocks * settings.seq_len

@@ -23,7 +23,7 @@ class TextTask:
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
         text = open_text(run.data)
-        self._run, self._device = run, device
+        self._run, self._device, self._vocab = run, device, text.vocab
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)
         self.examples, self.example_tokens = self._blocks.count, run.seq_len
@@ -32,8 +32,9 @@ class TextTask:
         """A GPT, dense or with a mixture of experts."""
         run = self._run
         if run.experts is None:
-            return build(run.model, run.seed).to(self._device)
-        return build_mixture(run.model, run.seed, run.experts, run.experts_a_token).to(self._device)
+            return build(run.model, run.seed, self._vocab).to(self._device)
+        mixture = build_mixture(run.model, run.seed, run.experts, run.experts_a_token, self._vocab)
+        return mixture.to(self._device)
 
     def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """One tensor (B, T + 1) int64."""

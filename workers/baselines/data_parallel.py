@@ -171,7 +171,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     use_threads(settings.threads or 1)
     text = open_text(settings.data)
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
-    model = build(settings.model, settings.seed).to(device)
+    model = build(settings.model, settings.seed, text.vocab).to(device)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     spec = {
         "format": 1,

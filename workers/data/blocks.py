@@ -1,10 +1,11 @@
 """A text as blocks, and an epoch as a permutation of them. Pure: every learner computes the same."""
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from pipeline.errors import UsageError
+
+from .text import Tokens
 
 _ROUNDS = 4
 
@@ -28,12 +29,12 @@ def permuted(index: int, count: int, key: bytes) -> int:
 
 
 class Blocks:
-    """A text (tokens,) uint8 cut into blocks of seq_len + 1 tokens: inputs and, shifted by one, targets.
+    """A text (tokens,) cut into blocks of seq_len + 1 tokens: inputs and, shifted by one, targets.
 
     Neighbouring blocks share one token, so that each token but the first is a target exactly once an epoch.
     """
 
-    def __init__(self, text: npt.NDArray[np.uint8], seq_len: int, seed: int = 0) -> None:
+    def __init__(self, text: Tokens, seq_len: int, seed: int = 0) -> None:
         self._text = text
         self._seq_len = seq_len
         self._seed = seed
@@ -41,18 +42,18 @@ class Blocks:
         if self.count < 1:
             raise UsageError(f"seq_len={seq_len}: the text has {len(text)} tokens, not enough for one block")
 
-    def block(self, epoch: int, index: int) -> npt.NDArray[np.uint8]:
-        """Block `index` (0..count-1) of an epoch's permutation, (seq_len + 1,) uint8."""
+    def block(self, epoch: int, index: int) -> Tokens:
+        """Block `index` (0..count-1) of an epoch's permutation, (seq_len + 1,)."""
         return self._at(permuted(index, self.count, b"/%d/%d" % (self._seed, epoch)))
 
-    def spread(self, tokens: int) -> npt.NDArray[np.uint8]:
-        """About `tokens` tokens in blocks spread evenly over the text, (blocks, seq_len + 1) uint8.
+    def spread(self, tokens: int) -> Tokens:
+        """About `tokens` tokens in blocks spread evenly over the text, (blocks, seq_len + 1).
 
         The validation slice: the same for every seed, so that runs can be compared.
         """
         wanted = min(self.count, max(1, tokens // self._seq_len))
         return np.stack([self._at((2 * i + 1) * self.count // (2 * wanted)) for i in range(wanted)])
 
-    def _at(self, place: int) -> npt.NDArray[np.uint8]:
+    def _at(self, place: int) -> Tokens:
         start = place * self._seq_len
         return self._text[start : start + self._seq_len + 1]
