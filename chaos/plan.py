@@ -8,9 +8,8 @@ Each has an id by which a shrunk world can leave it out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
-from pipeline.messages import Spec, SyncSpec, TensorSpec
+from pipeline.messages import MergeRule, Spec, SyncSpec, TensorSpec
 from pipeline.quantize import KINDS
 from pipeline.settings import SyncSettings
 
@@ -33,7 +32,7 @@ LEARNERS, SYNCERS = 4, 3
 BLOCKS, SHARD_BLOCKS = 60, 7
 """Data blocks of an epoch, and of a shard."""
 STEPS_A_BLOCK = 4
-RULES: tuple[Literal["rda", "mean"], ...] = ("rda", "rda", "mean")
+RULES: tuple[MergeRule, ...] = ("rda", "rda", "mean", "rda-row")
 
 
 class Kind(StrEnum):
@@ -147,9 +146,9 @@ def _tensors(chance: Chance, merge: str) -> tuple[TensorSpec, ...]:
     found = []
     for p in range(FRAGMENTS):
         for t in range(chance.one_of((1, 2, 3), "tensors", p)):
-            rule: Literal["rda", "mean"] = "mean" if merge == "mean" else chance.one_of(RULES, "rule", p, t)
-            size = chance.one_of((4, 5), "size", p, t)
-            found.append(TensorSpec(name=f"t{p}.{t}", shape=(size,), dtype="float32", rule=rule, fragment=p))
+            rule: MergeRule = "mean" if merge == "mean" else chance.one_of(RULES, "rule", p, t)
+            shape = (2, 2) if rule == "rda-row" else (chance.one_of((4, 5), "size", p, t),)
+            found.append(TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p))
     return tuple(found)
 
 

@@ -23,19 +23,21 @@ def merge_weights(steps: Sequence[int], tokens: Sequence[int], sync: SyncSpec) -
 
 
 def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: Float64) -> Float64:
-    """Weighted mean, or per tensor mean length times mean direction (paper, RDA): (elements,)."""
+    """Weighted mean, or per tensor or row mean length times mean direction (paper, RDA): (elements,)."""
     merged: Float64 = np.einsum("i,ij->j", weights, np.stack(deltas))
     if len(deltas) == 1:
         return merged
     for slot in layout.slots:
-        if slot.tensor.rule != "rda":
+        if slot.tensor.rule == "mean":
             continue
-        parts = [delta[slot.start : slot.stop] for delta in deltas]
-        lengths = [float(np.linalg.norm(part)) for part in parts]
-        direction = np.sum([w * part / n for w, part, n in zip(weights, parts, lengths, strict=True) if n > 0], axis=0)
-        size = float(np.linalg.norm(direction))
-        mean_length = float(np.dot(weights, lengths))
-        merged[slot.start : slot.stop] = direction * (mean_length / size) if size > 0 else 0.0
+        pieces = slot.tensor.shape[0] if slot.tensor.rule == "rda-row" else 1
+        for piece in np.split(np.arange(slot.start, slot.stop), pieces):
+            parts = [delta[piece] for delta in deltas]
+            lengths = [float(np.linalg.norm(part)) for part in parts]
+            used = [w * part / n for w, part, n in zip(weights, parts, lengths, strict=True) if n > 0]
+            direction = np.sum(used, axis=0) if used else np.zeros(len(piece))
+            size = float(np.linalg.norm(direction))
+            merged[piece] = direction * (float(np.dot(weights, lengths)) / size) if size > 0 else 0.0
     return merged
 
 

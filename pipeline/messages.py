@@ -33,13 +33,19 @@ from .wire import (
 # --- the spec ------------------------------------------------------------------------------------
 
 
+MergeRule = Literal["rda", "rda-row", "mean"]
+"""`syncer.merge.merge`."""
+MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
+"""Which tensor has which rule: `workers.parameters.tensor_table`."""
+
+
 class TensorSpec(Message):
     """One tensor of the model: where it lives and how it is merged."""
 
     name: Text
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=16, fail_fast=True)]
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
-    rule: Literal["rda", "mean"]
+    rule: MergeRule
     fragment: FragmentId
 
     @property
@@ -60,7 +66,7 @@ class SyncSpec(Message):
     overlap_steps: Annotated[int, Field(ge=0, le=10**6)]
     grace_gamma: Annotated[float, Field(ge=0, lt=1)]
     codec: Codec
-    merge: Literal["rda", "mean"]
+    merge: MergeName
     outer_lr: Annotated[float, Field(gt=0, le=100)]
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
     tokens: Annotated[int, Field(ge=1, le=2**62)]

@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from .errors import SpecMismatch, UsageError
-from .messages import SyncSpec
+from .messages import MergeName, SyncSpec
 from .tls import OPTIONS, with_tls
 from .wire import Codec
 
@@ -102,9 +102,10 @@ class SyncSettings(Settings):
         description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
         "(half of bf16's bytes), int4 or e3m0 (a quarter)",
     )
-    merge: Literal["rda", "mean"] = Field(
+    merge: MergeName = Field(
         "rda",
-        description="rda: RDA, with the weighted mean on embeddings; mean: the weighted mean everywhere",
+        description="rda: RDA of each tensor, with the weighted mean on embeddings; rda-row: RDA of each row of a "
+        "matrix instead; rda-all: RDA on embeddings too; mean: the weighted mean everywhere",
     )
     weights: Literal["tokens", "equal"] = Field(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"

@@ -4,8 +4,9 @@ Blocks of 128k elements stay in the cache between conversion, multiplication and
 the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits.
 
 Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
-bits on every machine. A reduction (a length) sums in an order that the machine's libraries choose: the same to about
-1e-7. Reductions enter the elementwise work as factors, so a merge can be repeated bit for bit from recorded ones.
+bits on every machine, and so are sums of one element after the other (a row's length). Any other reduction (a tensor's
+length) sums in an order that the machine's libraries choose: the same to about 1e-7. Such reductions enter the
+elementwise work as factors, so a merge can be repeated bit for bit from recorded ones.
 """
 
 import math
@@ -44,7 +45,7 @@ class Reduced(NamedTuple):
     norm: float
     """L2 norm of the pseudogradient."""
     directions: Float64
-    """(tensors,) L2 norm of each tensor's weighted sum of directions; 0 where it is merged by its mean."""
+    """(tensors,) L2 norm of each tensor's weighted sum of directions; 0 where it is not merged by its direction."""
 
 
 def merge_weights(counters: Sequence[tuple[int, int]], rule: Literal["tokens", "equal"] = "tokens") -> Float64:
@@ -123,6 +124,27 @@ def _sum(deltas: Sequence[Array], factors: Sequence[float], out: Float32, scratc
         np.add(out, term, out=out)
 
 
+def _row_lengths(rows: Float32) -> Float64:
+    """L2 norm (rows,) of rows (rows, columns), summed from left to right: the same bits on every machine."""
+    lengths: Float64 = np.sqrt(np.add.accumulate(np.square(rows, dtype=np.float64), axis=1)[:, -1])
+    return lengths
+
+
+def _merge_rows(parts: Sequence[Array], weights: Float64, out: Float32) -> None:
+    """RDA of each row: parts and out (rows, columns)."""
+    out[:] = 0
+    mean = np.zeros(len(out), np.float64)
+    for part, weight in zip(parts, weights, strict=True):
+        rows = part.astype(np.float32)
+        lengths = _row_lengths(rows)
+        mean += weight * lengths
+        factors = np.divide(weight, lengths, out=np.zeros_like(lengths), where=lengths > _NO_DIRECTION)
+        out += rows * factors.astype(np.float32)[:, None]
+    directions = _row_lengths(out)
+    factors = np.divide(mean, directions, out=np.zeros_like(mean), where=directions > _CANCELLED)
+    out *= factors.astype(np.float32)[:, None]
+
+
 def merge(
     layout: FragmentLayout,
     deltas: Sequence[Vector],
@@ -136,7 +158,8 @@ def merge(
 
     "mean" is the weighted mean. "rda" is the weighted mean length times the direction of the weighted mean of
     directions: it keeps the length that one learner's delta has, however many nearly orthogonal ones there are.
-    Directions that cancel give 0. One contribution comes out as it went in, whatever the rule.
+    "rda-row" is the same for each row of a matrix (all but its first dimension). Directions that cancel give 0. One
+    contribution comes out as it went in, whatever the rule.
 
     Args:
         layout: the fragment's tensors.
@@ -152,6 +175,18 @@ def merge(
     total = 0.0
     directions = np.zeros(len(layout.slots), np.float64)
     for t, slot in enumerate(layout.slots):
+        if slot.tensor.rule == "rda-row" and len(deltas) > 1 and slot.stop > slot.start:
+            columns = (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
+            at_once = columns * max(1, BLOCK // columns)
+            for start in range(slot.start, slot.stop, at_once):
+                stop = min(start + at_once, slot.stop)
+                rows = [delta[start:stop].reshape(-1, columns) for delta in deltas]
+                _merge_rows(rows, weights, out[start:stop].reshape(-1, columns))
+            total += _squares(out[slot.start : slot.stop])
+            if finish is not None:
+                for start in range(slot.start, slot.stop, BLOCK):
+                    finish(start, min(start + BLOCK, slot.stop))
+            continue
         lengths = [float(of_delta[t]) for of_delta in norms]
         by_direction = slot.tensor.rule == "rda" and len(deltas) > 1
         factors = [

@@ -84,6 +84,30 @@ def test_merge_equals_the_plain_formula(dtype, count):
     assert norm == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 7), (5, 3), (3, 2, 4), (40, BLOCK // 16), (3, BLOCK + 1), (6,), (), (0, 3)])
+def test_rows_are_merged_as_if_each_were_a_tensor(shape, dtype):
+    """Also rows longer than a block, where many fit into one, and tensors without rows; zero rows stay zero."""
+    table = [
+        TensorSpec(name="first", shape=(3,), dtype="float32", rule="mean", fragment=0),
+        TensorSpec(name="rows", shape=shape, dtype="float32", rule="rda-row", fragment=0),
+    ]
+    fragment = layout_of(table).fragments[0]
+    deltas, weights = random_deltas(fragment, 3, dtype), np.array([0.5, 0.3, 0.2])
+    slot = fragment.slots[1]
+    rows = np.split(np.arange(slot.start, slot.stop), shape[0] if shape else 1) if slot.stop > slot.start else []
+    if len(rows) > 1:
+        for delta in deltas:
+            delta[rows[0]] = 0
+    out, norm = run(fragment, deltas, weights)
+    for row in rows:
+        alone = plain(layout((len(row), "rda")), [delta[row] for delta in deltas], weights)
+        np.testing.assert_allclose(out[row], alone, rtol=2e-4, atol=1e-5)
+    assert norm == pytest.approx(float(np.linalg.norm(out.astype(np.float64))), rel=1e-5)
+    again, _ = run(fragment, deltas, weights)
+    assert np.array_equal(out, again)
+
+
 @pytest.mark.parametrize("rule", ["rda", "mean"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_one_contribution_comes_out_as_it_went_in(rule, dtype):

@@ -46,6 +46,16 @@ def test_merge_mean_is_mean_everywhere() -> None:
     assert {t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="mean"))} == {"mean"}
 
 
+def test_rda_of_rows_is_for_matrices_and_rda_all_for_embeddings_too() -> None:
+    """A vector has no rows; an embedding stays with the mean unless it was asked for."""
+    rows, everywhere = (
+        {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge))}
+        for merge in ("rda-row", "rda-all")
+    )
+    assert rows == {"table.weight": "mean", "body.weight": "rda-row", "body.bias": "rda", "head.weight": "rda-row"}
+    assert set(everywhere.values()) == {"rda"}
+
+
 def test_two_builds_of_a_model_have_one_layout() -> None:
     sync = SyncSettings(fragments=3)
     assert layout_of(tensor_table(Net(), sync)) == layout_of(tensor_table(Net(), sync))

@@ -13,7 +13,7 @@ from diloco import replay as command
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed, Spec
+from pipeline.messages import Committed, Spec, TensorSpec
 from pipeline.settings import BusSettings
 from syncer import recording, replay
 from syncer.fragment import FragmentState
@@ -24,6 +24,12 @@ from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 Change = Callable[[MergeHeader, np.ndarray], MergeHeader]
 
 
+def shaped(tensor: TensorSpec, merge: str) -> dict[str, Any]:
+    """The rule, and where it goes by rows two of them if the elements allow."""
+    rows = 2 - tensor.elements % 2
+    return {"rule": merge} | ({"shape": (rows, tensor.elements // rows)} if merge == "rda-row" else {})
+
+
 def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **changes: Any) -> list[Committed]:
     """Two learners of different speed to the end of their budget, recorded; the tape's commits."""
     sync = sync_spec(**{"quorum": 2, "tokens": 3000, "merge": merge} | changes)
@@ -31,8 +37,8 @@ def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **chan
 
     async def main() -> None:
         world = VirtualRun(sync, record_deltas=folder)
-        if merge == "mean":
-            tensors = tuple(t.model_copy(update={"rule": "mean"}) for t in world.spec.tensors)
+        if merge != "rda":
+            tensors = tuple(t.model_copy(update=shaped(t, merge)) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
         world.start_syncer()
         learners = [
@@ -63,7 +69,7 @@ def told(outcome: Replayed) -> list[str]:
     return [str(difference) for difference in outcome.differences]
 
 
-@pytest.mark.parametrize("merge", ["rda", "mean"])
+@pytest.mark.parametrize("merge", ["rda", "rda-row", "mean"])
 @pytest.mark.parametrize("codec", ["bf16", "fp32", "int8", "int4", "e3m0"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str, momentum: float) -> None:

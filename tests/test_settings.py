@@ -138,7 +138,7 @@ def test_secrets_are_not_shown():
 def test_every_bounded_field_says_what_it_takes():
     """Help and messages have words for each bound."""
     assert allowed(SyncSettings, "grace_gamma") == "at least 0, less than 1"
-    assert allowed(SyncSettings, "merge") == "one of rda, mean"
+    assert allowed(SyncSettings, "merge") == "one of rda, rda-row, rda-all, mean"
 
 
 def test_the_settings_and_the_wire_type_have_the_same_fields():

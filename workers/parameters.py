@@ -16,10 +16,8 @@ from pipeline.buffers import take
 from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
-from pipeline.messages import SyncSpec, TensorSpec
+from pipeline.messages import MergeName, MergeRule, SyncSpec, TensorSpec
 from pipeline.settings import SyncSettings
-
-Rule = Literal["rda", "mean"]
 
 ITEM = 4
 """Bytes of a float32."""
@@ -32,7 +30,7 @@ _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]]
 }
 
 
-def merge_rules(model: nn.Module) -> dict[str, Rule]:
+def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
     """Merge rule of every trained tensor by name: "mean" on embeddings, "rda" elsewhere (paper, merging).
 
     Embeddings are found by module type. An output head tied to one is that embedding's own tensor; an untied
@@ -68,11 +66,17 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
             name=name,
             shape=tuple(tensor.shape),
             dtype=_DTYPES[tensor.dtype],
-            rule="mean" if sync.merge == "mean" else rules[name],
+            rule=_rule(sync.merge, rules[name], tensor),
             fragment=fragment[name],
         )
         for name, tensor in trained.items()
     )
+
+
+def _rule(merge: MergeName, usual: MergeRule, tensor: torch.Tensor) -> MergeRule:
+    if merge == "mean" or merge == "rda-all":
+        return "mean" if merge == "mean" else "rda"
+    return "rda-row" if merge == "rda-row" and usual == "rda" and tensor.dim() > 1 else usual
 
 
 class Snapshot:

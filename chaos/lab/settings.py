@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import UsageError
-from pipeline.messages import SyncSpec
+from pipeline.messages import MergeName, SyncSpec
 from pipeline.wire import Codec
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
@@ -77,7 +77,9 @@ class LabRun(BaseModel):
     overlap_steps: int = Field(2, ge=0, description="tau")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
     codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
-    merge: Literal["rda", "mean"] = Field("rda", description="rda: RDA, the mean on embeddings; mean: everywhere")
+    merge: MergeName = Field(
+        "rda", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
+    )
     weights: Literal["tokens", "equal"] | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
