@@ -131,7 +131,8 @@ class TrainerSettings(Settings):
     """The built-in trainer; equal for all learners, kept in the run's spec."""
 
     model: str = Field(
-        "tiny", description="Model size: tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M)"
+        "tiny",
+        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M)",
     )
     data: str = Field(
         "stdlib",

@@ -50,7 +50,7 @@ class LabRun(BaseModel):
 
     # --- what is trained -----------------------------------------------------------------------------
     task: Literal["text", "digits"] = Field("text", description="What is learnt")
-    model: str = Field("tiny", description="Size of the model: tiny, small, base; text also medium and large")
+    model: str = Field("tiny", description="Size: tiny, small, base; text also nano, medium, large")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")

@@ -29,6 +29,7 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
+    "nano": Size(layers=2, width=96, heads=3, hidden=256),
     "tiny": Size(layers=2, width=192, heads=3, hidden=512),
     "small": Size(layers=6, width=256, heads=4, hidden=704),
     "base": Size(layers=8, width=384, heads=6, hidden=1024),
