@@ -62,7 +62,7 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | No
     """
     interval, version = sync.sync_interval, header.base_version
     if sync.first_interval:
-        interval = min(interval, sync.first_interval * 2**version)
+        interval = min(interval, sync.first_interval * 2 ** (version // sync.doubling))
     first = min(sync.sync_interval, sync.first_interval or sync.sync_interval)
     turn = 1 + header.fragment * first // fragments
     moments = (turn, interval) if version == 0 else (interval, interval + turn)

@@ -74,6 +74,8 @@ class SyncSpec(Message):
     chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
     first_interval: Annotated[int, Field(ge=0, le=10**6)] = 0
     """0: sync_interval from the start (`ramps.interval_at`)."""
+    doubling: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """Outer steps of each fragment after which a growing interval doubles."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
     """Outer steps of each fragment (`ramps.outer_at`)."""
     weights: Literal["tokens", "equal"] = "tokens"

@@ -10,11 +10,12 @@ from .messages import SyncSpec
 def interval_at(sync: SyncSpec, version: int) -> int:
     """Inner steps between two syncs of a fragment whose base has this version.
 
-    It begins at `first_interval`, doubles with each outer step, and stays at `sync_interval` (H).
+    It begins at `first_interval`, doubles with every `doubling` outer steps, and stays at `sync_interval` (H).
     """
-    if not sync.first_interval or version >= sync.sync_interval.bit_length():  # doubled so often, 1 is above H
+    doubled = version // sync.doubling
+    if not sync.first_interval or doubled >= sync.sync_interval.bit_length():  # doubled so often, 1 is above H
         return sync.sync_interval
-    return min(sync.sync_interval, sync.first_interval << version)
+    return min(sync.sync_interval, sync.first_interval << doubled)
 
 
 def outer_at(sync: SyncSpec, version: int) -> tuple[float, float]:

@@ -116,7 +116,10 @@ class SyncSettings(Settings):
         0, ge=0, le=10**6, description="First outer steps of each fragment that average only: rate 1, no momentum"
     )
     first_interval: int = Field(
-        0, ge=0, le=10**6, description="H at the start, doubled at each outer step until it is H; 0: H from the start"
+        0, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"
+    )
+    doubling: int = Field(
+        1, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
     tokens: int = Field(2_500_000, ge=1, description="Budget: trained tokens of all learners together")
     groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")

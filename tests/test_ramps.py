@@ -21,6 +21,8 @@ def test_the_interval_doubles_up_to_h():
     versions = (0, 1, 2, 3, 4, 5, 6, 10**6)
     assert [interval_at(sync(first_interval=1), v) for v in versions] == [1, 2, 4, 8, 16, 24, 24, 24]
     assert [interval_at(sync(first_interval=3), v) for v in versions] == [3, 6, 12, 24, 24, 24, 24, 24]
+    slow = [interval_at(sync(first_interval=2, doubling=8), v) for v in range(40)]
+    assert slow == [2] * 8 + [4] * 8 + [8] * 8 + [16] * 8 + [24] * 8
     assert {interval_at(sync(), v) for v in versions} == {24}
     assert {interval_at(sync(first_interval=99), v) for v in versions} == {24}
 
@@ -69,6 +71,6 @@ def test_learners_publish_when_the_interval_of_their_base_is_over(joins_at):
 
 def test_a_spec_from_before_means_what_it_meant():
     """Without the new fields there is no warm-up and no growth."""
-    old = {n: v for n, v in sync().model_dump().items() if n not in ("outer_warmup", "first_interval")}
+    old = {n: v for n, v in sync().model_dump().items() if n not in ("outer_warmup", "first_interval", "doubling")}
     read = type(sync()).model_validate(old)
-    assert (read.outer_warmup, read.first_interval) == (0, 0)
+    assert (read.outer_warmup, read.first_interval, read.doubling) == (0, 0, 1)

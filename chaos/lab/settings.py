@@ -84,7 +84,8 @@ class LabRun(BaseModel):
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int | None = Field(None, ge=1, description="First outer steps of each fragment that average only")
-    first_interval: int | None = Field(None, ge=1, description="H at the start, doubled at each outer step up to H")
+    first_interval: int | None = Field(None, ge=1, description="H at the start, doubled again and again up to H")
+    doubling: int | None = Field(None, ge=1, description="Outer steps after which it doubles; off: each one")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
@@ -160,6 +161,7 @@ class LabRun(BaseModel):
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup or 0,
             first_interval=self.first_interval or 0,
+            doubling=self.doubling or 1,
             tokens=tokens,
             groups=1,
             chunk_bytes=512 * 1024,
@@ -192,7 +194,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
-    *("outer_warmup", "first_interval", "weights"),
+    *("outer_warmup", "first_interval", "doubling", "weights"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (
