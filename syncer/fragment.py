@@ -30,9 +30,10 @@ ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""
 LEAST_RMS = 0.01
 """Values smaller than this on the average are taken for this large when no median is known."""
-NORMS_KEPT = 64
-NORMS_NEEDED = 8
-"""Fewer accepted norms than this give no median to judge by."""
+MERGES_KEPT = 32
+MERGES_NEEDED = 4
+"""Fewer merges than this give no median to judge by, however many learners they are of: a run's first deltas are of one
+step at a rate that still warms up, thousands of times shorter than all others, which would be refused for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +154,15 @@ class FragmentState:
         self.digest = digest
         self.theta = theta
         self.momentum = momentum
-        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
+        self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
+        """Median norm of each merge's contributions."""
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
         """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""
         delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
-        if len(self._norms) >= NORMS_NEEDED:
+        if len(self._norms) >= MERGES_NEEDED:
             usual, of = median(self._norms), "the running median"
         else:  # too little is known: nothing may move the values by many times their own size
             floor = LEAST_RMS * np.sqrt(self.layout.elements)
@@ -218,4 +220,4 @@ class FragmentState:
         """The commit succeeded."""
         self.version, self.digest = merged.version, merged.digest
         self.theta, self.momentum = merged.theta, merged.momentum
-        self._norms.extend(c.norm for c in merged.contributions)
+        self._norms.append(median(c.norm for c in merged.contributions))
