@@ -103,7 +103,7 @@ class SyncSettings(Settings):
         "(half of bf16's bytes), int4 or e3m0 (a quarter)",
     )
     merge: MergeName = Field(
-        "rda",
+        "mean",
         description="rda: RDA of each tensor, with the weighted mean on embeddings; rda-row: RDA of each row of a "
         "matrix instead; rda-all: RDA on embeddings too; mean: the weighted mean everywhere",
     )
@@ -111,15 +111,15 @@ class SyncSettings(Settings):
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
-    outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int = Field(
-        0, ge=0, le=10**6, description="First outer steps of each fragment that average only: rate 1, no momentum"
+        24, ge=0, le=10**6, description="First outer steps of each fragment that average only: rate 1, no momentum"
     )
     first_interval: int = Field(
-        0, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"
+        2, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"
     )
     doubling: int = Field(
-        1, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
+        8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
     tokens: int = Field(2_500_000, ge=1, description="Budget: trained tokens of all learners together")
     groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")

@@ -87,6 +87,7 @@ def test_learners_that_wait_lose_nothing(text):
 def test_one_learner_that_merges_alone_is_that_learner(text):
     """M = 1, lr 1, no momentum, float32, nothing in flight: the global is the learner, so its curve is "single"'s."""
     alone = {"learners": 1, "fragments": 1, "codec": "fp32", "latency_s": 0.0, "lr": 1e-3}
+    alone |= {"outer_lr": 1.0, "outer_momentum": 0.0}
     ours, single = (train(small(text, method, **alone), "cpu") for method in ("diloco", "single"))
     assert ours["final"]["value"] == pytest.approx(single["final"]["value"], abs=0.03)
 

@@ -184,6 +184,7 @@ def test_a_method_sets_what_was_not_given():
     assert "quorum = 3\n" in to_toml(diloco)
     asked = with_preset(RunProcess(method="streaming", learners=3, quorum=2, fragments=8))
     assert (asked.fragments, asked.quorum, asked.grace_gamma) == (8, 2, 0.0)
+    assert (asked.outer_lr, asked.outer_momentum, asked.outer_warmup, asked.first_interval) == (0.4, 0.9, 0, 0)
     assert with_preset(RunProcess()) == RunProcess()
 
 

@@ -32,7 +32,7 @@ def fragments_of(model: nn.Module, count: int = 2, device: str = "cpu") -> Fragm
 
 def test_the_table_lists_each_trained_tensor_once_with_its_rule() -> None:
     """Embeddings merge by mean, the rest by RDA, frozen tensors do not travel."""
-    rules = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2))}
+    rules = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="rda"))}
     assert rules == {"table.weight": "mean", "body.weight": "rda", "body.bias": "rda", "head.weight": "rda"}
 
 

@@ -11,9 +11,11 @@ from syncer.fragment import outer_step
 from syncer.merge import delta_norms
 from workers.rounds import Base, Rounds
 
+from .virtual_run import PLAIN
+
 
 def sync(**told):
-    return SyncSettings(**{"fragments": 2, "sync_interval": 24, "tokens": 1000, **told}).sync_spec()
+    return SyncSettings(**{"fragments": 2, "sync_interval": 24, "tokens": 1000, **PLAIN, **told}).sync_spec()
 
 
 def test_the_interval_doubles_up_to_h():

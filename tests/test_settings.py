@@ -165,7 +165,7 @@ def test_a_party_told_otherwise_is_refused_with_each_difference(monkeypatch):
     spec = load(SyncSettings, {"quorum": 3, "fragments": 4}).sync_spec().model_dump()
     monkeypatch.setenv("DILOCO_FRAGMENTS", "8")
     with pytest.raises(SpecMismatch) as error:
-        agree(load(SyncSettings, {"quorum": 1, "merge": "rda"}), spec, SyncSettings)
+        agree(load(SyncSettings, {"quorum": 1, "merge": "mean"}), spec, SyncSettings)
     text = str(error.value)
     assert "quorum: here 1, the run has 3" in text
     assert "fragments: here 8, the run has 4" in text

@@ -28,8 +28,12 @@ from workers.shards import read_blocks
 RUN = "virtual"
 
 
+PLAIN = {"merge": "rda", "outer_momentum": 0.0, "outer_warmup": 0, "first_interval": 0, "doubling": 1}
+"""The protocol without what changes in the course of a run."""
+
+
 def sync_spec(**changes: Any) -> SyncSpec:
-    settings = {"fragments": 2, "sync_interval": 4, "tokens": 4000, "chunk_bytes": 1024} | changes
+    settings = {"fragments": 2, "sync_interval": 4, "tokens": 4000, "chunk_bytes": 1024} | PLAIN | changes
     return SyncSettings(**settings).sync_spec()
 
 

@@ -33,11 +33,15 @@ from pipeline.wire import Codec
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
 MOST_RUNS = 10_000
 
+_TOGETHER = {
+    **{"quorum": "all", "grace_gamma": 0.0, "merge": "mean"},
+    **{"outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "data-parallel": {},
     "single": {},
-    "diloco": {"fragments": 1, "quorum": "all", "wait": True, "overlap_steps": 0, "grace_gamma": 0.0},
-    "streaming": {"quorum": "all", "adopt": "blend", "grace_gamma": 0.0},
+    "diloco": {**_TOGETHER, "outer_lr": 0.7, "fragments": 1, "overlap_steps": 0, "wait": True},
+    "streaming": {**_TOGETHER, "outer_lr": 0.4, "adopt": "blend"},
     "decoupled": {},
 }
 """What a method means where a file does not say otherwise."""
@@ -78,14 +82,14 @@ class LabRun(BaseModel):
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
     codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
     merge: MergeName = Field(
-        "rda", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
+        "mean", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
     )
     weights: Literal["tokens", "equal"] | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
-    outer_momentum: float = Field(0.0, ge=0, lt=1, description="Outer Nesterov momentum")
-    outer_warmup: int | None = Field(None, ge=1, description="First outer steps of each fragment that average only")
-    first_interval: int | None = Field(None, ge=1, description="H at the start, doubled again and again up to H")
-    doubling: int | None = Field(None, ge=1, description="Outer steps after which it doubles; off: each one")
+    outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(24, ge=0, description="First outer steps of each fragment that average only")
+    first_interval: int = Field(2, ge=0, description="H at the start, doubled again and again; 0: H from the start")
+    doubling: int = Field(8, ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
@@ -159,9 +163,9 @@ class LabRun(BaseModel):
             weights=self.weights or "tokens",
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
-            outer_warmup=self.outer_warmup or 0,
-            first_interval=self.first_interval or 0,
-            doubling=self.doubling or 1,
+            outer_warmup=self.outer_warmup,
+            first_interval=self.first_interval,
+            doubling=self.doubling,
             tokens=tokens,
             groups=1,
             chunk_bytes=512 * 1024,
@@ -186,6 +190,8 @@ class LabRun(BaseModel):
             left_out -= {"resize_s", "elastic"}
         if self.decoupled:
             left_out |= {"resize_s", "elastic"}
+        if not self.first_interval:
+            left_out.add("doubling")
         if self.adopt != "blend":
             left_out.add("mixing")
         return {name: value for name, value in given.items() if name not in left_out}
