@@ -88,6 +88,9 @@ class Case:
             codec=self.wire,
             outer_momentum=self.momentum,
             outer_lr=0.7,
+            outer_warmup=0,
+            first_interval=0,
+            merge="rda",
             tokens=2**60,
             chunk_bytes=self.chunk_bytes,
         )

@@ -44,7 +44,7 @@ class Work:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.sync = SyncSettings(outer_momentum=sizes.momentum, outer_lr=0.7).sync_spec()
+        self.sync = SyncSettings(outer_momentum=sizes.momentum, outer_lr=0.7, outer_warmup=0).sync_spec()
         each = [sizes.elements // TENSORS] * TENSORS
         each[0] += sizes.elements - sum(each)
         self.layout: FragmentLayout = layout_of(

@@ -54,6 +54,7 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
                 fragments=given.fragments,
                 sync_interval=given.interval,
                 codec=given.wire,
+                first_interval=0,
                 tokens=2**60,
             )
             model: Any = build(given.model, 0)

@@ -14,6 +14,9 @@ from pipeline.messages import DeltaHeader, SyncSpec
 
 Float64 = npt.NDArray[np.float64]
 
+CANCELLED = 1e-6
+"""Directions whose weighted mean is shorter than this cancel. (Of a row with one element that is not 0 they often do.)"""
+
 
 def merge_weights(steps: Sequence[int], tokens: Sequence[int], sync: SyncSpec) -> Float64:
     """Tokens times tokens per step, or all the same, normalised (paper, token weights): (contributions,)."""
@@ -37,7 +40,8 @@ def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: F
             used = [w * part / n for w, part, n in zip(weights, parts, lengths, strict=True) if n > 0]
             direction = np.sum(used, axis=0) if used else np.zeros(len(piece))
             size = float(np.linalg.norm(direction))
-            merged[piece] = direction * (float(np.dot(weights, lengths)) / size) if size > 0 else 0.0
+            mean = float(np.dot(weights, lengths))
+            merged[piece] = direction * (mean / size) if size > CANCELLED else 0.0
     return merged
 
 

@@ -43,7 +43,7 @@ def test_a_model_that_is_not_ours_learns_with_two_learners() -> None:
         learners = [start(str(EXAMPLE)) for _ in range(2)]
         parties = [*learners, syncer]
         try:
-            ends = [party.communicate(timeout=100) for party in parties]
+            ends = [party.communicate(timeout=100) for party in reversed(parties)][::-1]  # the syncer has most to say
         finally:
             for party in parties:
                 party.kill()
