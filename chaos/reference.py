@@ -15,7 +15,7 @@ from pipeline.messages import DeltaHeader, SyncSpec
 Float64 = npt.NDArray[np.float64]
 
 CANCELLED = 1e-6
-"""Directions whose weighted mean is shorter than this cancel. (Of a row with one element that is not 0 they often do.)"""
+"""Directions whose weighted mean is shorter than this cancel; of a row with one element that is not 0 they often do."""
 
 
 def merge_weights(steps: Sequence[int], tokens: Sequence[int], sync: SyncSpec) -> Float64:

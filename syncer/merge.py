@@ -131,7 +131,7 @@ def _row_lengths(rows: Float64) -> Float64:
 
 
 def _merge_rows(parts: Sequence[Array], weights: Float64, out: Float32) -> None:
-    """RDA of each row: parts and out (rows, columns). In float64: short rows cancel nearly, far oftener than tensors."""
+    """RDA of each row: parts and out (rows, columns). In float64, since short rows nearly cancel far oftener."""
     merged = np.zeros(out.shape, np.float64)
     mean = np.zeros(len(out), np.float64)
     for part, weight in zip(parts, weights, strict=True):
