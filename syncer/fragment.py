@@ -162,14 +162,16 @@ class FragmentState:
         delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
-        if len(self._norms) >= MERGES_NEEDED:
-            usual, of = median(self._norms), "the running median"
-        else:  # too little is known: nothing may move the values by many times their own size
-            floor = LEAST_RMS * np.sqrt(self.layout.elements)
-            usual, of = max(float(np.linalg.norm(self.theta)), floor), "the fragment's own norm"
-        if delta.norm > ABSURD_NORM_FACTOR * usual > 0:
-            return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}, {of} is {usual:.3g}"
-        return delta
+        usual = median(self._norms) if len(self._norms) >= MERGES_NEEDED else None
+        if usual is not None and delta.norm <= ABSURD_NORM_FACTOR * usual:
+            return delta
+        # A rate that warms up makes the first merges' deltas thousands of times shorter than all later ones: what moves
+        # the values by no more than their own size is never absurd. Where too little is known, by many times their own.
+        own = max(float(np.linalg.norm(self.theta)), LEAST_RMS * np.sqrt(self.layout.elements))
+        if delta.norm <= (own if usual is not None else ABSURD_NORM_FACTOR * own):
+            return delta
+        known = "" if usual is None else f", the running median {usual:.3g}"
+        return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).

@@ -47,6 +47,13 @@ def test_deltas_that_grow_are_merged_however_many_learners_began(learners: int) 
         merged(state, learners, length)
 
 
+def test_many_merges_before_the_rate_warms_up_do_not_make_all_later_deltas_absurd() -> None:
+    """A run of fast steps makes dozens of merges before the first rate above nearly nothing."""
+    state = fragment()
+    for length in [0.001] * 40 + [3.0] * 40:
+        merged(state, 2, length)
+
+
 @pytest.mark.parametrize("learners", [1, 8])
 def test_a_delta_a_hundred_times_as_long_as_usual_is_refused(learners: int) -> None:
     """Once there is a usual length; before, one a hundred times as long as the fragment."""
