@@ -263,15 +263,21 @@ def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkey
     run_virtual(main())
 
 
-def test_a_rewind_and_a_new_incarnation_begin_at_zero(monkeypatch) -> None:
-    """Heads went back: what was owed may be owed to merges that never were."""
-    fed: list[bool] = []
+@pytest.fixture
+def fed(monkeypatch) -> list[bool]:
+    """Of each delta that is encoded: whether a residual goes with it."""
+    found: list[bool] = []
 
     def encoding(base, values, kind, residual, out, written):
-        fed.append(residual is not None)
+        found.append(residual is not None)
         return encode_into(base, values, kind, residual, out, written)
 
     monkeypatch.setattr(exchange, "encode_delta", encoding)
+    return found
+
+
+def test_a_rewind_and_a_new_incarnation_begin_at_zero(fed) -> None:
+    """Heads went back: what was owed may be owed to merges that never were."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
@@ -302,15 +308,8 @@ def test_a_rewind_and_a_new_incarnation_begin_at_zero(monkeypatch) -> None:
     run_virtual(main())
 
 
-def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(monkeypatch) -> None:
+def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(fed) -> None:
     """The connection broke just then: the record is behind the place from which the tape is read again."""
-    fed: list[bool] = []
-
-    def encoding(base, values, kind, residual, out, written):
-        fed.append(residual is not None)
-        return encode_into(base, values, kind, residual, out, written)
-
-    monkeypatch.setattr(exchange, "encode_delta", encoding)
 
     async def main() -> None:
         world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
