@@ -97,7 +97,9 @@ class Oracle:
         self._shards: dict[str, Shard] = {}
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
-        self._windows = Windows(plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now)
+        self._windows = Windows(
+            plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
+        )
         self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
@@ -216,7 +218,7 @@ class Oracle:
         self._owner_write(link, p, nonce, "window")
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
-        self._check_close(p, self._windows.shown(link, p, window))
+        self._check_close(p, self._windows.shown(link, p, window, state))
         if link.sent_s <= self._rewound_s or self._ever_drained:
             return  # decided by what was lost while it was on its way: its owner reads anew
         if window.state != "idle" and state.digests.get(state.version) not in state.due:
@@ -233,6 +235,9 @@ class Oracle:
         """A quantized delta: what it says. The first chunks of a merge to be committed next: its window is closed."""
         if key in self._uploads:
             self._uploaded(key, first, chunks)
+        if ":delta:" in key:
+            of = int(key.split(":delta:")[1].split(":")[0])
+            self._windows.changed(of, self.fragments[of])
         if ":global:" in key and not isinstance(outcome, Exception):
             _, p, version, _ = key.rsplit(":", 3)
             if int(version) == self.fragments[int(p)].version + 1:
@@ -247,6 +252,11 @@ class Oracle:
             wire = b"".join(decode(Chunk, chunk).data for _, chunk in sorted(here.items()))
             self._published[delta] = reference.dequantized(wire, elements, sync.codec)
             del self._uploads[key]
+
+    def _is_uploaded(self, header: DeltaHeader) -> bool:
+        key = self._keys.delta_payload(header.fragment, header.learner, header.incarnation, header.serial)
+        stream = self._stream(key)
+        return stream is not None and len(stream.ids) >= header.chunks
 
     def _check_close(self, p: int, late: str | None) -> None:
         if late is not None and not self._ever_drained:

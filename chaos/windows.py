@@ -3,12 +3,13 @@
 A window may stay open from the moment at which the quorum was on the stream for as long as the grace may last; once
 everybody is in, there is nobody to wait for. Not counted is what its owner could not help: it reads the stream from
 its start (it took the fragment over, or lost its connection), its calls are slow, it is paused, a merge is slow. A
-window is closed when its owner says that it waits for uploads, or stages the merged values.
+window is closed when its owner says that it waits for uploads, or stages the merged values. A learner that the owner
+says it doubts is in once its payload is on the bus too, and nobody waits for it.
 """
 
 from collections.abc import Callable
 
-from pipeline.messages import SyncSpec, WindowView
+from pipeline.messages import DeltaHeader, SyncSpec, WindowView
 
 from .link import Link
 from .surviving import Surviving
@@ -25,15 +26,22 @@ class Windows:
     """The windows of one run."""
 
     def __init__(
-        self, sync: SyncSpec, fragments: int, slowest_step_s: float, latency_s: float, now: Callable[[], float]
+        self,
+        sync: SyncSpec,
+        fragments: int,
+        slowest_step_s: float,
+        latency_s: float,
+        now: Callable[[], float],
+        uploaded: Callable[[DeltaHeader], bool],
     ) -> None:
-        self._sync, self._now = sync, now
+        self._sync, self._now, self._uploaded = sync, now, uploaded
         self._grace_s = sync.grace_gamma * sync.overlap_steps * slowest_step_s
         """The slack cannot be more than all compute time that hides a sync."""
         self._acts_s = STEPS_S + CALLS * latency_s
         self._learners: set[str] = set()
         self._in: list[set[str]] = [set() for _ in range(fragments)]
         """Of whom something that can be merged is on the stream."""
+        self._doubted: list[frozenset[str]] = [frozenset()] * fragments
         self._quorum_at: list[float | None] = [None] * fragments
         self._all_at: list[float | None] = [None] * fragments
         self._closed: set[tuple[Link, int]] = set()
@@ -45,15 +53,19 @@ class Windows:
     def joined(self, learner: str) -> None:
         """A window may wait for this one."""
         self._learners.add(learner)
-        self._all_at = [at if learner in there else None for at, there in zip(self._all_at, self._in, strict=True)]
+        self._all_at = [
+            at if learner in there | doubted else None
+            for at, there, doubted in zip(self._all_at, self._in, self._doubted, strict=True)
+        ]
 
     def changed(self, p: int, state: Surviving) -> None:
-        """What is pending on a fragment's stream is another now."""
+        """What is pending on a fragment's stream, or what of it is uploaded, is another now."""
         version, there = state.version, set[str]()
         for header in state.pending.values():
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
-            if known and (header.learner, header.incarnation, base) not in state.merged:
+            counts = header.learner not in self._doubted[p] or self._uploaded(header)
+            if known and counts and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
         self._in[p] = there
         now, quorum = self._now(), self._quorum_at[p]
@@ -61,7 +73,7 @@ class Windows:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum
-        everybody = there >= self._learners
+        everybody = there >= self._learners - self._doubted[p]
         before = self._all_at[p]
         self._all_at[p] = None if not everybody else now if before is None else before
 
@@ -79,8 +91,11 @@ class Windows:
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
 
-    def shown(self, link: Link, p: int, window: WindowView) -> str | None:
+    def shown(self, link: Link, p: int, window: WindowView, state: Surviving) -> str | None:
         """A window's state was written; returns what was wrong."""
+        if self._doubted[p] != (doubted := frozenset(window.doubted)):
+            self._doubted[p] = doubted
+            self.changed(p, state)
         if window.state in ("uploading", "merging"):
             return self.closed(link, p)
         if (link, p) in self._closed and window.state == "collecting" and not link.late:  # it is open again

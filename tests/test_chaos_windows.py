@@ -7,6 +7,7 @@ import pytest
 from chaos.link import Link
 from chaos.surviving import Surviving
 from chaos.windows import SETTLE_S, Windows
+from syncer.initial import IDLE_VIEW
 
 from . import samples
 
@@ -31,13 +32,15 @@ class At:
         return self.now_s
 
 
-def both_in(windows: Windows) -> None:
+def both_in(windows: Windows) -> Surviving:
     """A due delta of each of two learners comes."""
     headers = [samples.header(name, base_version=1, base_digest=b"b" * 16) for name in ("l0", "l1")]
     pending = dict(zip("ab", headers, strict=True))
     for header in headers:
         windows.joined(header.learner)
-    windows.changed(0, Surviving(version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16}))
+    state = Surviving(version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16})
+    windows.changed(0, state)
+    return state
 
 
 @pytest.mark.parametrize("joins_later", [False, True])
@@ -45,7 +48,7 @@ def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
     """Where all are in, the owner may not wait; for one that joins meanwhile it may, for as long as the grace is."""
     at, owner = At(), cast(Link, Steady())
     sync = samples.sync_spec(fragments=1, quorum=2)
-    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at)
+    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: True)
     windows.read(owner, 0)
     both_in(windows)
     at.now_s = 1.0
@@ -59,7 +62,14 @@ def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
 def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> None:
     """Of two holders one reads the stream from its start; the other had closed its window in time and merges later."""
     at, owner, other = At(), cast(Link, Steady()), cast(Link, Steady())
-    windows = Windows(samples.sync_spec(fragments=1, quorum=2), 1, slowest_step_s=0.1, latency_s=0.001, now=at)
+    windows = Windows(
+        samples.sync_spec(fragments=1, quorum=2),
+        1,
+        slowest_step_s=0.1,
+        latency_s=0.001,
+        now=at,
+        uploaded=lambda _: True,
+    )
     windows.read(owner, 0)
     both_in(windows)
     assert windows.closed(owner, 0) is None
@@ -67,3 +77,17 @@ def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> N
     at.now_s = SETTLE_S
     assert windows.closed(owner, 0) is None
     assert windows.closed(other, 0) is not None
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> None:
+    """Until then the window lacks a quorum, however long its header has been there."""
+    at, owner = At(), cast(Link, Steady())
+    sync = samples.sync_spec(fragments=1, quorum=2)
+    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: here)
+    windows.read(owner, 0)
+    state = both_in(windows)
+    doubting = IDLE_VIEW.model_copy(update={"state": "collecting", "doubted": ("l1",)})
+    assert windows.shown(owner, 0, doubting, state) is None
+    at.now_s = SETTLE_S
+    assert (windows.closed(owner, 0) is None) != here
