@@ -56,13 +56,16 @@ class Work:
         self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
+        self.outer = self.sync.outer_lr, self.sync.outer_momentum
         self.weights = merge_weights([(24, 1000 * (i + 1)) for i in range(sizes.learners)])
         self.norms = [delta_norms(self.layout, delta) for delta in self.deltas]
         self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
 
     def step(self) -> Any:
         """Merge and outer step, as the syncer makes them."""
-        return outer_step(self.layout, self.sync, 1, self.theta, self.momentum, self.deltas, self.norms, self.weights)
+        return outer_step(
+            self.layout, self.sync, self.outer, self.theta, self.momentum, self.deltas, self.norms, self.weights
+        )
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""

@@ -346,7 +346,9 @@ class Oracle:
             deltas.append(self._published_as(header))
         assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
-        expected, velocity = reference.outer_step(state.theta, state.momentum, gradient, sync, state.version)
+        expected, velocity = reference.outer_step(
+            state.theta, state.momentum, gradient, sync, state.version, [part.steps for part in parts]
+        )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if np.abs(theta - expected).max() > scale + 1e-9:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")

@@ -46,16 +46,26 @@ def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: F
 
 
 def outer_step(
-    theta: Float64, momentum: Float64, gradient: Float64, sync: SyncSpec, version: int
+    theta: Float64, momentum: Float64, gradient: Float64, sync: SyncSpec, version: int, steps: Sequence[int]
 ) -> tuple[Float64, Float64]:
     """SGD with Nesterov momentum (paper, outer optimizer): new theta and momentum, (elements,) each.
 
-    The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum.
+    The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum; so does one
+    of contributions that all trained less than half an interval.
     """
-    if version < sync.outer_warmup or not sync.outer_momentum:
-        return theta - (1.0 if version < sync.outer_warmup else sync.outer_lr) * gradient, np.zeros_like(momentum)
+    if version < sync.outer_warmup or all(2 * s < interval(sync, version) for s in steps):
+        return theta - gradient, np.zeros_like(momentum)
+    if not sync.outer_momentum:
+        return theta - sync.outer_lr * gradient, np.zeros_like(momentum)
     momentum = sync.outer_momentum * momentum + gradient
     return theta - sync.outer_lr * (gradient + sync.outer_momentum * momentum), momentum
+
+
+def interval(sync: SyncSpec, version: int) -> int:
+    """Inner steps between two syncs of a fragment at this version: H, or less on the first versions."""
+    if not sync.first_interval:
+        return sync.sync_interval
+    return int(min(sync.sync_interval, sync.first_interval * 2 ** (version // sync.doubling)))
 
 
 def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | None:
@@ -64,12 +74,11 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | No
     A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
     as long after it. Any other is due exactly when the interval is over.
     """
-    interval, version = sync.sync_interval, header.base_version
-    if sync.first_interval:
-        interval = min(interval, sync.first_interval * 2 ** (version // sync.doubling))
+    version = header.base_version
+    whole = interval(sync, version)
     first = min(sync.sync_interval, sync.first_interval or sync.sync_interval)
     turn = 1 + header.fragment * first // fragments
-    moments = (turn, interval) if version == 0 else (interval, interval + turn)
+    moments = (turn, whole) if version == 0 else (whole, whole + turn)
     told = f"{'due' if header.due else 'not due'} after {header.steps} steps on version {version}"
     if header.due and header.steps not in moments and (header.steps < min(moments) or header.attempt == 0):
         return f"{told}, where {moments[0]} or {moments[1]} are an interval"

@@ -9,6 +9,7 @@ fragment only; divided by the elements of the model at the end. For one incarnat
 `trained`, `overwritten` and `published` are its own last words; `merged` and `rejected` stand on the tape, `offered`
 are the headers still on the streams. What is left over in the two lines has an honest name or none:
 
+    rejected     as the tape tells; and `missing`, where refusals became so many that it tells of them no more
     pending      offered; and all that is left over of a live learner, which may still publish it
     died         lost with a learner that was killed, or with the last second of a bus that came back without it
     unaccounted  anything else: published more than trained, merged more than published, or a gap of a learner that
@@ -138,6 +139,7 @@ def accounts(records: Iterable[TapeRecord], standing: Standing, layout: Layout) 
     put = books.refuse if standing.finished else books.offer
     for header in standing.offers:
         put(header.fragment, header.learner, header.incarnation, header.base_version, header.tokens)
+    untold = {record.learner for record in records if isinstance(record, Rejected) and record.last_told}
     for record in records:
         if isinstance(record, Rejected) and record.lost_tokens:
             books.refuse(record.fragment, record.learner, record.incarnation, record.base_version, record.tokens)
@@ -159,6 +161,8 @@ def accounts(records: Iterable[TapeRecord], standing: Standing, layout: Layout) 
             arrived = -(-(one.overwritten + one.published) // layout.elements)
             one.tokens = max(one.tokens, arrived, *one.arrived_by_fragment.values(), 0)
         one.trained = one.tokens * layout.elements
+        if one.learner in untold and one.left and not one.bus_lost:
+            one.rejected += max(0, one.missing)
     return [found[key] for key in sorted(found)]
 
 

@@ -438,6 +438,8 @@ class Rejected(Message):
     reason: Annotated[RefusalReason, Field(strict=False)]
     detail: Text
     unix_s: UnixSeconds
+    last_told: bool = False
+    """Further ones of this learner may be in the head's sum alone: the tape tells no more of them in this window."""
 
     @classmethod
     def of(

@@ -71,11 +71,11 @@ class Room:
     theta, momentum: (elements,) float32, written from front to back; momentum is None for plain SGD.
     """
 
-    def __init__(self, elements: int, sync: SyncSpec, version: int) -> None:
-        """version: of the base."""
+    def __init__(self, elements: int, sync: SyncSpec, outer_momentum: float) -> None:
+        """outer_momentum: of this step; 0: plain SGD."""
         self.theta = take(elements, np.float32)
         self.payload = Payload(as_bytes(self.theta), sync.chunk_bytes)
-        self.momentum = take(elements, np.float32) if outer_at(sync, version)[1] > 0 else None
+        self.momentum = take(elements, np.float32) if outer_momentum > 0 else None
         self.momentum_payload = None
         if self.momentum is not None:
             self.momentum_payload = Payload(as_bytes(self.momentum), sync.chunk_bytes)
@@ -101,7 +101,7 @@ class Stepped(NamedTuple):
 def outer_step(
     layout: FragmentLayout,
     sync: SyncSpec,
-    version: int,
+    outer: tuple[float, float],
     theta: npt.NDArray[np.float32],
     momentum: npt.NDArray[np.float32] | None,
     deltas: Sequence[Vector],
@@ -114,14 +114,14 @@ def outer_step(
 
     Args:
         layout, deltas, norms, weights, recorded: as `merge.merge`.
-        sync: has the outer learning rate and momentum.
-        version: of the base, on which they may depend.
+        sync: has the chunk size.
+        outer: learning rate and momentum, as `ramps.outer_at`.
         theta: (elements,) values at the base.
         momentum: (elements,), or None while all zero.
         room: where to, if that is here already.
     """
-    into = room or Room(layout.elements, sync, version)
-    lr, mu = outer_at(sync, version)
+    lr, mu = outer
+    into = room or Room(layout.elements, sync, mu)
     # None is gathered while it has no say: the first step with momentum is as the first of a run.
     step = NesterovStep(theta, momentum if mu else None, into.theta, into.momentum, lr, mu)
 
@@ -173,6 +173,13 @@ class FragmentState:
         known = "" if usual is None else f", the running median {usual:.3g}"
         return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
+    def _outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
+        return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas))
+
+    def room(self, deltas: Sequence[Delta]) -> Room:
+        """Memory for what `merge` makes of these."""
+        return Room(self.layout.elements, self.sync, self._outer(deltas)[1])
+
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
 
@@ -181,12 +188,12 @@ class FragmentState:
             before: the head's record of merged bases.
             room: memory for the outcome.
         """
-        room = room or Room(self.layout.elements, self.sync, self.version)
+        room = room or self.room(deltas)
         headers = [d.offer.header for d in deltas]
         weights = merge_weights([(h.steps, h.tokens) for h in headers], self.sync.weights)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         stepped = outer_step(
-            self.layout, self.sync, self.version, self.theta, self.momentum, values, norms, weights, room=room
+            self.layout, self.sync, self._outer(deltas), self.theta, self.momentum, values, norms, weights, room=room
         )
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.

@@ -21,7 +21,7 @@ from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
 from .doubts import Doubts
-from .fragment import Delta, FragmentState, Merged, Room
+from .fragment import Delta, FragmentState, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
@@ -387,7 +387,7 @@ class FragmentOwner:
         began = self._clock.now()
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
-        room = Room(self._layout.elements, self._spec.sync, fragment.version)
+        room = fragment.room(deltas)
 
         async def merging() -> Merged:
             merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)

@@ -54,15 +54,14 @@ class Refusing:
         learner = header.learner if header else ""
         self._metrics.refusals.labels(reason=reason.value).inc()
         records: tuple[Rejected, ...] = ()
-        if self._told[learner] < TOLD_A_WINDOW:
+        self._told[learner] += 1
+        if (told := self._told[learner]) <= TOLD_A_WINDOW:
             self._log.warning("delta_rejected", learner=learner, reason=reason.value, detail=detail)
             unix_s, where = self._clock.unix(), (self._p, at[0])
-            records = (
-                Rejected.of(header, where, lost_tokens=lost_tokens, reason=reason, detail=detail, unix_s=unix_s),
-            )
-        elif self._told[learner] == TOLD_A_WINDOW:
+            record = Rejected.of(header, where, lost_tokens=lost_tokens, reason=reason, detail=detail, unix_s=unix_s)
+            records = (record.model_copy(update={"last_told": told == TOLD_A_WINDOW}),)
+        elif told == TOLD_A_WINDOW + 1:
             self._log.warning("refusals_untold", learner=learner, after=TOLD_A_WINDOW, until="the next window")
-        self._told[learner] += 1
         untold = () if records else (reason,)
         await self._bus.refuse(
             self._p, Refusal(self._nonce, at, (entry_id,), payloads, records, lost_tokens, untold=untold)

@@ -31,6 +31,7 @@ from pipeline.codec import as_bytes, payload_digest
 from pipeline.errors import BadMessage
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import Committed, Contribution, Spec, SyncSpec
+from pipeline.ramps import outer_at
 
 from .fragment import outer_step
 from .merge import Float32, delta_norms, merge_weights
@@ -161,7 +162,8 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
             compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
         compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
     version = recorded.header.version - 1
-    stepped = outer_step(layout, sync, version, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
+    outer = outer_at(sync, version, (part.steps for part in parts))
+    stepped = outer_step(layout, sync, outer, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
         compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)

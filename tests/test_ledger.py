@@ -141,6 +141,17 @@ def test_a_refused_delta_that_came_again_is_counted_once() -> None:
     assert (one.rejected, one.unaccounted) == (0, 0)
 
 
+@pytest.mark.parametrize(("whose", "closes"), [(A, True), (B, False)])
+def test_what_the_tape_no_longer_tells_of_is_rejected(whose: tuple[str, str], closes: bool) -> None:
+    """Of the learner alone whose refusals became too many: another's gap is a bug."""
+    last = rejected(0, *whose, tokens=40, lost=40, base=0).model_copy(update={"last_told": True})
+    records = [last, committed(0, 1, (*A, 50))]
+    left = standing(report(*A, tokens=100), *([] if whose == A else [report(*B, tokens=40)]))
+    one = next(part for part in accounts(records, left, LAYOUT) if part.learner == A[0])
+    assert (one.unaccounted == 0, problems([one]) == []) == (closes, closes)
+    assert not closes or one.trained == one.merged + one.rejected
+
+
 def test_incarnations_have_accounts_of_their_own() -> None:
     records = [committed(0, 1, (*B, 10)), committed(0, 2, (*C, 20))]
     found = accounts(records, standing(report(*B, tokens=10, left=False), report(*C, tokens=20)), LAYOUT)

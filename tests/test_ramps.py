@@ -32,8 +32,18 @@ def test_the_interval_doubles_up_to_h():
 def test_the_first_outer_steps_only_average():
     """Then the rate and the momentum asked for; by default from the first step on."""
     told = sync(outer_lr=0.7, outer_momentum=0.9, outer_warmup=2)
-    assert [outer_at(told, v) for v in (0, 1, 2, 3)] == [(1.0, 0.0), (1.0, 0.0), (0.7, 0.9), (0.7, 0.9)]
-    assert outer_at(sync(outer_lr=0.7), 0) == (0.7, 0.0)
+    assert [outer_at(told, v, [24]) for v in (0, 1, 2, 3)] == [(1.0, 0.0), (1.0, 0.0), (0.7, 0.9), (0.7, 0.9)]
+    assert outer_at(sync(outer_lr=0.7), 0, [24]) == (0.7, 0.0)
+
+
+def test_what_is_left_behind_at_the_end_of_a_run_is_only_averaged():
+    """Where no delta holds half an interval; momentum would repeat a whole interval's way. One that does is enough."""
+    told = sync(outer_lr=0.7, outer_momentum=0.9)
+    assert outer_at(told, 5, [1, 11]) == (1.0, 0.0)
+    assert outer_at(told, 5, [1, 12]) == (0.7, 0.9)
+    growing = sync(outer_lr=0.7, outer_momentum=0.9, first_interval=2, doubling=8)
+    assert outer_at(growing, 0, [1]) == (0.7, 0.9)
+    assert outer_at(growing, 8, [1]) == (1.0, 0.0)
 
 
 def test_no_momentum_is_gathered_while_it_has_no_say():
@@ -43,10 +53,10 @@ def test_no_momentum_is_gathered_while_it_has_no_say():
     layout = layout_of(Spec(sync=told, tensors=table, trainer={}).tensors).fragments[0]
     delta = np.array([1, -2, 3, -4], np.float32)
     norms, weights = [delta_norms(layout, delta)], np.ones(1)
-    first = outer_step(layout, told, 0, np.zeros(4, np.float32), None, [delta], norms, weights)
+    first = outer_step(layout, told, (1.0, 0.0), np.zeros(4, np.float32), None, [delta], norms, weights)
     assert first.momentum is None
     assert np.array_equal(first.theta, -delta)
-    second = outer_step(layout, told, 1, first.theta, first.momentum, [delta], norms, weights)
+    second = outer_step(layout, told, (0.7, 0.9), first.theta, first.momentum, [delta], norms, weights)
     assert np.array_equal(second.momentum, delta)
     assert np.allclose(second.theta, -delta - 0.7 * (delta + 0.9 * delta))
 
