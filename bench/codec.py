@@ -41,7 +41,7 @@ from pipeline.messages import TensorSpec
 from pipeline.payloads import follow, push_growing
 from pipeline.redis_streams import connect
 from pipeline.wire import Codec
-from syncer.merge import BLOCK, DeltaNorms
+from syncer.norms import BLOCK, DeltaNorms
 from workers.encoding import encode_delta
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")

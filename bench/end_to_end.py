@@ -57,6 +57,8 @@ class Case:
     """One fragment at a time instead of all at once."""
     rounds: int = 5
     chunk_bytes: int = 512 * 1024
+    spread_s: float = 0.0
+    """The learners publish one after another, the last one so long after the first."""
 
     @property
     def elements(self) -> float:
@@ -231,6 +233,7 @@ class Fleet:
                 assert self._case is not None  # noqa: S101  # there are learners
                 sync = self._case.sync().model_dump()
                 given = {"number": number, "run": self.run, "url": self.url, "params": self._case.params, "sync": sync}
+                given["delay_s"] = self._case.spread_s * number / max(1, self._case.learners - 1)
                 self.learners.append(start(f"learner-{number}", ["-m", "bench.party", json.dumps(given)], True))
             for learner in self.learners:
                 learner.hear()

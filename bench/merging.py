@@ -1,7 +1,8 @@
 """The merge and the outer step of one fragment in memory, on one core: production code beside whole-array numpy.
 
-Rates are bytes of deltas per second. The floor is a copy between large arrays by one thread, for the bytes that a merge
-must read and write.
+merge_s: all deltas are here at once. folding_s and closing_s: they came one after another, and all but the last were
+summed before. Rates are bytes of deltas per second. The floor is a copy between large arrays by one thread, for the
+bytes that a merge must read and write.
 """
 
 import time
@@ -17,8 +18,9 @@ from pipeline.codec import as_bytes, payload_digest
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.settings import SyncSettings
-from syncer.fragment import outer_step
-from syncer.merge import delta_norms, merge_weights
+from syncer.fragment import Room, outer_step
+from syncer.merge import Sum, merge_shares, merge_weights
+from syncer.norms import delta_norms
 
 from .figures import Spread, alternate, spread
 from .floor import merge_traffic
@@ -57,15 +59,30 @@ class Work:
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
         self.outer = self.sync.outer_lr, self.sync.outer_momentum
-        self.weights = merge_weights([(24, 1000 * (i + 1)) for i in range(sizes.learners)])
+        counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
+        self.weights, self.shares = merge_weights(counters), merge_shares(counters)
         self.norms = [delta_norms(self.layout, delta) for delta in self.deltas]
         self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
 
     def step(self) -> Any:
         """Merge and outer step, as the syncer makes them."""
         return outer_step(
-            self.layout, self.sync, self.outer, self.theta, self.momentum, self.deltas, self.norms, self.weights
+            self.layout, self.sync, self.outer, self.theta, self.momentum, self.deltas, self.norms, self.shares
         )
+
+    def room(self, summed: int) -> Room:
+        """Room in which the first so many deltas are summed already, each as it came."""
+        room = Room(self.layout.elements, self.sync)
+        room.gather(self.sync.outer_momentum)
+        room.sum = Sum(self.layout, room.theta)
+        for start, stop in ((0, 2), *((at, at + 1) for at in range(2, summed))):
+            room.sum.add(self.deltas[start:stop], self.norms[start:stop], self.shares[start:stop])
+        return room
+
+    def close(self, room: Room) -> Any:
+        """The rest of the merge, and the step."""
+        given = self.deltas, self.norms, self.shares
+        return outer_step(self.layout, self.sync, self.outer, self.theta, self.momentum, *given, room=room)
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""
@@ -122,6 +139,10 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
 
         return run
 
+    def closing() -> float:
+        room = work.room(sizes.learners - 1)
+        return timed(lambda: work.close(room))()
+
     ways = {
         "merge_s": timed(work.step),
         "plain_numpy_s": timed(work.plain),
@@ -129,6 +150,8 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         "norms_s": timed(work.judged),
         "digest_s": timed(work.digested),
     }
+    if sizes.learners > 2:  # two are never summed before both are here
+        ways |= {"folding_s": timed(lambda: work.room(sizes.learners - 1)), "closing_s": closing}
     found = alternate(ways, sizes.repeats, console, "merging")
     report = {name: spread(values) for name, values in found.items()}
     for name in ("merge", "plain_numpy", "memory_floor", "norms"):

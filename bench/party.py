@@ -51,6 +51,7 @@ class Party:
     def __init__(self, given: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.number: int = given["number"]
+        self.delay_s: float = given["delay_s"]
         self.weights = Weights(given["params"], max(TENSORS, 2 * given["sync"]["fragments"]))
         self.learner = Learner(
             self.weights,
@@ -72,6 +73,7 @@ class Party:
         exchange, rounds = learner._exchange, learner._rounds
         assert exchange is not None and rounds is not None  # noqa: S101, PT018  # within the learner's block
         before = rounds._serial
+        time.sleep(self.delay_s)
         while True:
             began = time.monotonic()
             learner.step(tokens=1000)

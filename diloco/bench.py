@@ -96,6 +96,9 @@ def end_to_end(
     ] = False,
     rounds: Rounds = 5,
     chunk_bytes: Chunk = 512 * 1024,
+    spread: Annotated[
+        float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
+    ] = 0.0,
     aof: Aof = False,
     redis_url: Url = None,
     json_file: Json = None,
@@ -113,7 +116,7 @@ def end_to_end(
     _learners("end-to-end")
     drawing, measuring = _pictures(plot), importlib.import_module("bench.end_to_end")
     case = measuring.Case(
-        _count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes
+        _count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread
     )
     measured, note = measuring.measure(case, console, redis_url, aof)
     found: dict[str, Spread] = measured.spreads()

@@ -92,10 +92,10 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
         raise BadMessage(f"{what} is no msgpack within its bounds: {error}") from error
 
 
-def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:
-    if isinstance(raw, dict) and raw.get("format", FORMAT) != FORMAT:
+def _complaint(what: str, raw: Any, error: ValidationError, speaks: int = FORMAT) -> BadMessage:
+    if isinstance(raw, dict) and raw.get("format", speaks) != speaks:
         spoken = _shown(raw["format"])
-        return BadMessage(f"{what} has wire format {spoken}, this build speaks {FORMAT}: upgrade one side")
+        return BadMessage(f"{what} has wire format {spoken}, this build speaks {speaks}: upgrade one side")
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part)[:80] for part in first["loc"]) or "message"
     return BadMessage(f"{what}: {where}: {first['msg'][:200]} (got {_shown(first['input'])[:80]})")
@@ -116,7 +116,8 @@ def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise _complaint(kind.__name__, raw, error) from None
+        speaks = kind.model_fields["format"].default if "format" in kind.model_fields else FORMAT
+        raise _complaint(kind.__name__, raw, error, speaks) from None
 
 
 def decode_tape(data: bytes) -> TapeRecord:

@@ -20,7 +20,8 @@ from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
-from .merge import Float64, Reduced, merge, merge_weights
+from .merge import Reduced, Sum, merge_shares, merge_weights
+from .norms import Float64
 from .outer import NesterovStep
 from .window import Offer
 
@@ -71,16 +72,22 @@ class Room:
     theta, momentum: (elements,) float32, written from front to back; momentum is None for plain SGD.
     """
 
-    def __init__(self, elements: int, sync: SyncSpec, outer_momentum: float) -> None:
-        """outer_momentum: of this step; 0: plain SGD."""
+    def __init__(self, elements: int, sync: SyncSpec) -> None:
+        self._chunk_bytes = sync.chunk_bytes
         self.theta = take(elements, np.float32)
         self.payload = Payload(as_bytes(self.theta), sync.chunk_bytes)
-        self.momentum = take(elements, np.float32) if outer_momentum > 0 else None
-        self.momentum_payload = None
-        if self.momentum is not None:
-            self.momentum_payload = Payload(as_bytes(self.momentum), sync.chunk_bytes)
+        self.momentum: npt.NDArray[np.float32] | None = None
+        self.momentum_payload: Payload | None = None
         self.more: Callable[[], object] = lambda: None
         """Called after each block."""
+        self.sum: Sum | None = None
+        """What of the merge was summed in `theta` already."""
+
+    def gather(self, outer_momentum: float) -> None:
+        """Have memory for the momentum too, unless this is 0: plain SGD."""
+        if outer_momentum > 0 and self.momentum is None:
+            self.momentum = take(len(self.theta), np.float32)
+            self.momentum_payload = Payload(as_bytes(self.momentum), self._chunk_bytes)
 
     def written(self, stop: int) -> None:
         """All elements before `stop` are as they will be."""
@@ -106,22 +113,23 @@ def outer_step(
     momentum: npt.NDArray[np.float32] | None,
     deltas: Sequence[Vector],
     norms: Sequence[Float64],
-    weights: Float64,
+    shares: Sequence[float],
     recorded: Float64 | None = None,
     room: Room | None = None,
 ) -> Stepped:
     """Merge and take the outer step, in new memory: `theta` and `momentum` stay (paper: RDA, outer optimizer).
 
     Args:
-        layout, deltas, norms, weights, recorded: as `merge.merge`.
+        layout, deltas, norms, shares, recorded: as `merge.merge`.
         sync: has the chunk size.
         outer: learning rate and momentum, as `ramps.outer_at`.
         theta: (elements,) values at the base.
         momentum: (elements,), or None while all zero.
-        room: where to, if that is here already.
+        room: where to, if that is here already; the first of the deltas may be in its sum.
     """
     lr, mu = outer
-    into = room or Room(layout.elements, sync, mu)
+    into = room or Room(layout.elements, sync)
+    into.gather(mu)
     # None is gathered while it has no say: the first step with momentum is as the first of a run.
     step = NesterovStep(theta, momentum if mu else None, into.theta, into.momentum, lr, mu)
 
@@ -129,7 +137,7 @@ def outer_step(
         step.block(start, stop)
         into.written(stop)
 
-    reduced = merge(layout, deltas, norms, weights, into.theta, recorded, finish)
+    reduced = (into.sum or Sum(layout, into.theta)).close(deltas, norms, shares, recorded, finish)
     return Stepped(into.theta, into.momentum, reduced)
 
 
@@ -173,12 +181,9 @@ class FragmentState:
         known = "" if usual is None else f", the running median {usual:.3g}"
         return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
-    def _outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
+    def outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
+        """Outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas))
-
-    def room(self, deltas: Sequence[Delta]) -> Room:
-        """Memory for what `merge` makes of these."""
-        return Room(self.layout.elements, self.sync, self._outer(deltas)[1])
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
@@ -186,14 +191,15 @@ class FragmentState:
         Args:
             deltas: M_t, in the order in which they are summed.
             before: the head's record of merged bases.
-            room: memory for the outcome.
+            room: memory for the outcome; the first of the deltas may be in its sum.
         """
-        room = room or self.room(deltas)
+        room = room or Room(self.layout.elements, self.sync)
         headers = [d.offer.header for d in deltas]
-        weights = merge_weights([(h.steps, h.tokens) for h in headers], self.sync.weights)
+        counters = [(h.steps, h.tokens) for h in headers]
+        weights, shares = merge_weights(counters, self.sync.weights), merge_shares(counters, self.sync.weights)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         stepped = outer_step(
-            self.layout, self.sync, self._outer(deltas), self.theta, self.momentum, values, norms, weights, room=room
+            self.layout, self.sync, self.outer(deltas), self.theta, self.momentum, values, norms, shares, room=room
         )
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.

@@ -17,7 +17,7 @@ from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
 
 from .fragment import Delta
-from .merge import DeltaNorms, Float64
+from .norms import DeltaNorms, Float64
 from .uploads import UploadEstimator
 from .window import Offer
 

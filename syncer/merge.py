@@ -1,7 +1,8 @@
-"""The merge: contributions to one pseudogradient (paper, RDA). Pure numpy, one pass over memory in blocks.
+"""The merge: contributions to one pseudogradient (paper, RDA). Pure numpy, in blocks.
 
 Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
-the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits.
+the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits, however many
+of them were summed (`Sum.add`) before the last one was here.
 
 Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
 bits on every machine, and so are sums of one element after the other (a row's length). Any other reduction (a tensor's
@@ -10,20 +11,16 @@ elementwise work as factors, so a merge can be repeated bit for bit from recorde
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.codec import Vector
-from pipeline.fragments import FragmentLayout
+from pipeline.fragments import FragmentLayout, Slot
 
-BLOCK = 128 * 1024
-"""Elements worked on at a time."""
-
-ROW = 1024
-"""Squares of this many elements are summed in float32, the rows in float64: rounding stays below 3e-7 at any size."""
+from .norms import BLOCK, Float32, Float64, squares
 
 _NO_DIRECTION = 1e-30
 """A delta shorter than this has no direction: in bf16 and float32 it is rounding noise."""
@@ -31,12 +28,11 @@ _NO_DIRECTION = 1e-30
 _CANCELLED = 1e-6
 """Unit vectors whose weighted mean is shorter than this cancel: what is left is rounding noise."""
 
-_SAFE_SQUARES = (1e-30, 1e30)
-"""Outside of this a float32 sum of squares may have lost small or overflowed on large elements."""
+MOST_SHARE = 2.0**20
+"""No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
 
 Array = npt.NDArray[Any]
-Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
+Finish = Callable[[int, int], None]
 
 
 class Reduced(NamedTuple):
@@ -48,80 +44,43 @@ class Reduced(NamedTuple):
     """(tensors,) L2 norm of each tensor's weighted sum of directions; 0 where it is not merged by its direction."""
 
 
+def merge_shares(counters: Sequence[tuple[int, int]], rule: Literal["tokens", "equal"] = "tokens") -> tuple[float, ...]:
+    """Merge weights but for their common factor, which is known once all are in: from (steps, tokens), both positive.
+
+    In shares of the first contribution, which has 1; or of the largest, if that has over `MOST_SHARE`. So those of the
+    first few are known before the others are here. Single float64 operations: the same bits on every machine.
+    """
+    if rule == "equal":
+        return (1.0,) * len(counters)
+    raw = [tokens * (tokens / steps) for steps, tokens in counters]
+    of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
+    return tuple(one / of for one in raw)
+
+
 def merge_weights(counters: Sequence[tuple[int, int]], rule: Literal["tokens", "equal"] = "tokens") -> Float64:
     """Merge weights (contributions,) from (steps, tokens) since the base, both positive.
 
     By "tokens" w = tokens * (tokens / steps), quantity times quality, normalised to sum 1 (paper, token weights); by
     "equal" each the same.
     """
-    if rule == "equal":
-        return np.full(len(counters), 1 / len(counters))
-    raw = np.array([tokens * (tokens / steps) for steps, tokens in counters], np.float64)
-    weights: Float64 = raw / raw.sum()
+    shares = np.array(merge_shares(counters, rule))
+    weights: Float64 = shares / shares.sum()
     return weights
 
 
-def _squares(block: Float32) -> float:
-    """Sum of squares of one block; non-finite if an element is."""
-    whole = len(block) - len(block) % ROW
-    rows, rest = block[:whole].reshape(-1, ROW), block[whole:]
-    quick = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.dot(rest, rest))
-    if _SAFE_SQUARES[0] < quick < _SAFE_SQUARES[1]:
-        return quick
-    wide = block.astype(np.float64)
-    return float(np.dot(wide, wide))
+def _blocks(start: int, stop: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + size, stop)) for at in range(start, stop, size))
 
 
-class DeltaNorms:
-    """L2 norm of each tensor of a delta that comes from front to back: each block is looked at as soon as it is whole.
-
-    A tensor with a NaN or an infinity has a non-finite norm. What comes at a time does not change any sum.
-    """
-
-    def __init__(self, layout: FragmentLayout) -> None:
-        self._slots = layout.slots
-        self._squares = np.zeros(len(layout.slots), np.float64)
-        self._tensor = self._at = 0
-        self._scratch = np.empty(BLOCK, np.float32)
-
-    def advance(self, delta: Vector) -> None:
-        """delta: what is here by now, from the first element on, in any codec."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            while self._tensor < len(self._slots):
-                slot = self._slots[self._tensor]
-                start, stop = self._at, min(self._at + BLOCK, slot.stop)
-                if stop > len(delta):
-                    return
-                if start < stop:
-                    block = self._scratch[: stop - start]
-                    np.copyto(block, delta[start:stop])
-                    self._squares[self._tensor] += _squares(block)
-                self._at = stop
-                self._tensor += stop == slot.stop
-
-    def norms(self) -> Float64:
-        """(tensors,), once all of the delta was here."""
-        with np.errstate(invalid="ignore"):
-            found: Float64 = np.sqrt(self._squares)
-        return found
+def _columns(slot: Slot) -> int:
+    return (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
 
 
-def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
-    """L2 norm (tensors,) of each tensor of a whole delta (elements,); see `DeltaNorms`."""
-    norms = DeltaNorms(layout)
-    norms.advance(delta)
-    return norms.norms()
-
-
-def _sum(deltas: Sequence[Array], factors: Sequence[float], out: Float32, scratch: Float32) -> None:
-    """out (block,) = sum of factor * delta (block,), in float32 and in the order given."""
-    np.copyto(out, deltas[0])
-    np.multiply(out, factors[0], out=out)
-    term = scratch[: len(out)]
-    for delta, factor in zip(deltas[1:], factors[1:], strict=True):
-        np.copyto(term, delta)
-        np.multiply(term, factor, out=term)
-        np.add(out, term, out=out)
+def _factors(slot: Slot, lengths: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """By what each delta of a tensor is multiplied before it is summed."""
+    if slot.tensor.rule != "rda":
+        return list(shares)
+    return [share / length if length > _NO_DIRECTION else 0.0 for share, length in zip(shares, lengths, strict=True)]
 
 
 def _row_lengths(rows: Float64) -> Float64:
@@ -130,28 +89,175 @@ def _row_lengths(rows: Float64) -> Float64:
     return lengths
 
 
-def _merge_rows(parts: Sequence[Array], weights: Float64, out: Float32) -> None:
-    """RDA of each row: parts and out (rows, columns). In float64, since short rows nearly cancel far oftener."""
-    merged = np.zeros(out.shape, np.float64)
-    mean = np.zeros(len(out), np.float64)
-    for part, weight in zip(parts, weights, strict=True):
-        rows = part.astype(np.float64)
-        lengths = _row_lengths(rows)
-        mean += weight * lengths
-        merged += rows * np.divide(weight, lengths, out=np.zeros_like(lengths), where=lengths > _NO_DIRECTION)[:, None]
-    directions = _row_lengths(merged)
-    merged *= np.divide(mean, directions, out=np.zeros_like(mean), where=directions > _CANCELLED)[:, None]
-    np.copyto(out, merged, casting="same_kind")
+class _Rows(NamedTuple):
+    """Sums over contributions of a tensor's rows. In float64, since short rows nearly cancel far oftener."""
+
+    directions: Float64
+    """(rows, columns)"""
+    lengths: Float64
+    """(rows,)"""
+
+    @classmethod
+    def zero(cls, rows: int, columns: int) -> "_Rows":
+        return cls(np.zeros((rows, columns), np.float64), np.zeros(rows, np.float64))
+
+    def part(self, start: int, stop: int) -> "_Rows":
+        """Rows [start, stop), sharing memory."""
+        return _Rows(self.directions[start:stop], self.lengths[start:stop])
+
+    def add(self, parts: Sequence[Array], shares: Sequence[float]) -> None:
+        """parts: each (rows, columns)."""
+        for part, share in zip(parts, shares, strict=True):
+            rows = part.astype(np.float64)
+            lengths = _row_lengths(rows)
+            np.add(self.lengths, share * lengths, out=self.lengths)
+            rows *= np.divide(share, lengths, out=np.zeros_like(lengths), where=lengths > _NO_DIRECTION)[:, None]
+            np.add(self.directions, rows, out=self.directions)
+
+    def merged(self, scale: float, out: Float32) -> None:
+        """out: (rows, columns) float32, the mean length times the direction of the mean direction of each row."""
+        size = scale * _row_lengths(self.directions)
+        factors = np.divide(scale * scale * self.lengths, size, out=np.zeros_like(size), where=size > _CANCELLED)
+        np.multiply(self.directions, factors[:, None], out=out, casting="same_kind")
+
+
+class Sum:
+    """Contributions to one pseudogradient, summed as they come; the last ones when it is made.
+
+    What was added before `close` and what is added by it makes no difference to any bit.
+    """
+
+    def __init__(self, layout: FragmentLayout, out: Float32) -> None:
+        """out: (elements,) float32, overwritten: with the sum so far, in the end with the pseudogradient."""
+        self._slots, self._out = layout.slots, out
+        self._rows: dict[int, _Rows] = {}
+        self._term = np.empty(BLOCK, np.float32)
+        self.count = 0
+        """Contributions that were added."""
+
+    def add(self, deltas: Sequence[Vector], norms: Sequence[Float64], shares: Sequence[float]) -> None:
+        """Sum these too: as `merge`."""
+        for t, slot in enumerate(self._slots):
+            if slot.stop == slot.start:
+                continue
+            if slot.tensor.rule == "rda-row":
+                columns = _columns(slot)
+                if t not in self._rows:
+                    self._rows[t] = _Rows.zero((slot.stop - slot.start) // columns, columns)
+                for start, stop in _blocks(slot.start, slot.stop, columns * max(1, BLOCK // columns)):
+                    rows = self._rows[t].part((start - slot.start) // columns, (stop - slot.start) // columns)
+                    rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)
+            else:
+                factors = _factors(slot, [float(one[t]) for one in norms], shares)
+                for start, stop in _blocks(slot.start, slot.stop):
+                    self._add(deltas, factors, start, stop, self.count)
+        self.count += len(deltas)
+
+    def close(
+        self,
+        deltas: Sequence[Vector],
+        norms: Sequence[Float64],
+        shares: Sequence[float],
+        recorded: Float64 | None = None,
+        finish: Finish | None = None,
+    ) -> Reduced:
+        """Make the pseudogradient of all contributions, as `merge`; the first `count` are in the sum already."""
+        # One alone comes out as it went in, whatever the rule.
+        alone = len(deltas) == 1
+        done, scale, total = 0 if alone else self.count, 1 / math.fsum(shares), 0.0
+        directions = np.zeros(len(self._slots), np.float64)
+        for t, slot in enumerate(self._slots):
+            if slot.stop == slot.start:
+                continue
+            lengths = [float(one[t]) for one in norms]
+            if alone or slot.tensor.rule == "mean":
+                factors = [1.0] if alone else list(shares)
+                total += self._mean(slot, deltas[done:], factors[done:], done, 1.0 if alone else scale, finish)
+            elif slot.tensor.rule == "rda-row":
+                total += self._close_rows(t, slot, deltas[done:], shares[done:], done, scale, finish)
+            else:
+                factors = _factors(slot, lengths, shares)
+                found = 0.0
+                for start, stop in _blocks(slot.start, slot.stop):
+                    found += squares(self._add(deltas[done:], factors[done:], start, stop, done))
+                directions[t] = scale * math.sqrt(found)
+                direction = float(directions[t] if recorded is None else recorded[t])
+                length = scale * math.fsum(share * one for share, one in zip(shares, lengths, strict=True))
+                factor = scale * (length / direction) if direction > _CANCELLED else 0.0
+                total += found * factor * factor
+                for start, stop in _blocks(slot.start, slot.stop):
+                    np.multiply(self._out[start:stop], factor, out=self._out[start:stop])
+                    if finish is not None:
+                        finish(start, stop)
+        return Reduced(math.sqrt(total), directions)
+
+    def _add(self, deltas: Sequence[Vector], factors: Sequence[float], start: int, stop: int, done: int) -> Float32:
+        """Elements [start, stop) of the sum, with so many in it, after factor * delta of these, in float32."""
+        block, term = self._out[start:stop], self._term[: stop - start]
+        for number, (delta, factor) in enumerate(zip(deltas, factors, strict=True), done):
+            part, into = delta[start:stop], term if number else block
+            if part.dtype != np.float32:
+                np.copyto(into, part)
+                part = into
+            if factor != 1.0 or (part is not into and not number):
+                np.multiply(part, factor, out=into)
+                part = into
+            if number:
+                np.add(block, part, out=block)
+        return block
+
+    def _mean(
+        self,
+        slot: Slot,
+        deltas: Sequence[Vector],
+        factors: Sequence[float],
+        done: int,
+        scale: float,
+        finish: Finish | None,
+    ) -> float:
+        """Weighted mean of a tensor; the sum of its squares."""
+        found = 0.0
+        for start, stop in _blocks(slot.start, slot.stop):
+            block = self._add(deltas, factors, start, stop, done)
+            if scale != 1.0:
+                np.multiply(block, scale, out=block)
+            found += squares(block)
+            if finish is not None:
+                finish(start, stop)
+        return found
+
+    def _close_rows(
+        self,
+        t: int,
+        slot: Slot,
+        deltas: Sequence[Vector],
+        shares: Sequence[float],
+        done: int,
+        scale: float,
+        finish: Finish | None,
+    ) -> float:
+        """RDA of each row of a tensor; the sum of its squares."""
+        found, columns = 0.0, _columns(slot)
+        for start, stop in _blocks(slot.start, slot.stop, columns * max(1, BLOCK // columns)):
+            first, last = (start - slot.start) // columns, (stop - slot.start) // columns
+            rows = self._rows[t].part(first, last) if done else _Rows.zero(last - first, columns)
+            rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)
+            rows.merged(scale, self._out[start:stop].reshape(-1, columns))
+            for block_start, block_stop in _blocks(start, stop):
+                found += squares(self._out[block_start:block_stop])
+                if finish is not None:
+                    finish(block_start, block_stop)
+        return found
 
 
 def merge(
     layout: FragmentLayout,
     deltas: Sequence[Vector],
     norms: Sequence[Float64],
-    weights: Float64,
+    shares: Sequence[float],
     out: Float32,
     recorded: Float64 | None = None,
-    finish: Callable[[int, int], None] | None = None,
+    finish: Finish | None = None,
 ) -> Reduced:
     """Merge deltas of one fragment into its pseudogradient, each tensor by its rule (paper, RDA).
 
@@ -164,52 +270,10 @@ def merge(
         layout: the fragment's tensors.
         deltas: each (elements,), finite, in any codec.
         norms: `delta_norms` of each.
-        weights: (contributions,), sum 1.
+        shares: `merge_shares` of all, or any other multiple of the merge weights that is not too large.
         out: (elements,) float32, overwritten with the pseudogradient.
         recorded: directions of an earlier merge to scale by, instead of those measured here; for a replay.
         finish: called with (start, stop) of each block of `out` once it is what it will be, from front to back; it is
             in the cache then, and may be overwritten.
     """
-    scratch = np.empty(BLOCK, np.float32)
-    total = 0.0
-    directions = np.zeros(len(layout.slots), np.float64)
-    for t, slot in enumerate(layout.slots):
-        if slot.tensor.rule == "rda-row" and len(deltas) > 1 and slot.stop > slot.start:
-            columns = (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
-            at_once = columns * max(1, BLOCK // columns)
-            for start in range(slot.start, slot.stop, at_once):
-                stop = min(start + at_once, slot.stop)
-                rows = [delta[start:stop].reshape(-1, columns) for delta in deltas]
-                _merge_rows(rows, weights, out[start:stop].reshape(-1, columns))
-            total += _squares(out[slot.start : slot.stop])
-            if finish is not None:
-                for start in range(slot.start, slot.stop, BLOCK):
-                    finish(start, min(start + BLOCK, slot.stop))
-            continue
-        lengths = [float(of_delta[t]) for of_delta in norms]
-        by_direction = slot.tensor.rule == "rda" and len(deltas) > 1
-        factors = [
-            (float(w) / length if length > _NO_DIRECTION else 0.0) if by_direction else float(w)
-            for w, length in zip(weights, lengths, strict=True)
-        ]
-        squares, factor = 0.0, 1.0
-        for start in range(slot.start, slot.stop, BLOCK):
-            stop = min(start + BLOCK, slot.stop)
-            block = out[start:stop]
-            _sum([delta[start:stop] for delta in deltas], factors, block, scratch)
-            squares += _squares(block)
-        if by_direction:
-            directions[t] = math.sqrt(squares)
-            direction = float(directions[t] if recorded is None else recorded[t])
-            mean_length = math.fsum(float(w) * length for w, length in zip(weights, lengths, strict=True))
-            factor = mean_length / direction if direction > _CANCELLED else 0.0
-            squares *= factor * factor
-        total += squares
-        for start in range(slot.start, slot.stop, BLOCK):
-            stop = min(start + BLOCK, slot.stop)
-            block = out[start:stop]
-            if by_direction:
-                np.multiply(block, factor, out=block)
-            if finish is not None:
-                finish(start, stop)
-    return Reduced(math.sqrt(total), directions)
+    return Sum(layout, out).close(deltas, norms, shares, recorded, finish)

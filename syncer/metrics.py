@@ -23,6 +23,9 @@ class Metrics:
             "diloco_doubted_learners", "Learners not waited for: their last deltas were refused", registry=registry
         )
         self.lease_losses = Counter("diloco_lease_losses", "Leases lost to expiry or another syncer", registry=registry)
+        self.sums_begun_anew = Counter(
+            "diloco_sums_begun_anew", "Running sums begun anew: a summed delta has left its window", registry=registry
+        )
         self.bus_errors = Counter("diloco_bus_errors", "Calls that the bus failed", registry=registry)
         self.quorum_seconds = self._seconds("quorum", "From a window's opening to its quorum")
         self.grace_seconds = self._seconds("grace", "From a quorum to the fixed set of contributions")

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from .merge import BLOCK
+from .norms import BLOCK
 
 Float32 = npt.NDArray[np.float32]
 

@@ -21,6 +21,7 @@ from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
 from .doubts import Doubts
+from .folding import Folding
 from .fragment import Delta, FragmentState, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
@@ -86,6 +87,7 @@ class FragmentOwner:
         self._head: Head | None = None
         self._window: Window | None = None
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
+        self._folding = Folding(layout, spec.sync, offload, metrics)
         self._grace = GraceEstimator()
         self._view = IDLE_VIEW
 
@@ -170,10 +172,12 @@ class FragmentOwner:
                     await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
                 elif arrived.empty():
+                    self._fold()
                     await self._sleep(reader, decision.until, look_again)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+            self._folding.close()
             await self._intake.close()
             self._window = None
 
@@ -298,6 +302,12 @@ class FragmentOwner:
         assert self._window is not None and self._fragment is not None  # noqa: S101, PT018  # loaded before the loop
         self._intake.start(self._window.awaited(), self._fragment.judge)
 
+    def _fold(self) -> None:
+        """Sum what is complete while the rest is awaited."""
+        assert self._window is not None  # noqa: S101  # loaded before the loop
+        complete = [self._intake.deltas[offer.entry_id] for offer in self._window.complete()]
+        self._folding.fold(complete)
+
     def _downloaded(self, taken: tuple[Offer, Outcome]) -> Failed | None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
         offer, outcome = taken
@@ -387,7 +397,8 @@ class FragmentOwner:
         began = self._clock.now()
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
-        room = fragment.room(deltas)
+        room = await self._folding.room(deltas)
+        room.gather(fragment.outer(deltas)[1])
 
         async def merging() -> Merged:
             merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)

@@ -31,7 +31,7 @@ from pipeline.messages import Contribution, Spec
 from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 
 from .fragment import Delta, FragmentState, Merged
-from .merge import Float32, Float64
+from .norms import Float32, Float64
 
 SPEC_FILE = "spec.msgpack"
 MERGE, GLOBAL = ".merge", ".global"
@@ -44,9 +44,12 @@ M = TypeVar("M", bound=Message)
 
 
 class MergeHeader(Message):
-    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the deltas."""
+    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the deltas.
 
-    format: Literal[1] = 1
+    Format 1 was summed with weights that had been normalised before, which gives other bits.
+    """
+
+    format: Literal[2] = 2
     fragment: FragmentId
     version: Version
     digest: Digest
@@ -277,7 +280,7 @@ def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.ND
         try:
             header = decode(kind, packed, HEADER_LIMIT_BYTES)
         except BadMessage as error:
-            raise BadMessage(f"{path.name} is damaged: {error}") from error
+            raise BadMessage(f"{path.name} cannot be read: {error}") from error
         there, expected = os.fstat(file.fileno()).st_size - file.tell(), due(header)
         if there != expected:
             how = "cut short" if there < expected else "too long"

@@ -6,8 +6,8 @@ What is compared, for each merge on the tape:
   recording, exactly;
 - reductions (weights from steps and tokens, norms, lengths of directions): computed again, within `TOLERANCE`, since
   another machine may sum in another order;
-- elementwise work: merge and outer step from the *recorded* order, weights and lengths give the tape's digest, bit for
-  bit, on any machine. Momentum takes part, since it goes into the next version.
+- elementwise work: merge and outer step from the *recorded* order, steps, tokens and lengths give the tape's digest,
+  bit for bit, on any machine. Momentum takes part, since it goes into the next version.
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
 replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
@@ -34,7 +34,8 @@ from pipeline.messages import Committed, Contribution, Spec, SyncSpec
 from pipeline.ramps import outer_at
 
 from .fragment import outer_step
-from .merge import Float32, delta_norms, merge_weights
+from .merge import merge_shares, merge_weights
+from .norms import Float32, delta_norms
 from .recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
 TOLERANCE = 1e-6
@@ -149,9 +150,11 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
             problems.append(f"{what}: computed again it differs from the recorded one by {off:.2g} of its size")
 
     weights = np.array([part.weight for part in parts])
+    shares = tuple(weights.tolist())
     if all(part.steps > 0 and part.tokens > 0 for part in parts):
         counters = [(part.steps, part.tokens) for part in parts]
         compare("merge weights", merge_weights(counters, sync.weights), weights)
+        shares = merge_shares(counters, sync.weights)
     else:
         problems.append("steps or tokens of a contribution are not positive")
     for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):
@@ -163,7 +166,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
     version = recorded.header.version - 1
     outer = outer_at(sync, version, (part.steps for part in parts))
-    stepped = outer_step(layout, sync, outer, *base, recorded.deltas, recorded.norms, weights, recorded.directions)
+    stepped = outer_step(layout, sync, outer, *base, recorded.deltas, recorded.norms, shares, recorded.directions)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
         compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)

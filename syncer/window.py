@@ -112,6 +112,7 @@ class Merge:
     """Merge these contributions now; `overdue` did not upload in time."""
 
     contributions: tuple[Offer, ...]
+    """In the order in which their payloads were complete: they are summed so."""
     overdue: tuple[Offer, ...]
     reason: str
 
@@ -131,7 +132,8 @@ Decision = Wait | Merge | Reopened
 class _Member:
     offer: Offer
     since: float
-    uploaded: bool = False
+    uploaded: int | None = None
+    """How many were here before it was."""
 
 
 @dataclass(slots=True)
@@ -159,6 +161,7 @@ class Window:
     refused: set[str] = field(default_factory=set)
     """Learners whose delta was refused in this attempt: not expected any more."""
     _members: dict[str, _Member] = field(default_factory=dict)
+    _uploads_seen: int = 0
     _merge: Merge | None = None
 
     @classmethod
@@ -189,7 +192,12 @@ class Window:
 
     def awaited(self) -> tuple[Offer, ...]:
         """Those of them whose payload is not known to be here."""
-        return tuple(m.offer for m in self._members.values() if not m.uploaded)
+        return tuple(m.offer for m in self._members.values() if m.uploaded is None)
+
+    def complete(self) -> tuple[Offer, ...]:
+        """Those of them whose payload is here, in the order in which they came to be: that of the merge."""
+        here = [(m.uploaded, m.offer) for m in self._members.values() if m.uploaded is not None]
+        return tuple(offer for _, offer in sorted(here, key=lambda one: one[0]))
 
     def pending(self) -> tuple[Offer, ...]:
         """All offers held here, members first."""
@@ -211,7 +219,7 @@ class Window:
             if self._same(header, before):
                 return Rejected(RefusalReason.DUPLICATE, "the same delta is already here", 0)
             same_training = before.incarnation == header.incarnation and before.base_version == header.base_version
-            if same_training and (member.uploaded or header.attempt < before.attempt):
+            if same_training and (member.uploaded is not None or header.attempt < before.attempt):
                 lost = max(0, header.tokens - before.tokens)
                 return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
             # While its payload is awaited too: a learner never uploads what it has outdone.
@@ -230,8 +238,8 @@ class Window:
     def uploaded(self, offer: Offer) -> None:
         """A member's payload is here, complete and sound."""
         member = self._members.get(offer.header.learner)
-        if member is not None and member.offer.entry_id == offer.entry_id:
-            member.uploaded = True
+        if member is not None and member.offer.entry_id == offer.entry_id and member.uploaded is None:
+            member.uploaded, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
 
     def failed(self, offer: Offer) -> None:
         """A payload was refused, or vanished: its delta leaves the window, also if it is late by now."""
@@ -273,11 +281,12 @@ class Window:
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
-        return sum(m.uploaded or learner not in given.doubted for learner, m in self._members.items())
+        return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
 
     def _uploads(self, now: float, given: Conditions, missing: Iterable[str]) -> Decision:
-        done = tuple(m.offer for m in self._members.values() if m.uploaded)
-        waiting = [m for learner, m in self._members.items() if not (m.uploaded or learner in given.doubted)]
+        done = self.complete()
+        doubted = given.doubted
+        waiting = [m for learner, m in self._members.items() if m.uploaded is None and learner not in doubted]
         names = [m.offer.header.learner for m in waiting]
         assert self.deadline is not None and self.fixed_at is not None  # noqa: S101, PT018  # set on entering the state
         if waiting and now < self.deadline:

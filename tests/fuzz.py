@@ -41,7 +41,7 @@ from pipeline.messages import (
     WindowChanged,
 )
 from pipeline.wire import Codec, Message
-from syncer.merge import BLOCK, delta_norms
+from syncer.norms import BLOCK, delta_norms
 
 from . import samples
 

@@ -6,7 +6,7 @@ import pytest
 from pipeline.fragments import layout_of
 from pipeline.messages import RefusalReason
 from syncer.fragment import MERGES_NEEDED, Delta, FragmentState
-from syncer.merge import delta_norms
+from syncer.norms import delta_norms
 from syncer.window import Offer
 
 from . import samples

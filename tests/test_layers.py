@@ -40,6 +40,7 @@ PURE = (
     "syncer/window.py",
     "syncer/grace.py",
     "syncer/merge.py",
+    "syncer/norms.py",
     "syncer/outer.py",
     "syncer/fragment.py",
     "syncer/sharing.py",

@@ -12,7 +12,8 @@ from pipeline import quantize
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.quantize import KINDS
-from syncer.merge import BLOCK, delta_norms, merge, merge_weights
+from syncer.merge import merge, merge_weights
+from syncer.norms import BLOCK, delta_norms
 
 
 def layout(*tensors: tuple[int, str]) -> FragmentLayout:

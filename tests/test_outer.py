@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from syncer.merge import BLOCK
+from syncer.norms import BLOCK
 from syncer.outer import nesterov_step
 
 

@@ -8,7 +8,7 @@ from pipeline.messages import Spec, TensorSpec
 from pipeline.ramps import interval_at, outer_at
 from pipeline.settings import SyncSettings
 from syncer.fragment import outer_step
-from syncer.merge import delta_norms
+from syncer.norms import delta_norms
 from workers.rounds import Base, Rounds
 
 from .virtual_run import PLAIN
@@ -52,7 +52,7 @@ def test_no_momentum_is_gathered_while_it_has_no_say():
     table = (TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0),)
     layout = layout_of(Spec(sync=told, tensors=table, trainer={}).tensors).fragments[0]
     delta = np.array([1, -2, 3, -4], np.float32)
-    norms, weights = [delta_norms(layout, delta)], np.ones(1)
+    norms, weights = [delta_norms(layout, delta)], (1.0,)
     first = outer_step(layout, told, (1.0, 0.0), np.zeros(4, np.float32), None, [delta], norms, weights)
     assert first.momentum is None
     assert np.array_equal(first.theta, -delta)
