@@ -12,6 +12,9 @@ from pipeline.fragments import FragmentLayout
 BLOCK = 128 * 1024
 """Elements worked on at a time: they stay in the cache."""
 
+NORM_BLOCK = 2 * BLOCK
+"""The same for lengths, for which only one array is in the cache."""
+
 ROW = 1024
 """Squares of this many elements are summed in float32, the rows in float64: rounding stays below 3e-7 at any size."""
 
@@ -43,14 +46,14 @@ class DeltaNorms:
         self._slots = layout.slots
         self._squares = np.zeros(len(layout.slots), np.float64)
         self._tensor = self._at = 0
-        self._scratch = np.empty(BLOCK, np.float32)
+        self._scratch = np.empty(NORM_BLOCK, np.float32)
 
     def advance(self, delta: Vector) -> None:
         """delta: what is here by now, from the first element on, in any codec."""
         with np.errstate(over="ignore", invalid="ignore"):
             while self._tensor < len(self._slots):
                 slot = self._slots[self._tensor]
-                start, stop = self._at, min(self._at + BLOCK, slot.stop)
+                start, stop = self._at, min(self._at + NORM_BLOCK, slot.stop)
                 if stop > len(delta):
                     return
                 if start < stop:

@@ -2,17 +2,20 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from chaos.virtual_time import VirtualClock, inline, run_virtual
+from pipeline.codec import payload_bytes
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import RefusalReason, Rejected
-from pipeline.payloads import push
+from pipeline.payloads import follow, push
 from pipeline.ports import Bus
+from pipeline.wire import Codec
 from syncer.fragment import Delta
 from syncer.intake import Intake
 from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S
@@ -96,6 +99,31 @@ def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
         assert list(intake.taken()) == [(again, first[1])]
         assert list(intake.deltas) == [offer.entry_id]
         await intake.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("kind", "looks"), [("bf16", 0), ("int4", 1)])
+def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(kind: Codec, looks: int) -> None:
+    """Another thread would have to fetch it from this one's cache; a quantized payload would hold up all else here."""
+    offloaded: list[str] = []
+
+    async def offload(work: Callable[..., Any], *args: Any) -> Any:
+        offloaded.append(work.__name__)
+        return work(*args)
+
+    async def main() -> None:
+        clock = VirtualClock()
+        bus = MemoryBus("r", clock, MemoryStore())
+        wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
+        await push(bus, "payload", wire, 1024, 600)
+        seen: list[int] = []
+        heard = seen.append
+        await follow(
+            bus, "payload", FRAGMENT.elements, kind, 1024, lambda: None, offload, lambda reader: heard(reader.received)
+        )
+        assert seen[0] == 1
+        assert len(offloaded) == looks
 
     run_virtual(main())
 
