@@ -48,6 +48,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
     payloads = {
         "delta": deltas + left,
         "global": p + scale.replaced + staged,
+        "rest": p + scale.replaced + staged,
         "momentum": p + staged,
         "initial": 1 + p * (1 + scale.lives),
         "moments": MOMENTS * p * (3 + scale.lives),

@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pipeline import stored
-from pipeline.codec import DTYPES, PayloadReader, chunk_count, decode
+from pipeline.codec import DTYPES, PayloadReader, chunk_count, decode, payload_digest
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
@@ -39,6 +40,7 @@ from pipeline.messages import (
 )
 from pipeline.ports import Commit, Refusal
 from pipeline.standing import Standing
+from workers.rounds import Base
 
 from . import reference
 from .link import Link
@@ -84,7 +86,8 @@ class Oracle:
         """Key of a quantized delta's payload -> its chunks so far."""
         self._offers: dict[tuple[int, str], DeltaHeader] = {}
         self._senders: set[str] = set()
-        self._committed: set[tuple[int, int, bytes]] = set()
+        self._committed: dict[tuple[int, int, bytes], Float64] = {}
+        """(fragment, version, digest) -> the values that learners train from."""
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
@@ -124,11 +127,13 @@ class Oracle:
     def _published_as(self, header: DeltaHeader) -> Float64:
         return self._published[header.fragment, header.learner, header.incarnation, header.serial]
 
-    def adopted(self, learner: str, fragment: int, version: int, digest: bytes) -> None:
+    def adopted(self, learner: str, base: Base) -> None:
         """A learner put a global into its model."""
         self._windows.joined(learner)
-        if (fragment, version, digest) not in self._committed:
-            self.broken("only committed values are adopted", f"{learner}: fragment {fragment} version {version}")
+        shown = self._committed.get((base.fragment, base.version, base.digest))
+        if shown is None or not np.array_equal(base.values, shown):
+            what = f"{base.values} as fragment {base.fragment} version {base.version}"
+            self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
 
     def read_block(self, epoch: int, block: int) -> None:
         """A learner trained on it."""
@@ -283,23 +288,47 @@ class Oracle:
         state = self.fragments[p]
         if commit.version != state.version + 1:
             self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
-        theta = self._values(commit.payload.key, p, commit.digest)
+        found = self._global(commit, p)
         momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
-        if theta is None:
+        if found is None:
             return
+        theta, shown = found
         if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
         state.theta = theta
         state.version = commit.version
         state.digests[commit.version] = commit.digest
-        self._committed.add((p, commit.version, commit.digest))
+        self._committed[p, commit.version, commit.digest] = shown
         state.momentum = np.zeros_like(theta) if momentum is None else momentum
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
+        staged = [one for one in (commit.payload, commit.rest, commit.momentum) if one is not None]
         if any(one.key in self._store.expiries for one in staged):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _global(self, commit: Commit, p: int) -> tuple[Float64, Float64] | None:
+        """The exact values of a commit, as they lie on the bus, and those that learners train from."""
+        if self._spec.sync.global_codec == "fp32":
+            exact = self._values(commit.payload.key, p, commit.digest)
+            return None if exact is None else (exact, exact)
+        halves = [self._half(one.key if one else "", p) for one in (commit.payload, commit.rest)]
+        theta = reference.joined(*halves) if all(halves) else np.empty(0, np.float32)
+        if payload_digest(memoryview(theta.tobytes()), self._spec.sync.chunk_bytes) != commit.digest:
+            self.broken("a committed payload is whole", f"fragment {p} version {commit.version}: {halves}")
+            return None
+        shown = np.frombuffer(halves[0], ml_dtypes.bfloat16).astype(np.float64)
+        if not np.array_equal(shown, reference.rounded(theta.astype(np.float64))):
+            self.broken("learners have the nearest values", f"fragment {p}: {shown} of {theta}")
+        if not np.isfinite(theta).all():
+            self.broken("arrays are finite", commit.payload.key)
+        return theta.astype(np.float64), shown
+
+    def _half(self, key: str, p: int) -> bytes:
+        """Two bytes an element, as they lie on the bus; nothing if they are not whole."""
+        stream = self._stream(key)
+        data = b"".join(decode(Chunk, chunk).data for chunk in stream.data) if stream else b""
+        return data if len(data) == 2 * self._layout.fragments[p].elements else b""
 
     def _values(self, key: str, p: int, digest: bytes | None) -> Float64 | None:
         """A payload as it lies on the bus."""
@@ -409,8 +438,8 @@ class Oracle:
             head = self._store.values.get(self._keys.head(p))
             decoded = stored.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
-                needed |= {decoded.payload, decoded.momentum}
-        payloads = (":delta:", ":global:", ":momentum:", ":initial:")
+                needed |= {decoded.payload, decoded.rest, decoded.momentum}
+        payloads = (":delta:", ":global:", ":rest:", ":momentum:", ":initial:")
         for key in self._store.values:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)

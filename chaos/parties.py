@@ -163,7 +163,7 @@ class WorldLearner(Party):
         arrived = sorted(self.exchange.shared.adoptions)
         for p in arrived:
             base = self.exchange.shared.adoptions.pop(p)
-            self.world.oracle.adopted(self.name, p, base.version, base.digest)
+            self.world.oracle.adopted(self.name, base)
             self.values[p][:] = base.values
             self.rounds.adopt(base)
         return bool(arrived)

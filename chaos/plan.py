@@ -158,6 +158,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         sync_interval=chance.one_of((2, 3, 4), "H"),
         quorum=chance.one_of((1, 1, 2, 2, learners - 1, learners), "K"),
         codec=chance.one_of((None,) * 9 + KINDS, "quantized") or chance.one_of(("bf16", "fp32"), "codec"),
+        global_codec=chance.one_of(("fp32", "bf16"), "global codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         weights=chance.one_of(("tokens", "tokens", "tokens", "equal"), "weights"),
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),

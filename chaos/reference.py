@@ -87,6 +87,20 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | No
     return None
 
 
+def joined(high: bytes, low: bytes) -> npt.NDArray[np.float32]:
+    """A vector (elements,) from the bytes of its halves, by the description in `pipeline.halves`."""
+    upper, lower = (np.frombuffer(half, kind).astype(np.int64) for half, kind in ((high, "<u2"), (low, "<i2")))
+    bits: npt.NDArray[np.uint32] = np.mod(2**16 * upper + lower, 2**32).astype(np.uint32)
+    return bits.view(np.float32)
+
+
+def rounded(values: Float64) -> Float64:
+    """To 8 significant bits (fewer below the least normal number), to nearest, ties away from zero: (elements,)."""
+    quantum = np.ldexp(1.0, np.maximum(np.frexp(values)[1], -125) - 8)
+    nearest: Float64 = np.copysign(np.floor(np.abs(values) / quantum + 0.5) * quantum, values)
+    return nearest
+
+
 def dequantized(wire: bytes, elements: int, codec: str) -> Float64:
     """A vector (elements,) from its bytes in int8, int4 or e3m0, by the description in `pipeline.quantize`."""
     found, at = [], 0

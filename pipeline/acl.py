@@ -115,7 +115,13 @@ def evaluator(run: str = "*") -> User:
     return User(
         "evaluator",
         _rules(
-            (_READ, [*keys.of_run("spec", "state", rights=read), *keys.of_groups("head:*", "global:*", rights=read)]),
+            (
+                _READ,
+                [
+                    *keys.of_run("spec", "state", rights=read),
+                    *keys.of_groups("head:*", "global:*", "rest:*", rights=read),
+                ],
+            ),
             ("+xadd", keys.of_run("evaluations")),
         ),
     )

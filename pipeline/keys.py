@@ -138,6 +138,10 @@ class RunKeys:
         """Stream of a global fragment's chunks."""
         return self._group(self.group(p), f"global:{p}:{version}:{nonce}")
 
+    def rest_payload(self, p: int, version: int, nonce: str) -> str:
+        """Stream of the chunks of what a global lacks of the exact values; no learner reads it."""
+        return self._group(self.group(p), f"rest:{p}:{version}:{nonce}")
+
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of an outer momentum's chunks."""
         return self._group(self.group(p), f"momentum:{p}:{version}:{nonce}")

@@ -353,14 +353,14 @@ class MemoryBus(MemoryShards):
         """Move the head."""
         p = stored.fragment_of(commit)
         keys = self.keys
-        staged = [commit.payload, *([commit.momentum] if commit.momentum else [])]
+        staged = commit.staged
         headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
         stored.one_slot((keys.head(p), *(s.key for s in staged), *gone))
         await self._turn()
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
-        old_payload = head.get(b"payload", b"").decode()
+        replaced = [head.get(name, b"").decode() for name in (b"payload", b"rest")]
         old_momentum = head.get(b"momentum", b"").decode()
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
         sums = self._add(head, {**totals, "rejected_tokens": 0})
@@ -371,7 +371,8 @@ class MemoryBus(MemoryShards):
             self.store.expiries.pop(s.key, None)
         self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
-        self._expire(old_payload, commit.replaced_ttl_s)
+        for old in replaced:
+            self._expire(old, commit.replaced_ttl_s)
         self._delete(headers, (*gone, old_momentum))
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:

@@ -20,6 +20,7 @@ from .wire import (
     Count,
     Digest,
     FragmentId,
+    GlobalCodec,
     Message,
     Nonce,
     PartyId,
@@ -80,6 +81,8 @@ class SyncSpec(Message):
     """Outer steps of each fragment (`ramps.outer_at`)."""
     weights: Literal["tokens", "equal"] = "tokens"
     """`syncer.merge.merge_weights`."""
+    global_codec: GlobalCodec = "fp32"
+    """What learners pull (`pipeline.globals`)."""
 
 
 class Spec(Message):
@@ -194,8 +197,9 @@ class Head(Message):
     fragment: FragmentId
     version: Version
     digest: Digest
+    """Of the exact values, float32: by it bases are named."""
     payload: Text
-    """Key of the global payload (float32, chunked)."""
+    """Key of the global payload, in the run's `global_codec`: what learners pull."""
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
     """Key of the outer momentum payload, or "" for all zeros."""
@@ -206,6 +210,10 @@ class Head(Message):
     merged_deltas: Count
     merged_tokens: Count
     rejected_tokens: Count
+    rest: Text = ""
+    """Key of the payload that makes the values exact again, or "" where the global payload has them exactly."""
+    payload_digest: Digest | None = None
+    """Of the global payload; None: it is `digest`."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
 

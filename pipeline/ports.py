@@ -66,6 +66,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest(Staged):
+    """What a staged global lacks of the exact values."""
+
+    shown: bytes
+    """Digest of the global payload beside it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Everything one merge changes, in one atomic step.
 
@@ -79,6 +87,7 @@ class Commit:
     version: int
     """expected version + 1; for a first commit 0, or a checkpoint's version."""
     digest: bytes
+    """Of the exact values."""
     payload: Staged
     momentum: Staged | None
     """None: all zeros."""
@@ -91,10 +100,17 @@ class Commit:
     """Payload keys that go with it."""
     merged_tokens: int = 0
     """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
+    rest: Rest | None = None
+    """None: the payload has the exact values."""
     replaced_ttl_s: float = 120.0
-    """How long the replaced global payload lives on."""
+    """How long the replaced global payload and its rest live on."""
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
+        """All payloads that it makes stay."""
+        return tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

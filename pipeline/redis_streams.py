@@ -288,20 +288,18 @@ class RedisBus:
         streams, headers = self._headers(p, commit.entries)
         # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
         # the head still names the same.
-        old = await self._redis.command("HMGET", self.keys.head(p), "payload", "momentum")
-        old_payload, old_momentum = (value.decode() if value else "" for value in old)
-        momentum = commit.momentum
-        keys = [*self._owned(p), commit.payload.key, *([momentum.key] if momentum else [])]
-        keys += [old_payload] if old_payload else []
-        keys += streams
+        found = await self._redis.command("HMGET", self.keys.head(p), "payload", "rest", "momentum")
+        named = [value.decode() if value else "" for value in found]
+        replaced, old_momentum = [key for key in named[:2] if key], named[2]
+        keys = [*self._owned(p), *(one.key for one in commit.staged), *replaced, *streams]
         keys += [*commit.delta_payloads, *commit.retired, *([old_momentum] if old_momentum else [])]
         version, digest = commit.expected or ("", b"")
         await self._redis.script(
             "commit",
             keys,
-            *(commit.nonce, version, digest, commit.payload.chunks, momentum.chunks if momentum else ""),
-            *(old_payload, old_momentum, to_ms(commit.replaced_ttl_s)),
+            *(commit.nonce, version, digest, *named, to_ms(commit.replaced_ttl_s)),
             *(len(commit.record.contributions), commit.merged_tokens, encode(commit.record)),
+            *(len(commit.staged), *(one.chunks for one in commit.staged), len(replaced)),
             *headers,
             *(part for pair in stored.head_fields(commit).items() for part in pair),
         )

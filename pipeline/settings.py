@@ -22,7 +22,7 @@ from pydantic_settings import (
 from .errors import SpecMismatch, UsageError
 from .messages import MergeName, SyncSpec
 from .tls import OPTIONS, with_tls
-from .wire import Codec
+from .wire import Codec, GlobalCodec
 
 ENV_PREFIX = "DILOCO_"
 
@@ -101,6 +101,10 @@ class SyncSettings(Settings):
         "bf16",
         description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
         "(half of bf16's bytes), int4 or e3m0 (a quarter)",
+    )
+    global_codec: GlobalCodec = Field(
+        "fp32",
+        description="Globals as learners pull them: fp32, or bf16 (half of the bytes); the syncer's stay fp32",
     )
     merge: MergeName = Field(
         "mean",

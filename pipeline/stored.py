@@ -52,6 +52,8 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
         "payload": commit.payload.key.encode(),
         "chunks": b"%d" % commit.payload.chunks,
         "momentum": commit.momentum.key.encode() if commit.momentum else b"",
+        "rest": commit.rest.key.encode() if commit.rest else b"",
+        "payload_digest": commit.rest.shown if commit.rest else b"",
         "previous_digest": commit.expected[1] if commit.expected else b"",
         "window": encode(commit.window),
         "merged": encode(MergedBases(merged=commit.merged)),
@@ -85,6 +87,8 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             merged_deltas=int(fields[b"merged_deltas"]),
             merged_tokens=int(fields[b"merged_tokens"]),
             rejected_tokens=int(fields[b"rejected_tokens"]),
+            rest=fields.get(b"rest", b"").decode(),
+            payload_digest=fields.get(b"payload_digest") or None,
             refused={
                 reason.value: decode_count("refusals", fields[name])
                 for reason in RefusalReason

@@ -16,7 +16,10 @@ CHUNK_EXTRA_BYTES = 256
 """What an encoded chunk has besides its data, at most."""
 
 Codec = Literal["bf16", "fp32", "int8", "int4", "e3m0"]
-"""How an element of a delta travels: as it is, or quantized (`quantize`). Globals and momentum are always fp32."""
+"""How an element of a delta travels: as it is, or quantized (`quantize`). Momentum is always fp32."""
+
+GlobalCodec = Literal["fp32", "bf16"]
+"""How learners read globals: as they are, or rounded (`halves`). Syncers have them in float32 either way."""
 
 PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]

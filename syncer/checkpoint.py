@@ -15,11 +15,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import Committed, Head, Phase, RunState, ShardQueue, Spec, WindowView
+from pipeline.globals import Offload, pull_exact, push_global
+from pipeline.messages import Committed, Head, Phase, RunState, ShardQueue, Spec, SyncSpec, WindowView
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, Commit
 from pipeline.wire import Count, Digest, Message, Version
@@ -43,8 +44,6 @@ KEPT = 3
 STAGED_TTL_S = 120.0
 
 Float32 = npt.NDArray[np.float32]
-Offload = Callable[..., Awaitable[Any]]
-"""`offload(fn, *args)` runs blocking file work elsewhere; asyncio.to_thread, but for virtual time."""
 
 
 class SavedFragment(Message):
@@ -87,7 +86,9 @@ class Checkpoint:
 # --- save --------------------------------------------------------------------------------------------
 
 
-async def _read_fragment(bus: Bus, layout: FragmentLayout, chunk_bytes: int) -> tuple[Head, Float32, Float32 | None]:
+async def _read_fragment(
+    bus: Bus, layout: FragmentLayout, sync: SyncSpec, offload: Offload
+) -> tuple[Head, Float32, Float32 | None]:
     """Head, global and momentum of one version; starts again when the head moves meanwhile."""
     seen: Head | None = None
     while True:
@@ -95,13 +96,11 @@ async def _read_fragment(bus: Bus, layout: FragmentLayout, chunk_bytes: int) -> 
         if head is None:
             raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
         try:
-            theta = await pull(bus, head.payload, layout.elements, "fp32", chunk_bytes)
-            if theta.digest != head.digest:
-                raise BadPayload(f"global fragment {layout.id} version {head.version} fails its head's digest")
+            theta = await pull_exact(bus, head, layout.elements, sync, offload)
             if not head.momentum:
-                return head, theta.array(), None
-            momentum = await pull(bus, head.momentum, layout.elements, "fp32", chunk_bytes)
-            return head, theta.array(), momentum.array()
+                return head, theta, None
+            momentum = await pull(bus, head.momentum, layout.elements, "fp32", sync.chunk_bytes)
+            return head, theta, momentum.array()
         except BadPayload:
             if seen is not None and (seen.version, seen.digest, seen.payload) == (
                 head.version,
@@ -182,7 +181,7 @@ async def save_checkpoint(
     momentum: dict[str, Float32] = {}
     fragments = []
     for fragment in layout.fragments:
-        head, flat, flat_momentum = await _read_fragment(bus, fragment, spec.sync.chunk_bytes)
+        head, flat, flat_momentum = await _read_fragment(bus, fragment, spec.sync, offload)
         theta.update(_by_name(fragment, flat))
         if flat_momentum is not None and flat_momentum.any():
             momentum.update(_by_name(fragment, flat_momentum))
@@ -377,7 +376,7 @@ async def _restore_fragment(
     p, chunk_bytes = fragment.id, spec.sync.chunk_bytes
     saved, theta, momentum = checkpoint.fragments[p], checkpoint.globals[p], checkpoint.momentum[p]
     fresh = secrets.token_hex(8)
-    payload = await push(bus, bus.keys.global_payload(p, saved.version, fresh), theta, chunk_bytes, STAGED_TTL_S)
+    payload, rest = await push_global(bus, p, saved.version, fresh, theta, spec.sync, STAGED_TTL_S)
     staged_momentum = None
     if momentum is not None and spec.sync.outer_momentum > 0:
         key = bus.keys.momentum_payload(p, saved.version, fresh)
@@ -391,6 +390,7 @@ async def _restore_fragment(
             version=saved.version,
             digest=digest,
             payload=payload,
+            rest=rest,
             momentum=staged_momentum,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),

@@ -17,6 +17,7 @@ from pipeline.buffers import take
 from pipeline.chunks import Payload
 from pipeline.codec import Vector, as_bytes
 from pipeline.fragments import FragmentLayout
+from pipeline.halves import Halves
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
@@ -76,6 +77,7 @@ class Room:
         self._chunk_bytes = sync.chunk_bytes
         self.theta = take(elements, np.float32)
         self.payload = Payload(as_bytes(self.theta), sync.chunk_bytes)
+        self.halves = Halves(elements, sync.chunk_bytes) if sync.global_codec == "bf16" else None
         self.momentum: npt.NDArray[np.float32] | None = None
         self.momentum_payload: Payload | None = None
         self.more: Callable[[], object] = lambda: None
@@ -92,6 +94,8 @@ class Room:
     def written(self, stop: int) -> None:
         """All elements before `stop` are as they will be."""
         self.payload.written(self.theta.itemsize * stop)
+        if self.halves is not None:
+            self.halves.written(self.theta, stop)
         if self.momentum_payload is not None:
             self.momentum_payload.written(self.theta.itemsize * stop)
         self.more()

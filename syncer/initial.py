@@ -5,9 +5,10 @@ import structlog
 
 from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout
+from pipeline.globals import push_global
 from pipeline.messages import Committed, InitialUpload, SyncSpec, WindowView
-from pipeline.payloads import pull, push
-from pipeline.ports import Bus, Clock, Commit, Staged
+from pipeline.payloads import pull
+from pipeline.ports import Bus, Clock, Commit, Rest, Staged
 
 from .staging import STAGED_TTL_S
 
@@ -36,9 +37,8 @@ async def commit_initial(
         )
         return False
     # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
-    own = bus.keys.global_payload(layout.id, 0, upload.nonce)
-    staged = await push(bus, own, payload.array(), sync.chunk_bytes, STAGED_TTL_S)
-    await bus.commit(_first_commit(upload, key, layout.id, payload.digest, staged, nonce, syncer, clock))
+    staged, rest = await push_global(bus, layout.id, 0, upload.nonce, payload.array(), sync, STAGED_TTL_S)
+    await bus.commit(_first_commit(upload, key, layout.id, payload.digest, staged, rest, nonce, syncer, clock))
     return True
 
 
@@ -48,6 +48,7 @@ def _first_commit(
     fragment: int,
     digest: bytes,
     payload: Staged,
+    rest: Rest | None,
     nonce: str,
     syncer: str,
     clock: Clock,
@@ -66,6 +67,7 @@ def _first_commit(
         version=0,
         digest=digest,
         payload=payload,
+        rest=rest,
         momentum=None,
         window=IDLE_VIEW,
         merged=(),

@@ -13,6 +13,7 @@ import structlog
 from pipeline import codec
 from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
+from pipeline.globals import pull_exact
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock, Commit, Offered
@@ -211,11 +212,9 @@ class FragmentOwner:
             await self._bus.write_window(self._p, self._nonce, (head.version, head.digest), IDLE_VIEW, record)
             head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
-            theta = await self._pull(head.payload)
-            if theta.digest != head.digest:
-                raise HeadMoved(f"the payload of fragment {self._p} is not the head's: reading it again")
+            theta = await pull_exact(self._bus, head, self._layout.elements, sync, self._offload)
             momentum = (await self._pull(head.momentum)).array() if head.momentum else None
-            self._fragment = FragmentState(self._layout, sync, head.version, head.digest, theta.array(), momentum)
+            self._fragment = FragmentState(self._layout, sync, head.version, head.digest, theta, momentum)
             if self._recorder is not None:
                 await self._offload(self._recorder.loaded, self._fragment)
         self._head = head
@@ -406,7 +405,7 @@ class FragmentOwner:
                 await self._offload(self._recorder.merge, fragment, deltas, merged)
             return merged
 
-        merged, payload, momentum = await self._staging.stage(fragment.version + 1, room, merging())
+        merged, payload, rest, momentum = await self._staging.stage(fragment.version + 1, room, merging())
         now = self._clock.now()
         opened, quorum, fixed = (
             t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)
@@ -433,6 +432,7 @@ class FragmentOwner:
             version=merged.version,
             digest=merged.digest,
             payload=payload,
+            rest=rest,
             momentum=momentum,
             window=IDLE_VIEW,
             merged=merged.merged,
@@ -441,7 +441,7 @@ class FragmentOwner:
             delta_payloads=tuple(self._key(o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),
             replaced_ttl_s=REPLACED_TTL_S,
-            retired=self._staging.retire(head.payload, merged.theta.nbytes),
+            retired=self._staging.retire(head, merged.theta.nbytes),
         )
         await self._bus.commit(commit)
         self._grace.observe_quorum(record.quorum_s)
@@ -472,6 +472,8 @@ class FragmentOwner:
             payload=commit.payload.key,
             chunks=commit.payload.chunks,
             momentum=commit.momentum.key if commit.momentum else "",
+            rest=commit.rest.key if commit.rest else "",
+            payload_digest=commit.rest.shown if commit.rest else None,
             previous_digest=head.digest,
             window=IDLE_VIEW,
             merged=commit.merged,

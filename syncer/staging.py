@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from pipeline.messages import Head
 from pipeline.payloads import push_growing
-from pipeline.ports import Bus, Clock, Staged
+from pipeline.ports import Bus, Clock, Rest, Staged
 
 from .fragment import Room
 
@@ -28,9 +29,11 @@ class Staging:
     def __init__(self, bus: Bus, clock: Clock, fragment: int, chunk_bytes: int, random_hex: RandomHex) -> None:
         self._bus, self._clock, self._p = bus, clock, fragment
         self._chunk_bytes, self._random_hex = chunk_bytes, random_hex
-        self._replaced: deque[tuple[str, float, int]] = deque()
+        self._replaced: deque[tuple[tuple[str, ...], float, int]] = deque()
 
-    async def stage(self, version: int, room: Room, merging: Coroutine[Any, Any, T]) -> tuple[T, Staged, Staged | None]:
+    async def stage(
+        self, version: int, room: Room, merging: Coroutine[Any, Any, T]
+    ) -> tuple[T, Staged, Rest | None, Staged | None]:
         """Upload what a merge makes while it makes the rest, under fresh keys; they expire unless a commit keeps them.
 
         Args:
@@ -39,10 +42,13 @@ class Staging:
             merging: the work.
 
         Returns:
-            What `merging` returned; the values; the momentum, if there is any.
+            What `merging` returned; the values; their rest and the momentum, if there are any.
         """
         keys, loop = self._bus.keys, asyncio.get_running_loop()
-        uploads = [(room.payload, keys.global_payload)]
+        halves = room.halves
+        uploads = [(room.payload if halves is None else halves.high, keys.global_payload)]
+        if halves is not None:
+            uploads.append((halves.low, keys.rest_payload))
         if room.momentum_payload is not None:
             uploads.append((room.momentum_payload, keys.momentum_payload))
         events = [asyncio.Event() for _ in uploads]
@@ -54,22 +60,30 @@ class Staging:
             tasks.append(asyncio.create_task(pushing))
         try:
             merged = await merging
-            values, *momentum = await asyncio.gather(*tasks)
+            values, *others = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return merged, values, momentum[0] if momentum else None
+        rest = None
+        if halves is not None:
+            low = others.pop(0)
+            rest = Rest(low.key, low.chunks, halves.high.digest)
+        return merged, values, rest, others[0] if others else None
 
-    def retire(self, replaced: str, nbytes: int) -> tuple[str, ...]:
-        """Replaced globals that must go before their time, oldest first (byte cap)."""
+    def retire(self, head: Head, nbytes: int) -> tuple[str, ...]:
+        """Keys of replaced globals that must go before their time, oldest first (byte cap).
+
+        head: what is replaced; its global takes `nbytes`, rest included.
+        """
+        replaced = tuple(filter(None, (head.payload, head.rest)))
         now = self._clock.now()
         self._replaced.append((replaced, now, nbytes))
         while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
             self._replaced.popleft()
-        retired = []
+        retired: list[str] = []
         while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
-            retired.append(self._replaced.popleft()[0])
+            retired += self._replaced.popleft()[0]
         return tuple(retired)
 
 

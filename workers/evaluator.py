@@ -12,9 +12,9 @@ import structlog
 from pipeline import codec
 from pipeline.errors import BadPayload, BusError, UsageError, outage_event
 from pipeline.fragments import Layout, layout_of
+from pipeline.globals import pull_exact
 from pipeline.lifecycle import stop_event
 from pipeline.messages import Evaluation, Head, Phase, RunState, Spec
-from pipeline.payloads import pull
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
 from pipeline.settings import EvaluatorProcess
@@ -80,16 +80,17 @@ class Evaluator:
 
     async def _pull(self, heads: list[Head]) -> bool:
         """Make the model that of the heads; False if a payload went meanwhile: read the heads again."""
-        chunk_bytes = self._spec.sync.chunk_bytes
+        sync = self._spec.sync
         for p, head in enumerate(heads):
             if self._held[p] == (head.version, head.digest):
                 continue
             try:
-                reader = await pull(self._bus, head.payload, self._layout.fragments[p].elements, "fp32", chunk_bytes)
+                elements = self._layout.fragments[p].elements
+                values = await pull_exact(self._bus, head, elements, sync, asyncio.to_thread)
             except BadPayload as error:
                 log.debug("pull_failed", fragment=p, version=head.version, error=str(error))
                 return False
-            self._parameters.overwrite(p, reader.array())
+            self._parameters.overwrite(p, values)
             self._held[p] = (head.version, head.digest)
         return True
 

@@ -32,6 +32,7 @@ from pipeline.errors import (
     outage_event,
 )
 from pipeline.fragments import Layout
+from pipeline.globals import pull_shown
 from pipeline.messages import (
     Committed,
     DeltaHeader,
@@ -41,7 +42,7 @@ from pipeline.messages import (
     LearnerReport,
     Spec,
 )
-from pipeline.payloads import pull, push, push_growing
+from pipeline.payloads import push, push_growing
 from pipeline.ports import Bus, Clock
 
 from .claims import ShardClaims
@@ -338,19 +339,15 @@ class Exchange:
         assert self._spec is not None  # noqa: S101  # set by join
         p, elements = head.fragment, self._fragments[head.fragment].elements
         try:
-            reader = await pull(self._bus, head.payload, elements, "fp32", self._spec.sync.chunk_bytes, SLOW_PULL_S)
+            values = await pull_shown(self._bus, head, elements, self._spec.sync, self._offload, SLOW_PULL_S)
         except BadPayload as error:
             self._log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
-            await asyncio.sleep(POLL_S)
-            return False
-        if reader.digest != head.digest:
-            self._log.warning("pull_failed", fragment=p, version=head.version, error="not the digest of the head")
             await asyncio.sleep(POLL_S)
             return False
         if p in self._latest and head.version <= self._latest[p][0]:
             self._feedback.reset(p)
         self._latest[p] = (head.version, head.digest)
-        self._bases[p] = self.shared.adoptions[p] = Base(p, head.version, head.digest, reader.array())
+        self._bases[p] = self.shared.adoptions[p] = Base(p, head.version, head.digest, values)
         self._log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from pipeline.fragments import layout_of
+from pipeline.globals import pull_exact
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Head, Phase, Spec
-from pipeline.payloads import pull
 from pipeline.settings import SyncerProcess, SyncerSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
@@ -177,8 +177,8 @@ class LabWorld:
         for head in found:
             if self._held.get(head.fragment) != head.digest:
                 elements = self.layout.fragments[head.fragment].elements
-                reader = await pull(self._bus, head.payload, elements, "fp32", sync.chunk_bytes)
-                self._parameters.overwrite(head.fragment, reader.array())
+                values = await pull_exact(self._bus, head, elements, sync, inline)
+                self._parameters.overwrite(head.fragment, values)
                 self._held[head.fragment] = head.digest
         self.recorder.measure(self._globals, self._mean(found, "merged_tokens"), self._clock.now())
         return found

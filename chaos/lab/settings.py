@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeline.errors import UsageError
 from pipeline.messages import MergeName, SyncSpec
-from pipeline.wire import Codec
+from pipeline.wire import Codec, GlobalCodec
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
 MOST_RUNS = 10_000
@@ -81,6 +81,7 @@ class LabRun(BaseModel):
     overlap_steps: int = Field(2, ge=0, description="tau")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
     codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
+    global_codec: GlobalCodec | None = Field(None, description="Globals as learners pull them; off: fp32")
     merge: MergeName = Field(
         "mean", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
     )
@@ -159,6 +160,7 @@ class LabRun(BaseModel):
             overlap_steps=self.overlap_steps,
             grace_gamma=self.grace_gamma,
             codec=self.codec,
+            global_codec=self.global_codec or "fp32",
             merge=self.merge,
             weights=self.weights or "tokens",
             outer_lr=self.outer_lr,
@@ -200,7 +202,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
-    *("outer_warmup", "first_interval", "doubling", "weights"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

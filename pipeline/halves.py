@@ -1,0 +1,85 @@
+"""A float32 vector in two halves of 16 bits each, which together are it, bit for bit. Pure: numpy only.
+
+    high   bfloat16: the values rounded to nearest, ties away from zero
+    low    the lower 16 bits of the float32
+
+As whole numbers, bits = (high << 16) + low with low taken as signed, -32768..32767, modulo 2^32. Ties are not rounded
+to even: then both the tie above an even number and the one below it would become that number, which makes 65537 floats,
+one more than 16 bits can tell apart. Values from 3.396e38 on, which float32 still has, round to infinity.
+
+So whoever reads `high` alone has the values to 8 bits in half of the bytes, and whoever needs them exactly reads both,
+as many bytes as the float32 has.
+"""
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from .buffers import take
+from .chunks import Payload
+from .codec import as_bytes
+
+Float32 = npt.NDArray[np.float32]
+Half = npt.NDArray[np.uint16]
+
+BLOCK = 128 * 1024
+"""Elements worked on at a time, so that what lies between two steps stays in the cache."""
+ITEM = 2
+"""Bytes of an element in either half."""
+
+_BITS = np.uint32(16)
+_HALF = np.uint32(0x8000)
+
+
+def split(values: Float32, high: Half, low: Half) -> None:
+    """Both halves of `values`; all are (elements,)."""
+    scratch = np.empty(min(BLOCK, len(values)), np.uint32)
+    for start in range(0, len(values), BLOCK):
+        piece = slice(start, start + BLOCK)
+        bits = values[piece].view(np.uint32)
+        rounded = scratch[: len(bits)]
+        np.add(bits, _HALF, out=rounded)
+        np.right_shift(rounded, _BITS, out=rounded)
+        np.copyto(high[piece], rounded, casting="unsafe")
+        np.copyto(low[piece], bits, casting="unsafe")  # modulo 2^16
+
+
+def join(high: npt.NDArray[np.generic], low: npt.NDArray[np.generic]) -> Float32:
+    """The vector of which these, (elements,) of 16 bits each, are the halves."""
+    values = take(len(high), np.float32)
+    signed = np.empty(min(BLOCK, len(high)), np.int32)
+    for start in range(0, len(high), BLOCK):
+        piece = slice(start, start + BLOCK)
+        bits = values[piece].view(np.uint32)
+        np.copyto(bits, high[piece].view(np.uint16))
+        np.left_shift(bits, _BITS, out=bits)
+        np.copyto(signed[: len(bits)], low[piece].view(np.int16))
+        np.add(bits, signed[: len(bits)].view(np.uint32), out=bits)
+    return values
+
+
+def widened(high: npt.NDArray[np.generic]) -> Float32:
+    """The rounded values (elements,) that the high half, of 16 bits an element, holds."""
+    values = take(len(high), np.float32)
+    for start in range(0, len(high), BLOCK):
+        piece = slice(start, start + BLOCK)
+        np.copyto(values[piece], high[piece].view(ml_dtypes.bfloat16))
+    return values
+
+
+class Halves:
+    """Both halves of a vector that is being written from front to back, as payloads."""
+
+    def __init__(self, elements: int, chunk_bytes: int) -> None:
+        self._high, self._low = take(elements, np.uint16), take(elements, np.uint16)
+        self._done = 0
+        self.high = Payload(as_bytes(self._high), chunk_bytes)
+        self.low = Payload(as_bytes(self._low), chunk_bytes)
+
+    def written(self, values: Float32, stop: int) -> None:
+        """All of `values` (elements,) before `stop` are as they will be."""
+        piece = slice(self._done, stop)
+        split(values[piece], self._high[piece], self._low[piece])
+        self._done = stop
+        self.high.written(ITEM * stop)
+        self.low.written(ITEM * stop)
