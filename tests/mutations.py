@@ -221,6 +221,23 @@ MUTATIONS = [
         (("interval_at(self._sync, counters.base.version)", "interval_at(self._sync, counters.rounds)"),),
     ),
     Mutation(
+        "an owner goes on from what learners have",
+        FragmentState,
+        "advance",
+        (
+            (
+                "self.theta, self.momentum = merged.theta,",
+                "self.theta, self.momentum = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
+            ),
+        ),
+    ),
+    Mutation(
+        "the rest of a replaced global stays",
+        MemoryBus,
+        "commit",
+        (("for old in replaced:", "for old in replaced[:1]:"),),
+    ),
+    Mutation(
         "the momentum is not carried on",
         FragmentState,
         "advance",

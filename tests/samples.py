@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.codec import as_bytes, payload_digest
+from pipeline.globals import push_global
 from pipeline.keys import RunKeys
 from pipeline.messages import (
     Committed,
@@ -143,11 +144,13 @@ async def commit(
     merged_tokens: int = 0,
     nonce: str = "ab" * 8,
     chunk_bytes: int = 1024,
+    global_codec: str = "fp32",
 ) -> bytes:
     """Move a fragment's head to these values, as its owner would; returns the digest."""
     keys: RunKeys = bus.keys
     assert await bus.acquire_lease(fragment, nonce, 1e6)
-    payload = await push(bus, keys.global_payload(fragment, version, f"{version:08x}"), theta, chunk_bytes, 60)
+    sync = sync_spec(chunk_bytes=chunk_bytes, global_codec=global_codec)
+    payload, rest = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60)
     staged = None
     if momentum is not None:
         key = keys.momentum_payload(fragment, version, f"{version:08x}")
@@ -175,6 +178,7 @@ async def commit(
             version=version,
             digest=digest,
             payload=payload,
+            rest=rest,
             momentum=staged,
             window=IDLE,
             merged=(),

@@ -29,7 +29,7 @@ from pipeline.stored import parse_offer_id
 
 from . import samples
 from .backdoor import RedisBackdoor
-from .test_commit_cases import NONCE, commit_on, first_head, rejected, stage
+from .test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage
 
 pytestmark = pytest.mark.redis
 
@@ -165,7 +165,8 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.count_chunks(delta) == 2
     await syncer.write_window(0, NONCE, expected, samples.IDLE, None)
     await syncer.refuse(0, Refusal(NONCE, expected, (bad,), (), (rejected("l0", 5),), 5))
-    await syncer.commit(await commit_on(syncer, expected, entries=(entry,), delta_payloads=(delta,)))
+    rest = await rest_of(syncer, 1)
+    await syncer.commit(await commit_on(syncer, expected, rest=rest, entries=(entry,), delta_payloads=(delta,)))
     assert await syncer.count_chunks(delta) == 0
     # A slow pull of a global that was replaced: a learner cannot let it live on, and reads it all the same.
     assert await learner.read_chunks(head.payload, 0, 10, extend_s=600) == [b"chunk"] * 2
@@ -173,7 +174,8 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await evaluator.read_spec() is not None
     assert await evaluator.read_state() is not None
     (head,) = await evaluator.read_heads([0])
-    assert await evaluator.read_chunks(head.payload, 0, 10, extend_s=600) == [b"chunk"] * 2
+    for payload in (head.payload, head.rest):
+        assert await evaluator.read_chunks(payload, 0, 10, extend_s=600) == [b"chunk"] * 2
     await evaluator.add_evaluation(
         Evaluation(loss=1.0, tokens=1, versions=(1,), elapsed_s=1.0, final=False, unix_s=0.0)
     )
@@ -216,6 +218,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "head": keys.head(0),
         "lease": keys.lease(0),
         "global_payload": keys.global_payload(0, 0, "00000000"),
+        "rest_payload": keys.rest_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
         "state": keys.state,
@@ -243,6 +246,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     """A run under way: a head, a lease, a pending delta of each learner; every guarded key is there."""
     syncer = parties["syncer"]
     expected = await first_head(syncer)
+    await rest_of(syncer, 0)
     await syncer.announce_syncer(NONCE, "s0", 60)
     await syncer.write_state(samples.run_state())
     for name in LEARNERS:
@@ -454,10 +458,10 @@ async def test_names_of_senders_cannot_be_taken_back_or_lead_elsewhere(server: S
 
 
 async def test_a_learner_does_not_come_by_what_others_trained(server: Server, parties: dict[str, Any]) -> None:
-    """Neither their headers nor their payloads; an outer momentum is the syncer's alone."""
+    """Neither their headers nor their payloads; an outer momentum is the syncer's alone, and what a global lacks."""
     await story(server, parties)
     client = server.raw("learner-l0")
-    for name in ("deltas", "delta_payload", "momentum_payload"):
+    for name in ("deltas", "delta_payload", "momentum_payload", "rest_payload"):
         for command in (("XREAD", "STREAMS", families(server.keys)[name], "0"), ("XLEN", families(server.keys)[name])):
             with pytest.raises(rx.NoPermissionError):
                 client.execute_command(*command)

@@ -191,6 +191,7 @@ def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
             keys.head(p),
             keys.lease(p),
             keys.global_payload(p, 3, "0" * 8),
+            keys.rest_payload(p, 3, "0" * 8),
             keys.momentum_payload(p, 3, "0" * 8),
             keys.initial_payload(p, "0" * 8),
             keys.tape(keys.group(p)),

@@ -20,7 +20,7 @@ from pipeline.messages import (
     WindowChanged,
     WindowView,
 )
-from pipeline.ports import START, Bus, Commit, Refusal, Staged
+from pipeline.ports import START, Bus, Commit, Refusal, Rest, Staged
 
 from . import samples
 from .backdoor import Backdoor
@@ -74,6 +74,12 @@ async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int 
         merged_tokens=800 if expected else 0,
     )
     return replace(commit, **given)
+
+
+async def rest_of(bus: Bus, version: int, fragment: int = 0) -> Rest:
+    """What the global of a version lacks, staged."""
+    staged = await stage(bus, bus.keys.rest_payload(fragment, version, f"{version:08x}"))
+    return Rest(staged.key, staged.chunks, bytes([100 + version]) * 16)
 
 
 async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
@@ -134,6 +140,36 @@ async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, back
     assert [await bus.count_chunks(key) for key in deltas] == [0, 0, 2]
     assert [o.entry_id for o in await bus.read_offers(0)] == entries[2:]
     assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [commit.record]
+
+
+async def test_the_rest_of_a_global_comes_stays_and_goes_with_it(bus: Bus, backdoor: Backdoor) -> None:
+    assert await bus.acquire_lease(0, NONCE, 60)
+    expected, heads = None, []
+    for version in range(3):
+        commit = await commit_on(bus, expected, rest=await rest_of(bus, version), replaced_ttl_s=30.0)
+        if version == 2:
+            commit = replace(commit, rest=None, retired=(heads[0].payload, heads[0].rest))
+        await bus.commit(commit)
+        heads += await bus.read_heads([0])
+        expected = version, commit.digest
+    first, second, third = heads
+    assert (second.rest, second.payload_digest) == (bus.keys.rest_payload(0, 1, "00000001"), bytes([101]) * 16)
+    assert second.digest == bytes([2]) * 16
+    assert 20 < (backdoor.ttl_s(second.rest) or 0) <= 30
+    assert 20 < (backdoor.ttl_s(second.payload) or 0) <= 30
+    assert [await bus.count_chunks(key) for key in (first.payload, first.rest)] == [0, 0]
+    # A global that is exact has none.
+    assert (third.rest, third.payload_digest) == ("", None)
+    assert backdoor.ttl_s(third.payload) is None
+
+
+async def test_the_rest_of_the_present_global_does_not_expire(bus: Bus, backdoor: Backdoor) -> None:
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None, rest=await rest_of(bus, 0)))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert backdoor.ttl_s(head.rest) is None
+    assert await bus.count_chunks(head.rest) == 2
 
 
 async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
@@ -292,6 +328,13 @@ COMMIT_STEP = [
     Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
     Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),
     Case("payload long", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 1))),
+    Case("rest missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.rest_payload(0, 1, "00000001"))),
+    Case(
+        "rest short",
+        PayloadIncomplete,
+        change=lambda c: replace(c, rest=replace(c.rest, chunks=3) if c.rest else None),
+    ),
+    Case("rest of another type", BadMessage, lambda b, bus: b.plant(bus.keys.rest_payload(0, 1, "00000001"), "hash")),
     Case("momentum missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.momentum_payload(0, 1, "00000001"))),
     Case(
         "payload of another type",
@@ -334,7 +377,7 @@ async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step
     delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await stage(bus, delta)
     entry = await bus.offer(samples.header("l0"))
-    commit = await commit_on(bus, expected, entries=(entry,), delta_payloads=(delta,))
+    commit = await commit_on(bus, expected, rest=await rest_of(bus, 1), entries=(entry,), delta_payloads=(delta,))
     case.plant(backdoor, bus)
     before = backdoor.dump()
     with pytest.raises(case.error):

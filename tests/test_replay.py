@@ -84,6 +84,15 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
     assert outcome.largest < TOLERANCE
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
+def test_a_run_with_rounded_globals_is_replayed_bit_for_bit(tmp_path, codec: str) -> None:
+    """Deltas are measured from what learners have, and merged into what was never rounded."""
+    commits = record_run(tmp_path, codec=codec, global_codec="bf16", outer_momentum=0.9)
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.merges == outcome.repeated >= 10
+
+
 def test_a_replay_weighs_as_the_run_did(tmp_path) -> None:
     """Equal weights, although the quicker learner has more tokens in each delta; and ramps."""
     commits = record_run(tmp_path, weights="equal", outer_momentum=0.9, outer_warmup=2, first_interval=1)

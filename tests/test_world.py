@@ -13,7 +13,7 @@ from chaos.campaign import Summary, campaign, done_before
 from chaos.plan import Kind, plan
 from chaos.shrink import shrink
 from chaos.world import MERGES, run_seed
-from pipeline.wire import Codec
+from pipeline.wire import Codec, GlobalCodec
 from tests.mutations import MUTATIONS, Mutation, applied
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
@@ -34,9 +34,10 @@ def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     assert all(summary.fired[kind] > 0 for kind in Kind), Counter(summary.fired)
 
 
-def test_the_worlds_have_deltas_in_every_codec() -> None:
+def test_the_worlds_have_deltas_and_globals_in_every_codec() -> None:
     """What is drawn seldom is drawn, too."""
     assert {plan(seed).spec.sync.codec for seed in range(SEEDS)} == set(get_args(Codec))
+    assert {plan(seed).spec.sync.global_codec for seed in range(SEEDS)} == set(get_args(GlobalCodec))
 
 
 def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:

@@ -64,6 +64,10 @@ class VirtualLearner:
     stop: bool = False
     """Asked to leave."""
 
+    def begin(self, elements: int) -> np.ndarray:
+        """Initial values of a fragment."""
+        return np.zeros(elements, np.float32)
+
     def report(self, left: bool) -> LearnerReport:
         return virtual_report(self.rounds, self.name, self.incarnation, self.step_s, left, 10 / self.step_s)
 
@@ -75,7 +79,7 @@ class VirtualLearner:
         """Join, train until the run drains, leave."""
         spec = self.world.spec
         layout = layout_of(spec.tensors)
-        self.values = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+        self.values = [self.begin(f.elements) for f in layout.fragments]
         self.rounds = Rounds(layout, spec.sync)
         bus = self.connect()
         self.exchange = Exchange(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
