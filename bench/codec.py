@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from chaos.proxy import Proxy
 from pipeline import quantize
 from pipeline.buffers import take
 from pipeline.chunks import Payload
@@ -43,6 +41,8 @@ from pipeline.redis_streams import connect
 from pipeline.wire import Codec
 from syncer.norms import BLOCK, DeltaNorms
 from workers.encoding import encode_delta
+
+from .lines import GBIT, lines
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0")
 CHUNK_BYTES = 512 * 1024
@@ -102,29 +102,12 @@ def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
 
 @contextmanager
 def _links(redis: EmbeddedRedis, bytes_per_s: float | None) -> Iterator[tuple[str, str]]:
-    """Two URLs of the server, the learner's and the syncer's; with a rate each is a line of its own, in a thread."""
+    """Two URLs of the server, the learner's and the syncer's; with a rate each is a line of its own."""
     if bytes_per_s is None:
         yield redis.url, redis.url
         return
-    loop, stop, urls, ready = fast_loop(), asyncio.Event(), list[str](), threading.Event()
-
-    async def serve() -> None:
-        async with Proxy(redis.socket_path, bytes_per_s) as proxy:
-            for name in ("learner", "syncer"):
-                await proxy.add(name)
-                urls.append(proxy.url(name))
-            ready.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
-    thread.start()
-    ready.wait()
-    try:
-        yield urls[0], urls[1]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        loop.close()
+    with lines(redis.socket_path, ("learner", "syncer"), bytes_per_s) as urls:
+        yield urls["learner"], urls["syncer"]
 
 
 async def _forget(server: Path, key: str) -> None:
@@ -184,7 +167,7 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
         redis = stack.enter_context(EmbeddedRedis())
         ways = {"loopback_s": stack.enter_context(_links(redis, None))}
         if link_gbit:
-            ways["link_s"] = stack.enter_context(_links(redis, link_gbit * 1e9 / 8))
+            ways["link_s"] = stack.enter_context(_links(redis, link_gbit * GBIT))
         runner = stack.enter_context(asyncio.Runner(loop_factory=fast_loop))
         what = f"{elements / 1e6:g}M elements"
         for turn in track(range(repeats + 1), what, console=console, transient=True):

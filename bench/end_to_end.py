@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
+from urllib.parse import urlparse
 
 from rich.console import Console
 
@@ -33,6 +34,7 @@ from pipeline.wire import Codec
 
 from . import floor
 from .figures import Spread, progress, spread
+from .lines import GBIT, lines
 from .machine import cpu_s, need_memory, peak_mb, reset_peak
 from .plain import Plain
 
@@ -59,6 +61,9 @@ class Case:
     chunk_bytes: int = 512 * 1024
     spread_s: float = 0.0
     """The learners publish one after another, the last one so long after the first."""
+    global_codec: str = "fp32"
+    link_gbit: float = 0.0
+    """Each party's line to Redis, in each direction; 0: as fast as it is."""
 
     @property
     def elements(self) -> float:
@@ -72,13 +77,25 @@ class Case:
 
     @property
     def into_bytes(self) -> float:
-        """Into Redis in one round: deltas, the new global, its momentum."""
+        """Into Redis in one round: deltas, the new global with its rest, its momentum."""
         return self.delta_bytes + 4 * self.elements * (2 if self.momentum else 1)
 
     @property
     def out_bytes(self) -> float:
         """Out of Redis in one round: deltas to the syncer, the global to each learner."""
-        return self.delta_bytes + 4 * self.elements * self.learners
+        return self.delta_bytes + self.pull_bytes * self.learners
+
+    @property
+    def pull_bytes(self) -> float:
+        """Of the global, as one learner pulls it."""
+        return ITEM[self.global_codec] * self.elements
+
+    @property
+    def lines_s(self) -> float:
+        """What one round takes on the lines at least: all deltas come by the syncer's, the global with all that goes
+        beside it leaves by it, and then comes by each learner's."""
+        each = self.delta_bytes + 4 * self.elements * (2 if self.momentum else 1) + self.pull_bytes
+        return each / (self.link_gbit * GBIT) if self.link_gbit else 0.0
 
     def sync(self) -> SyncSettings:
         """The run's settings. One step on a base makes a delta due; in turn, each has a step of its own."""
@@ -88,6 +105,7 @@ class Case:
             sync_interval=interval,
             quorum=self.learners,
             codec=self.wire,
+            global_codec=self.global_codec,
             outer_momentum=self.momentum,
             outer_lr=0.7,
             outer_warmup=0,
@@ -102,6 +120,7 @@ class Case:
         whole, moving = 4.0 * self.params, 4.0 * self.elements
         learner = 2 * whole + 3 * moving + PROCESS_BYTES
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
+        syncer += moving if self.global_codec != "fp32" else 0.0
         redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + whole
         return self.learners * learner + syncer + redis
 
@@ -206,7 +225,10 @@ def server(redis_url: str | None, aof: bool) -> Iterator[str]:
 
 
 class Fleet:
-    """The syncer and the learners of one case, all joined, within a `with` block; without a case, the syncer alone."""
+    """The syncer and the learners of one case, all joined, within a `with` block; without a case, the syncer alone.
+
+    With a rate in the case each has a line of its own.
+    """
 
     def __init__(self, case: Case | None, url: str) -> None:
         self._case, self.url, self.run = case, url, f"bench-{secrets.token_hex(4)}"
@@ -220,7 +242,12 @@ class Fleet:
             kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
             path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
             kept |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-            kept["DILOCO_REDIS_URL"] = self.url
+            learners = [f"learner-{number}" for number in range(self._case.learners if self._case else 0)]
+            urls = dict.fromkeys(("syncer", *learners), self.url)
+            if self._case and self._case.link_gbit:
+                socket = Path(urlparse(self.url).path)
+                urls = stack.enter_context(lines(socket, urls, self._case.link_gbit * GBIT))
+            kept["DILOCO_REDIS_URL"] = urls["syncer"]
 
             def start(name: str, arguments: Sequence[str], talks: bool) -> Process:
                 process = Process(name, arguments, folder, kept, talks)
@@ -229,12 +256,18 @@ class Fleet:
 
             serving = ["-m", "diloco", "syncer", "--run", self.run, "--http-port", "0", "--log-level", "warning"]
             self.syncer = start("syncer", serving, False)
-            for number in range(self._case.learners if self._case else 0):
+            for number, name in enumerate(learners):
                 assert self._case is not None  # noqa: S101  # there are learners
                 sync = self._case.sync().model_dump()
-                given = {"number": number, "run": self.run, "url": self.url, "params": self._case.params, "sync": sync}
-                given["delay_s"] = self._case.spread_s * number / max(1, self._case.learners - 1)
-                self.learners.append(start(f"learner-{number}", ["-m", "bench.party", json.dumps(given)], True))
+                given = {
+                    "number": number,
+                    "run": self.run,
+                    "url": urls[name],
+                    "params": self._case.params,
+                    "sync": sync,
+                    "delay_s": self._case.spread_s * number / max(1, self._case.learners - 1),
+                }
+                self.learners.append(start(name, ["-m", "bench.party", json.dumps(given)], True))
             for learner in self.learners:
                 learner.hear()
             self.syncer.check()
@@ -259,6 +292,8 @@ def measure(
     case: Case, console: Console, redis_url: str | None = None, aof: bool = False
 ) -> tuple[Measured, dict[str, Any]]:
     """All rounds of one case, after one that does not count; what was measured, and with which server and client."""
+    if redis_url is not None and case.link_gbit:
+        raise UsageError("--link is for the embedded Redis, on whose socket the lines end")
     need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {case.learners} learners")
     found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
     with server(redis_url, aof) as url, Plain(url) as redis, progress(console) as bar:
@@ -279,6 +314,7 @@ def measure(
                 "redis_version": redis.info("redis_version"),
                 "floor_client": floor.client_name(benchmark),
                 "run": fleet.run,
+                "lines_s": case.lines_s,
             }
             note["redis_peak_mb"] = round(int(redis.info("used_memory_peak")) / 1e6, 1)
     return found, note

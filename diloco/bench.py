@@ -17,7 +17,7 @@ from bench.figures import Spread, check_files, show_machine, shown, table, write
 from bench.machine import describe
 from pipeline.errors import UsageError
 from pipeline.lifecycle import SIGNALS
-from pipeline.wire import Codec
+from pipeline.wire import Codec, GlobalCodec
 
 from .simulate_options import whole
 
@@ -41,6 +41,7 @@ Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model,
 Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8, int4 or e3m0")]
+Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 or bf16")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
 Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
@@ -52,9 +53,9 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
 
 
-def _wire(name: str, allowed: Sequence[str] = get_args(Codec)) -> str:
+def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
     if name not in allowed:
-        raise UsageError(f"--wire {name}: one of {', '.join(allowed)}")
+        raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
     return name
 
 
@@ -99,6 +100,10 @@ def end_to_end(
     spread: Annotated[
         float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
     ] = 0.0,
+    global_codec: Globals = "fp32",
+    link: Annotated[
+        float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
+    ] = 0.0,
     aof: Aof = False,
     redis_url: Url = None,
     json_file: Json = None,
@@ -116,14 +121,18 @@ def end_to_end(
     _learners("end-to-end")
     drawing, measuring = _pictures(plot), importlib.import_module("bench.end_to_end")
     case = measuring.Case(
-        _count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread
+        *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
+        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link),
     )
     measured, note = measuring.measure(case, console, redis_url, aof)
     found: dict[str, Spread] = measured.spreads()
     what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
+    what += f", globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
     title = f"End to end: {what}{', append-only file' if aof else ''}, {rounds} rounds"
     console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
     console.print(f"floor: {note['floor_client']}", highlight=False)
+    if link:
+        console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
     report = _report(console, "end-to-end", case, note["redis_version"], found, aof=aof, **note)
     write_json(json_file, report)
     if drawing:

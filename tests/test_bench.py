@@ -48,6 +48,11 @@ def test_bytes_through_redis_are_those_of_one_round():
     assert case.into_bytes == 3 * 2000 + 2 * 4000
     assert case.out_bytes == 3 * 2000 + 3 * 4000
     assert Case(1000, fragments=4, learners=3, wire="bf16", in_turn=True).into_bytes == (3 * 2000 + 4000) / 4
+    rounded = Case(1000, learners=3, wire="int8", global_codec="bf16", link_gbit=1)
+    deltas = 3 * (1000 + 2 * 1000 / 256)
+    assert rounded.into_bytes == deltas + 4000
+    assert rounded.out_bytes == deltas + 3 * 2000
+    assert rounded.lines_s == (deltas + 4000 + 2000) / 125e6
 
 
 def test_production_code_and_plain_numpy_merge_the_same():
@@ -71,6 +76,8 @@ def test_what_does_not_fit_is_said_before_it_is_started():
     ("arguments", "said"),
     [
         (("merge", "--wire", "fp64"), "--wire fp64: one of"),
+        (("end-to-end", "--global-codec", "int4"), "--global-codec int4: one of fp32, bf16"),
+        (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is for the embedded Redis"),
         (("merge", "--json", "no/such/folder/x.json"), "no folder"),
         (("step", "--model", "huge"), "one of large"),
         (("transport", "--redis-url", "rediss://localhost:1"), "not rediss://"),
@@ -113,7 +120,7 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
             "--wire",
             "fp32",
         ),
-        *("--wire", "fp32", "--json", str(file), "--plot", str(picture)),
+        *("--global-codec", "bf16", "--link", "1", "--json", str(file), "--plot", str(picture)),
         path="/usr/bin:/bin",
     )
     assert done.returncode == 0, done.stderr
