@@ -211,9 +211,8 @@ class Head(Message):
     merged_tokens: Count
     rejected_tokens: Count
     rest: Text = ""
-    """Key of the payload that makes the values exact again, or "" where the global payload has them exactly."""
     payload_digest: Digest | None = None
-    """Of the global payload; None: it is `digest`."""
+    """Key of what the global payload lacks of the exact values, and its digest; "" and None: it is exact."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
 

@@ -32,6 +32,7 @@ PURE = (
     "pipeline/chunks.py",
     "pipeline/fragments.py",
     "pipeline/quantize.py",
+    "pipeline/halves.py",
     "pipeline/keys.py",
     "pipeline/errors.py",
     "pipeline/stored.py",
