@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .buffers import take
 from .codec import PayloadReader, as_bytes, payload_digest
 from .errors import BadPayload
-from .halves import join, split, widened
+from .halves import complete, split, widened
 from .messages import Head, SyncSpec
 from .payloads import pull, push
 from .ports import Bus, Rest, Staged
@@ -37,7 +36,7 @@ async def push_global(
     key = bus.keys.global_payload(fragment, version, nonce)
     if sync.global_codec == "fp32":
         return await push(bus, key, values, sync.chunk_bytes, ttl_s), None
-    high, low = take(len(values), np.uint16), take(len(values), np.uint16)
+    high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
     split(values, high, low)
     staged = await push(bus, key, high, sync.chunk_bytes, ttl_s)
     rest = await push(bus, bus.keys.rest_payload(fragment, version, nonce), low, sync.chunk_bytes, ttl_s)
@@ -53,11 +52,14 @@ async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offloa
         BadPayload: as `pull`, or they do not have the head's digest. The head may have moved: read it again.
     """
     reader = await _pull(bus, head, elements, sync)
-    values, digest = reader.array(), reader.digest
-    if head.rest:
-        rest = await pull(bus, head.rest, elements, "bf16", sync.chunk_bytes)  # as many bytes
-        values, digest = await offload(_joined, values, rest.array(), sync.chunk_bytes)
-    _check(head, digest, head.digest)
+    if not head.rest:
+        _check(head, reader.digest, head.digest)
+        exact: Float32 = reader.array()
+        return exact
+    values: Float32 = await offload(widened, reader.array())
+    del reader  # many owners begin at once: no more than one half of each fragment is here beside its values
+    rest = await pull(bus, head.rest, elements, "bf16", sync.chunk_bytes)  # as many bytes
+    _check(head, await offload(_completed, values, rest.array(), sync.chunk_bytes), head.digest)
     return values
 
 
@@ -79,9 +81,9 @@ async def _pull(bus: Bus, head: Head, elements: int, sync: SyncSpec, extend_s: f
     return await pull(bus, head.payload, elements, sync.global_codec, sync.chunk_bytes, extend_s)
 
 
-def _joined(high: npt.NDArray[Any], low: npt.NDArray[Any], chunk_bytes: int) -> tuple[Float32, bytes]:
-    values = join(high, low)
-    return values, payload_digest(as_bytes(values), chunk_bytes)
+def _completed(values: Float32, low: npt.NDArray[Any], chunk_bytes: int) -> bytes:
+    complete(values, low)
+    return payload_digest(as_bytes(values), chunk_bytes)
 
 
 def _check(head: Head, digest: bytes, due: bytes) -> None:

@@ -44,20 +44,6 @@ def split(values: Float32, high: Half, low: Half) -> None:
         np.copyto(low[piece], bits, casting="unsafe")  # modulo 2^16
 
 
-def join(high: npt.NDArray[np.generic], low: npt.NDArray[np.generic]) -> Float32:
-    """The vector of which these, (elements,) of 16 bits each, are the halves."""
-    values = take(len(high), np.float32)
-    signed = np.empty(min(BLOCK, len(high)), np.int32)
-    for start in range(0, len(high), BLOCK):
-        piece = slice(start, start + BLOCK)
-        bits = values[piece].view(np.uint32)
-        np.copyto(bits, high[piece].view(np.uint16))
-        np.left_shift(bits, _BITS, out=bits)
-        np.copyto(signed[: len(bits)], low[piece].view(np.int16))
-        np.add(bits, signed[: len(bits)].view(np.uint32), out=bits)
-    return values
-
-
 def widened(high: npt.NDArray[np.generic]) -> Float32:
     """The rounded values (elements,) that the high half, of 16 bits an element, holds."""
     values = take(len(high), np.float32)
@@ -65,6 +51,19 @@ def widened(high: npt.NDArray[np.generic]) -> Float32:
         piece = slice(start, start + BLOCK)
         np.copyto(values[piece], high[piece].view(ml_dtypes.bfloat16))
     return values
+
+
+def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
+    """Make rounded values (elements,), as `widened` gave them, those that they were rounded from, in place.
+
+    low: (elements,) of 16 bits each.
+    """
+    signed = np.empty(min(BLOCK, len(values)), np.int32)
+    for start in range(0, len(values), BLOCK):
+        piece = slice(start, start + BLOCK)
+        bits = values[piece].view(np.uint32)
+        np.copyto(signed[: len(bits)], low[piece].view(np.int16))
+        np.add(bits, signed[: len(bits)].view(np.uint32), out=bits)
 
 
 class Halves:

@@ -6,13 +6,19 @@ import pytest
 
 from chaos import reference
 from pipeline.codec import as_bytes, payload_digest
-from pipeline.halves import BLOCK, Halves, join, split, widened
+from pipeline.halves import BLOCK, Halves, complete, split, widened
 
 
 def halves(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
     split(values, high, low)
     return high, low
+
+
+def join(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    values = widened(high)
+    complete(values, low)
+    return values
 
 
 def bits(values: np.ndarray) -> np.ndarray:
