@@ -211,8 +211,14 @@ MUTATIONS = [
     Mutation(
         "the outer warm-up is a step too short",
         FragmentState,
-        "merge",
-        (("self.sync, self.version, self.theta", "self.sync, self.version + 1, self.theta"),),
+        "outer",
+        (("self.sync, self.version, (", "self.sync, self.version + 1, ("),),
+    ),
+    Mutation(
+        "what is left behind at the end takes the whole outer step",
+        FragmentState,
+        "outer",
+        (("(delta.offer.header.steps for delta in deltas)", "[2**40]"),),
     ),
     Mutation(
         "a growing interval goes by a learner's own rounds",
