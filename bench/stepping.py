@@ -16,6 +16,7 @@ from rich.console import Console
 from pipeline.settings import SyncSettings
 from workers.learner import Learner
 from workers.models.gpt import SIZES, build
+from workers.recipe import forward_of
 
 from .end_to_end import Fleet, server
 from .figures import Spread, progress, spread
@@ -59,7 +60,7 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
             )
             model: Any = build(given.model, 0)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            forward = torch.compile(model) if given.compile else model
+            forward = forward_of(model, torch.device("cpu"), given.compile)
             learner = Learner(model, optimizer, run=fleet.run, redis_url=url, learner_id="bench", sync=sync)
             with learner:
                 if apart:

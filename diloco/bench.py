@@ -3,11 +3,11 @@
 import importlib
 import importlib.util
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -45,6 +45,12 @@ Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
 Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
+Aofs = Annotated[
+    Literal["off", "on", "both"],
+    typer.Option(
+        "--aof", help="The embedded Redis keeps an append-only file (synced every second); both: one after another"
+    ),
+]
 Url = Annotated[
     str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
 ]
@@ -79,10 +85,43 @@ def _learners(command: str) -> None:
         raise UsageError(f"`diloco bench {command}` needs torch: pip install 'decoupled-diloco[learner]'")
 
 
-def _report(console: Console, kind: str, given: Any, redis: str, found: dict[str, Any], **more: Any) -> dict[str, Any]:
-    machine = describe(redis)
-    show_machine(console, machine)
-    return {"benchmark": kind, "settings": asdict(given), "machine": machine, **more, **found}
+class _Out:
+    """Where a benchmark's figures go: the console, and the files that were asked for."""
+
+    def __init__(self, json_file: Path | None, plot: Path | None) -> None:
+        """Before anything is measured, since a mistake shows here."""
+        check_files(json_file, plot)
+        self.console, self._json, self._plot, self.drawing = Console(), json_file, plot, _pictures(plot)
+
+    def write(self, kind: str, given: Any, redis: str, found: Mapping[str, Any], **more: Any) -> None:
+        """The machine, and all as JSON."""
+        machine = describe(redis)
+        show_machine(self.console, machine)
+        report = {"benchmark": kind, "settings": asdict(given), "machine": machine, **more, **found}
+        write_json(self._json, report)
+
+    def show(self, title: str, by_way: Mapping[str, Mapping[str, Spread]]) -> None:
+        """A column for each way in which the same was measured; one may lack figures that another has."""
+        names = dict.fromkeys(name for found in by_way.values() for name in found)
+        rows = ((name, *(shown(one[name]) if name in one else "-" for one in by_way.values())) for name in names)
+        ways = list(by_way) if len(by_way) > 1 else ["median (least - most)"]
+        self.console.print(table(title, ("", *ways), rows))
+
+    def draw(
+        self, title: str, by_way: Mapping[str, Mapping[str, Spread]], unit: str, drawn: Callable[[str], bool]
+    ) -> None:
+        """A panel of bars for each way, with the figures whose names are to be drawn."""
+        if self.drawing:
+            panels = {
+                f"{unit}, {way}" if way else unit: {name: one for name, one in found.items() if drawn(name)}
+                for way, found in by_way.items()
+            }
+            self.drawing.bars(panels, title, self._plot)
+
+    def ladder(self, title: str, found: Mapping[str, Any]) -> None:
+        """Figures against numbers of fragments."""
+        if self.drawing:
+            self.drawing.ladder(found, title, self._plot)
 
 
 @app.command("end-to-end")
@@ -104,7 +143,7 @@ def end_to_end(
     link: Annotated[
         float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
     ] = 0.0,
-    aof: Aof = False,
+    aof: Aofs = "off",
     redis_url: Url = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -116,28 +155,28 @@ def end_to_end(
 
     Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
     """
-    console = Console()
-    check_files(json_file, plot)
+    out = _Out(json_file, plot)
     _learners("end-to-end")
-    drawing, measuring = _pictures(plot), importlib.import_module("bench.end_to_end")
+    measuring = importlib.import_module("bench.end_to_end")
     case = measuring.Case(
         *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
         *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link),
     )
-    measured, note = measuring.measure(case, console, redis_url, aof)
-    found: dict[str, Spread] = measured.spreads()
+    ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
+    passes = {way: measuring.measure(case, out.console, redis_url, way == "on") for way in ways}
+    by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
+    found, note = next(iter(by_way.values())), passes[ways[0]][1]
     what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
     what += f", globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
-    title = f"End to end: {what}{', append-only file' if aof else ''}, {rounds} rounds"
-    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
-    console.print(f"floor: {note['floor_client']}", highlight=False)
+    title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
+    out.show(title, by_way)
+    out.console.print(f"floor: {note['floor_client']}", highlight=False)
     if link:
-        console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
-    report = _report(console, "end-to-end", case, note["redis_version"], found, aof=aof, **note)
-    write_json(json_file, report)
-    if drawing:
-        seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
-        drawing.bars({"seconds": {name: found[name] for name in seconds}}, title, plot)
+        out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
+    more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
+    out.write("end-to-end", case, note["redis_version"], found, aof=aof, **note, **more)
+    seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
+    out.draw(title, by_way, "seconds", lambda name: name in seconds)
 
 
 @app.command()
@@ -151,17 +190,14 @@ def merge(
     plot: Plot = None,
 ) -> None:
     """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies."""
-    console = Console()
-    check_files(json_file, plot)
-    drawing, measuring = _pictures(plot), importlib.import_module("bench.merging")
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("bench.merging")
     sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds)
-    found = measuring.measure(sizes, console)
+    found = measuring.measure(sizes, out.console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
-    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
-    write_json(json_file, _report(console, "merge", sizes, "not used", found))
-    if drawing:
-        rates = {name: one for name, one in found.items() if name.endswith("gb_per_s")}
-        drawing.bars({"GB/s of deltas": rates}, title, plot)
+    out.show(title, {"": found})
+    out.write("merge", sizes, "not used", found)
+    out.draw(title, {"": found}, "GB/s of deltas", lambda name: name.endswith("gb_per_s"))
 
 
 @app.command()
@@ -175,16 +211,14 @@ def transport(
     plot: Plot = None,
 ) -> None:
     """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
-    console = Console()
-    check_files(json_file, plot)
-    drawing, measuring = _pictures(plot), importlib.import_module("bench.transport")
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("bench.transport")
     payload = measuring.Payload(_count(params, "params"), chunk_bytes, rounds)
-    found, version = measuring.measure(payload, console, redis_url, aof)
+    found, version = measuring.measure(payload, out.console, redis_url, aof)
     title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
-    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
-    write_json(json_file, _report(console, "transport", payload, version, found, aof=aof))
-    if drawing:
-        drawing.bars({"GB/s": {name: one for name, one in found.items() if name.endswith("gb_s")}}, title, plot)
+    out.show(title, {"": found})
+    out.write("transport", payload, version, found, aof=aof)
+    out.draw(title, {"": found}, "GB/s", lambda name: name.endswith("gb_s"))
 
 
 @app.command()
@@ -195,25 +229,26 @@ def step(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of a training step")] = 128,
     wire: Wire = "bf16",
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
-    compiled: Annotated[bool, typer.Option("--compile", help="Train a torch.compile'd model")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
     redis_url: Url = None,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
     """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
-    console = Console()
-    check_files(json_file, plot)
+    out = _Out(json_file, plot)
     _learners("step")
-    drawing, measuring = _pictures(plot), importlib.import_module("bench.stepping")
+    measuring = importlib.import_module("bench.stepping")
     if model not in measuring.MODELS:
         raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
-    given = measuring.Training(model, interval, fragments, _wire(wire), tokens, rounds, compiled)
-    found = measuring.measure(given, console, redis_url)
+    given = measuring.Training(model, interval, fragments, _wire(wire), tokens, rounds)
+    by_way = {"as it is": measuring.measure(given, out.console, redis_url)}
+    if compiled:
+        by_way["compiled"] = measuring.measure(replace(given, compile=True), out.console, redis_url)
+    found, more = by_way["as it is"], {"compiled": by_way["compiled"]} if compiled else {}
     title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {tokens} tokens a step"
-    console.print(table(title, ("", "median (least - most)"), ((name, shown(one)) for name, one in found.items())))
-    write_json(json_file, _report(console, "step", given, "embedded" if redis_url is None else "given", found))
-    if drawing:
-        drawing.bars({"seconds a step": {name: found[name] for name in ("with_s", "without_s")}}, title, plot)
+    out.show(title, by_way)
+    out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
+    out.draw(title, by_way, "seconds a step", lambda name: name in ("with_s", "without_s"))
 
 
 @app.command()
@@ -229,20 +264,17 @@ def window(
     plot: Plot = None,
 ) -> None:
     """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
-    console = Console()
-    check_files(json_file, plot)
+    out = _Out(json_file, plot)
     _learners("window")
-    drawing, measuring = _pictures(plot), importlib.import_module("bench.windows")
+    measuring = importlib.import_module("bench.windows")
     counts = whole(fragments, "fragments")
     given = measuring.Ladder(_count(params, "params"), counts, learners, _wire(wire), rounds)
-    found = measuring.measure(given, console, redis_url, aof)
+    found = measuring.measure(given, out.console, redis_url, aof)
     title = f"Windows: {given.params / 1e6:g}M parameters, {learners} learners, {wire}"
     rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
-    console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
-    version = "embedded" if redis_url is None else "given"
-    write_json(json_file, _report(console, "window", given, version, {"by_fragments": found}, aof=aof))
-    if drawing:
-        drawing.ladder(found, title, plot)
+    out.console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
+    out.write("window", given, "embedded" if redis_url is None else "given", {"by_fragments": found}, aof=aof)
+    out.ladder(title, found)
 
 
 app.command("codec")(codec.main)

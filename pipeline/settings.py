@@ -171,6 +171,9 @@ class LearnerSettings(Settings):
     threads: int | None = Field(
         None, ge=1, description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)"
     )
+    compile: bool = Field(
+        False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
+    )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")
     state_dir: Path | None = Field(

@@ -120,7 +120,8 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
             "--wire",
             "fp32",
         ),
-        *("--global-codec", "bf16", "--link", "1", "--json", str(file), "--plot", str(picture)),
+        *("--global-codec", "bf16", "--link", "1", "--aof", "both"),
+        *("--json", str(file), "--plot", str(picture)),
         path="/usr/bin:/bin",
     )
     assert done.returncode == 0, done.stderr
@@ -128,6 +129,9 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
     for key in KEYS:
         assert 0 < report[key]["min"] <= report[key]["median"] <= report[key]["max"]
         assert report[key]["n"] == 2
+        assert report["with_aof"][key]["n"] == 2
+        assert report["with_aof"][key] != report[key]
+    assert "append-only file on" in done.stdout
     assert report["settings"]["fragments"] == 2
     assert {"cores", "cpu", "python", "torch", "numpy", "redis"} <= report["machine"].keys()
     assert picture.stat().st_size > 1000
@@ -159,7 +163,7 @@ def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
 @pytest.mark.redis
 def test_fragments_in_turn_and_transport_and_merge(tmp_path):
     runs = {
-        "turn": ("end-to-end", "--params", "200e3", "--fragments", "3", "--in-turn", "--rounds", "4", "--aof"),
+        "turn": ("end-to-end", "--params", "200e3", "--fragments", "3", "--in-turn", "--rounds", "4", "--aof", "on"),
         "transport": ("transport", "--params", "300e3", "--rounds", "2"),
         "merge": ("merge", "--params", "100e3", "--rounds", "2"),
     }

@@ -24,6 +24,7 @@ from workers.recipe import (
     StopFlag,
     add_gradients,
     choose_device,
+    forward_of,
     held_out_loss,
     loss_of,
     make_optimizer,
@@ -359,3 +360,30 @@ def test_held_out_loss_is_the_mean_over_all_tokens() -> None:
     expected = loss_of(model, torch.from_numpy(validation).long()).item()
     assert held_out_loss(model, validation, torch.device("cpu")) == pytest.approx(expected, rel=1e-5)
     assert all(tensor.grad is None for tensor in model.parameters())
+
+
+def test_a_compiled_model_trains_the_same_parameters() -> None:
+    """What is synchronised is the model that was given; the gradients are its own, and the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+    batch = [torch.randint(0, 256, (2, 9))]
+    losses, gradients = [], []
+    for compiled in (False, True):
+        forward = forward_of(model, torch.device("cpu"), compiled, backend="aot_eager")
+        assert (forward is model) is not compiled
+        losses.append(add_gradients(forward, batch, 1))
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_a_machine_that_cannot_compile_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is made, and before anybody is joined."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(UsageError, match=r"g\+\+.*No working C\+\+ compiler found$"):
+        forward_of(nn.Linear(1, 1), torch.device("cpu"), compiled=True)

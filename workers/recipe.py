@@ -45,6 +45,25 @@ def use_threads(threads: int | None) -> None:
     torch.set_num_threads(threads or cores)
 
 
+def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: str = "inductor") -> nn.Module:
+    """The model as it is called in training: itself, or with torch.compile around the same parameters.
+
+    Raises:
+        UsageError: it cannot be compiled on this machine; tried on a small one, so before anything else is begun.
+    """
+    if not compiled:
+        return model
+    try:
+        trial = nn.Linear(8, 8).to(device)
+        torch.autograd.backward(torch.compile(trial, backend=backend)(torch.ones(8, 8, device=device)).sum())
+    except Exception as error:  # each backend has its own
+        needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++; or set CXX to yours)"
+        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise UsageError(f"--compile needs {needs} on this machine: {first}") from error
+    made: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # of a module it makes one
+    return made
+
+
 def trainer_spec(settings: TrainerSettings, text: TextData) -> TrainerSpec:
     """What learners must agree on: the trainer's settings and the text itself."""
     vocab: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}

@@ -17,6 +17,7 @@ from .recipe import (
     add_gradients,
     check_text,
     choose_device,
+    forward_of,
     make_optimizer,
     read_batch,
     trainer_spec,
@@ -94,6 +95,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         agreed["data"] = spec.trainer["data"]
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
     model = build(settings.model, settings.seed, text.vocab).to(device)
+    forward = forward_of(model, device, settings.compile)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
     step_tokens = step_blocks * settings.seq_len
@@ -122,7 +124,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         while not (learner.finished or stop.asked):
             started = time.monotonic()
             batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
-            loss = add_gradients(model, batches, settings.accumulate)
+            loss = add_gradients(forward, batches, settings.accumulate)
             lr = learning_rate(
                 learner.progress,
                 learner.earlier_steps + steps,  # a checkpoint may be of moments that are young still

@@ -34,6 +34,7 @@ from ..recipe import (
     StopFlag,
     add_gradients,
     choose_device,
+    forward_of,
     held_out_loss,
     make_optimizer,
     read_batch,
@@ -172,6 +173,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     text = open_text(settings.data)
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
     model = build(settings.model, settings.seed, text.vocab).to(device)
+    forward = forward_of(model, device, settings.compile)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     spec = {
         "format": 1,
@@ -195,7 +197,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
         while tokens < settings.tokens:
             started = time.perf_counter()
             batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
-            own_loss = add_gradients(model, batches, settings.accumulate).item()
+            own_loss = add_gradients(forward, batches, settings.accumulate).item()
             report = rank == 0 and started - reported >= REPORT_EVERY_S
             measure = rank == 0 and started - evaluated >= settings.eval_every
             loss_sum, stops, reports, measures = mean.reduce([own_loss, stop.asked, report, measure])

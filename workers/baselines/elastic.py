@@ -43,7 +43,16 @@ from ..data.blocks import Blocks
 from ..data.text import open_text
 from ..models.gpt import build
 from ..parameters import tensor_table
-from ..recipe import add_gradients, choose_device, make_optimizer, read_batch, trainer_spec, update, use_threads
+from ..recipe import (
+    add_gradients,
+    choose_device,
+    forward_of,
+    make_optimizer,
+    read_batch,
+    trainer_spec,
+    update,
+    use_threads,
+)
 from ..schedule import learning_rate
 from .data_parallel import CONNECT_TIMEOUT, GradientMean, block_order, save, shared_held_out_loss
 
@@ -160,6 +169,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
     text = open_text(settings.data)
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
     model = build(settings.model, settings.seed, text.vocab).to(device)
+    forward = forward_of(model, device, settings.compile)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
     mean = GradientMean(model, learners, extra=2)
@@ -176,7 +186,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
         while steps * step_tokens < settings.tokens and not stops:
             started = time.monotonic()
             batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
-            own_loss = add_gradients(model, batches, settings.accumulate).item()
+            own_loss = add_gradients(forward, batches, settings.accumulate).item()
             loss, stops = mean.reduce([own_loss, rank == 0 and (out / STOP_FILE).exists()])
             lr = learning_rate(
                 steps * step_tokens / settings.tokens,
