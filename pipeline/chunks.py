@@ -118,7 +118,7 @@ class Payload:
             self._digests.append(digest)  # last: whoever sees the last one may ask for the total
 
     def encoded(self, index: int) -> Encoded:
-        """A chunk that is whole; equal, joined, to what `codec.encode_chunks` makes of it."""
+        """A chunk that is whole; joined, it is `messages.Chunk` in msgpack."""
         piece = self._data[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]
         tail = ending(self._digests[index], self.digest if index == self.chunks - 1 else None)
         parts = ChunkParts(heading(index, len(piece)), piece, tail)

@@ -6,7 +6,6 @@ here unpickles.
 """
 
 import reprlib
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -185,20 +184,6 @@ def as_bytes(vector: Vector) -> memoryview:
     """The bytes of a contiguous array, or of a vector as it came, without a copy."""
     array = vector.wire if isinstance(vector, Quantized) else vector
     return memoryview(array.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
-
-
-def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:
-    """Flat array (elements,) to encoded `Chunk`s, lazily: one chunk in memory at a time."""
-    data = as_bytes(array)
-    count = -(-len(data) // chunk_bytes)
-    total = xxhash.xxh3_128()
-    for index in range(count):
-        piece = data[index * chunk_bytes : (index + 1) * chunk_bytes]
-        digest = digest_of(piece)
-        total.update(digest)
-        last = total.digest() if index == count - 1 else None
-        packed: bytes = msgpack.packb({"index": index, "data": piece, "digest": digest, "total": last})
-        yield packed
 
 
 class PayloadReader:

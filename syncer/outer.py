@@ -53,20 +53,3 @@ class NesterovStep:
             np.add(step, d, out=step)
             np.multiply(step, lr, out=step)
         np.subtract(self._theta[start:stop], step, out=d)
-
-
-def nesterov_step(theta: Float32, momentum: Float32 | None, pseudogradient: Float32, lr: float, mu: float) -> None:
-    """A whole outer step in place.
-
-    Args:
-        theta: (elements,) the global fragment, overwritten.
-        momentum: (elements,) b, overwritten; zeros before the first step. None: plain SGD, and mu is 0.
-        pseudogradient: (elements,) D, left as it is.
-        lr: outer learning rate.
-        mu: outer momentum.
-    """
-    out = pseudogradient.copy()
-    step = NesterovStep(theta, momentum, out, momentum, lr, mu)
-    for start in range(0, len(theta), BLOCK):
-        step.block(start, min(start + BLOCK, len(theta)))
-    np.copyto(theta, out)

@@ -22,7 +22,7 @@ import numpy as np
 from rich.progress import Progress
 
 from pipeline import messages, quantize, stored
-from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode, encode_chunks
+from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import layout_of
 from pipeline.messages import (
@@ -42,6 +42,7 @@ from pipeline.messages import (
 )
 from pipeline.wire import Codec, Message
 from syncer.norms import BLOCK, delta_norms
+from tests.samples import encode_chunks
 
 from . import samples
 

@@ -1,8 +1,12 @@
 """Small, valid protocol objects that tests build on; every field can be overridden."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import msgpack
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.globals import push_global
@@ -203,3 +207,17 @@ def moments_offer(**given: Any) -> MomentsOffer:
         "steps": 30,
     }
     return MomentsOffer(**{**values, **given})
+
+
+def encode_chunks(array: npt.NDArray[Any], chunk_bytes: int) -> Iterator[bytes]:
+    """Flat array (elements,) to encoded `Chunk`s, lazily, as msgpack writes them."""
+    data = as_bytes(array)
+    count = -(-len(data) // chunk_bytes)
+    total = xxhash.xxh3_128()
+    for index in range(count):
+        piece = data[index * chunk_bytes : (index + 1) * chunk_bytes]
+        digest = xxhash.xxh3_128_digest(piece)
+        total.update(digest)
+        last = total.digest() if index == count - 1 else None
+        packed: bytes = msgpack.packb({"index": index, "data": piece, "digest": digest, "total": last})
+        yield packed

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from pipeline.chunks import LEAST_PARTS, ChunkParts, Payload, heading, size, split, whole
-from pipeline.codec import PayloadReader, as_bytes, encode_chunks, payload_digest
+from pipeline.codec import PayloadReader, as_bytes, payload_digest
 from pipeline.errors import BadPayload
+from tests.samples import encode_chunks
 
 CHUNK = 2 * LEAST_PARTS
 

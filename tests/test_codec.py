@@ -18,7 +18,6 @@ from pipeline.codec import (
     decode,
     decode_tape,
     encode,
-    encode_chunks,
     payload_digest,
 )
 from pipeline.errors import BadMessage, BadPayload
@@ -27,6 +26,7 @@ from pipeline.quantize import GROUP, wire_bytes
 from pipeline.quantize import KINDS as QUANTIZED
 from pipeline.quantize import encode as encode_delta
 from pipeline.wire import Message
+from tests.samples import encode_chunks
 
 from . import samples
 

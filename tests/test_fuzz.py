@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import messages, moments_messages, stored
-from pipeline.codec import PayloadReader, decode, encode_chunks
+from pipeline.codec import PayloadReader, decode
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import Chunk, DeltaHeader, LearnerReport
 from pipeline.wire import MAX_CHUNKS, Codec, Message
+from tests.samples import encode_chunks
 
 from . import fuzz, samples
 

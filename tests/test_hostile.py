@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import run_virtual
-from pipeline.codec import decode, encode_chunks
+from pipeline.codec import decode
 from pipeline.messages import Chunk, Committed, RefusalReason, Rejected, WindowView
 from pipeline.quantize import BLOCK
 from syncer.doubts import DOUBTED_AFTER, Doubts
@@ -19,6 +19,7 @@ from syncer.owner import MOST_ARRIVED
 from syncer.refusing import TOLD_A_WINDOW
 from syncer.window import Conditions, Merge, Offer, Wait, Window
 from tests import samples
+from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 BAD = "l7"

@@ -19,7 +19,7 @@ from redis.exceptions import OutOfMemoryError
 
 from chaos.virtual_time import inline
 from pipeline.clock import LoopClock
-from pipeline.codec import encode, encode_chunks
+from pipeline.codec import encode
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusFull
 from pipeline.fragments import layout_of
@@ -31,6 +31,7 @@ from pipeline.status import read_status
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from tests.backdoor import RedisBackdoor
+from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, spec_of, sync_spec
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]

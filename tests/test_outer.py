@@ -1,11 +1,22 @@
 """The outer step against torch."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from syncer.norms import BLOCK
-from syncer.outer import nesterov_step
+from syncer.outer import NesterovStep
+
+
+def nesterov_step(theta: Any, momentum: Any, pseudogradient: Any, lr: float, mu: float) -> None:
+    """A whole outer step in place, but for the pseudogradient."""
+    out = pseudogradient.copy()
+    step = NesterovStep(theta, momentum, out, momentum, lr, mu)
+    for start in range(0, len(theta), BLOCK):
+        step.block(start, min(start + BLOCK, len(theta)))
+    theta[:] = out
 
 
 @pytest.mark.parametrize(("lr", "mu"), [(0.7, 0.9), (0.4, 0.5), (1.0, 0.0)])
