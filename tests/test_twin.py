@@ -43,33 +43,46 @@ MUTATIONS = {
     ),
     "a commit that does not check the head": (
         "commit",
-        "if (now[1] or '')",
-        "now = {ARGV[2], ARGV[3], ARGV[6], ARGV[7]}\nif (now[1] or '')",
+        "if (now[i] or '') ~= ARGV[i + 1]",
+        "if false",
     ),
     "a commit that deletes the headers before its checks": (
         "commit",
         "if redis.call('GET', lease)",
-        "for i = 14, fields - 1, 2 do redis.call('XDEL', KEYS[at + ARGV[i]], ARGV[i + 1]) end\n"
+        "for i = entries, fields - 1, 2 do redis.call('XDEL', KEYS[from_streams + ARGV[i]], ARGV[i + 1]) end\n"
         "if redis.call('GET', lease)",
     ),
-    "a commit that lets its payload expire": ("commit", "redis.call('PERSIST', payload)\n", ""),
-    "a commit that lets its momentum expire": ("commit", "if momentum then redis.call('PERSIST', momentum) end\n", ""),
+    "a commit that lets its payload expire": (
+        "commit",
+        "for i = 4, from_replaced - 1 do redis.call('PERSIST'",
+        "for i = 5, from_replaced - 1 do redis.call('PERSIST'",
+    ),
+    "a commit that lets its momentum or its rest expire": (
+        "commit",
+        "for i = 4, from_replaced - 1 do redis.call('PERSIST'",
+        "for i = 4, 4 do redis.call('PERSIST'",
+    ),
     "a commit that sets the totals": ("commit", "'HINCRBY', head, 'merged_tokens'", "'HSET', head, 'merged_tokens'"),
     "a commit that keeps what it replaced for ever": (
         "commit",
-        "if replaced then redis.call('PEXPIRE', replaced, ARGV[8]) end\n",
-        "",
+        "for i = from_replaced, from_streams - 1 do redis.call('PEXPIRE'",
+        "for i = from_streams, from_streams - 1 do redis.call('PEXPIRE'",
+    ),
+    "a commit that keeps the rest of what it replaced for ever": (
+        "commit",
+        "for i = from_replaced, from_streams - 1 do redis.call('PEXPIRE'",
+        "for i = from_replaced, math.min(from_replaced, from_streams - 1) do redis.call('PEXPIRE'",
     ),
     "a commit that deletes one header too few": (
         "commit",
-        "for i = 14, fields - 1, 2 do",
-        "for i = 16, fields - 1, 2 do",
+        "for i = entries, fields - 1, 2 do",
+        "for i = entries + 2, fields - 1, 2 do",
     ),
-    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[11])\n", ""),
+    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[10])\n", ""),
     "a commit that leaves payloads behind": (
         "commit",
-        "for i = at + streams, #KEYS do",
-        "for i = at + streams + 1, #KEYS do",
+        "for i = from_gone, #KEYS do",
+        "for i = from_gone + 1, #KEYS do",
     ),
     "a refusal that counts twice when repeated": ("refuse", "local pending = headers == 0", "local pending = true"),
     "a refusal that does not check the lease": (
