@@ -302,7 +302,7 @@ def measure(
         with Fleet(case, url) as fleet:
             for number in range(case.rounds + 1):
                 bar.update(task, completed=number, description=f"round {number} of {case.rounds}")
-                one = _round(case, fleet, redis_pid)
+                one = one_round(case, fleet, redis_pid)
                 one |= _floor(case, url, benchmark, memory, one["publish_to_adopted_s"])
                 redis.ask("UNLINK", floor.KEY)
                 if number:
@@ -330,8 +330,8 @@ async def _commits(url: str, run: str) -> list[Committed]:
     return [entry.record for entry in entries if isinstance(entry.record, Committed) and entry.record.contributions]
 
 
-def _round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:
-    """One round's measurements."""
+def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:
+    """One round's measurements; with the CPU time of Redis if its process is known."""
     fleet.all("prepare")
     time.sleep(0.5)  # reports have settled: every learner is known to be on the present base
     syncer, learners = fleet.syncer.pid, [one.pid for one in fleet.learners]

@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,39 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | _SCHEDULED)
 
 
+def family(pid: int) -> list[int]:
+    """A process and all its descendants. Linux."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
 def peak_mb(pid: int) -> float:
     """Largest resident set of a process since `reset_peak`, in MB. Linux."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM"))
+
+
+def peaks_mb(pids: Iterable[int]) -> tuple[float, float]:
+    """The largest of some processes, and all together, since `reset_peak`, in MB. Linux.
+
+    Pages that several of them share (libraries, what was there before a fork) count once in the sum: what is shared
+    now is taken off each peak as /proc says it.
+    """
+    largest = together = 0.0
+    for pid in pids:
+        peak, rollup = peak_mb(pid), Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        size = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in rollup[1:] if line.endswith("kB")}
+        largest, together = max(largest, peak), together + peak - (size["Rss"] - size["Pss"])
+    return largest, together
 
 
 def reset_peak(pid: int) -> None:

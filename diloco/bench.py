@@ -19,6 +19,7 @@ from pipeline.errors import UsageError
 from pipeline.lifecycle import SIGNALS
 from pipeline.wire import Codec, GlobalCodec
 
+from . import bench_compare
 from .simulate_options import whole
 
 app = typer.Typer(
@@ -278,3 +279,4 @@ def window(
 
 
 app.command("codec")(codec.main)
+app.command("compare")(bench_compare.main)
