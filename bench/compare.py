@@ -5,7 +5,6 @@ that again. So what drifts on the machine meets all of them, and none stands in 
 or fails, is named with the reason.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -241,4 +240,3 @@ def _rounds(given: Comparison, size: Size, start: Start, found: dict[str, list[f
             if number >= given.warm:
                 for name, value in one.items():
                     found.setdefault(name, []).append(value)
-    time.sleep(0.5)  # memory that it had goes back

@@ -22,6 +22,8 @@ from .environments import Unavailable, end_group
 from .machine import cpu_s, family, peaks_mb, reset_peak
 
 JOIN_S, ANSWER_S, LEAVE_S = 120.0, 120.0, 5.0
+LOOK_S = 0.5
+"""How often it is looked whether a silent driver still runs."""
 LINE_BYTES = 2**16
 
 
@@ -70,8 +72,14 @@ class Driver:
         with selectors.DefaultSelector() as waiting:
             waiting.register(source, selectors.EVENT_READ)
             while b"\n" not in self._rest:
-                if not waiting.select(max(0.0, until - time.monotonic())):
-                    raise Unavailable(f"{self.name} gave no answer to `{what}` within {limit_s:g} s")
+                over = self._process.poll() is not None  # its children may still hold the pipe
+                left = until - time.monotonic()
+                if not waiting.select(0.0 if over else min(LOOK_S, max(0.0, left))):
+                    if over:
+                        raise self._died()
+                    if left <= 0:
+                        raise Unavailable(f"{self.name} gave no answer to `{what}` within {limit_s:g} s")
+                    continue
                 piece = os.read(source, LINE_BYTES)
                 if not piece:
                     raise self._died()
