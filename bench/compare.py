@@ -50,9 +50,10 @@ class Comparison:
     sizes: tuple[Size, ...]
     momentum: float = 0.9
     rounds: int = 3
-    """Of each system in each pass; as many as `warm` before them do not count."""
+    """Of each system in each pass."""
     passes: int = 2
-    warm: int = 2
+    warm: int = 3
+    """Rounds before them that do not count: all of them touch memory for the first time in these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,10 @@
-"""The picture of `bench compare`: a column for each size, a row for each figure, a bar for each system."""
+"""The picture of `bench compare`: a column for each size, a row for each figure, a bar for each system.
 
+Of several runs, one a size, from their files: `python -m bench.compare_plot 10M.json 100M.json picture.png`.
+"""
+
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +60,16 @@ def _panel(axes: Axes, names: list[str], systems: Mapping[str, Mapping[str, Any]
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.grid(True, axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Draw what runs have written."""
+    *reports, picture = map(Path, sys.argv[1:])
+    sizes: dict[str, Any] = {}
+    for report in reports:
+        sizes |= json.loads(report.read_text())["sizes"]
+    draw(sizes, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 POLL_S = 0.01
-"""How often learners and syncer look into the mailbox; its default is 1 s."""
+"""How often learners and syncer look into the mailbox; its default is 1 s. 2 ms is no faster here, 50 ms slower."""
 GAP = 64
 """Steps from one publication to the next: enough for those in which a commit is adopted."""
 SERVER = "gm-server"

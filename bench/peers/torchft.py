@@ -77,7 +77,7 @@ class Replica:
         """What is measured."""
         return {
             "versions": {"torchft": version("torchft"), "torch": torch.__version__},
-            "settings": f"DiLoCo, gloo over loopback, an all-reduce {'all at once' if self.buckets else 'a tensor'}, "
+            "settings": f"DiLoCo, gloo over loopback, all-reduce of {'buckets' if self.buckets else 'each tensor'}, "
             "plain mean; the trainer waits",
             "address": self.address,
         }
