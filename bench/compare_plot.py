@@ -31,7 +31,7 @@ def draw(sizes: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> No
     names = list(dict.fromkeys(name for systems in sizes.values() for name in systems))
     figure = Figure(figsize=(4.4 * len(sizes), 8.4), dpi=130, layout="constrained")
     grid = figure.subplots(len(ROWS), len(sizes), squeeze=False)
-    figure.suptitle("Two learners on one machine, the same work (logarithmic, but for memory)", fontsize=11)
+    figure.suptitle("Two learners on one machine", fontsize=11)
     for row, key in zip(grid, ROWS, strict=True):
         for one, (size, systems) in zip(row, sizes.items(), strict=True):
             _panel(one, names, systems, key)
@@ -44,8 +44,6 @@ def draw(sizes: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> No
 
 def _panel(axes: Axes, names: list[str], systems: Mapping[str, Mapping[str, Any]], key: str) -> None:
     factor = ROWS[key][1]
-    if key.endswith("_s") and any(key in figures for figures in systems.values()):
-        axes.set_yscale("log")
     for at, name in enumerate(names):
         found = systems.get(name, {}).get(key)
         if found is None:
