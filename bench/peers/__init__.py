@@ -7,7 +7,7 @@ None imports anything of ours, nor another driver. A driver is started as `pytho
 - `prepare`: move the weights, as training would, and be ready. The answer may be empty.
 - `round`: synchronise once. `began` and `adopted` (monotonic clock, seconds), `blocked_s` where the trainer stands
   still, `server_cpu_s` where there is something like a server within the process.
-- `check`: `lengths` of what each learner has adopted. All learners of a run must have the same.
+- `check`: `lengths` of the fragment that each learner has adopted last. All learners of a run must have the same.
 
 What a program writes to stdout otherwise goes to stderr. It ends when stdin does.
 """

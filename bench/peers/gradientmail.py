@@ -19,6 +19,7 @@ from typing import Any
 
 import gradientmail as gm
 import torch
+from gradientmail.adapters.torch import TorchBackend
 from torch import nn
 
 POLL_S = 0.01
@@ -47,13 +48,15 @@ class Learner:
         self.commands: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[dict[str, float]] = queue.SimpleQueue()
         self._recorded, self._aligned, self._stepped = threading.Event(), False, 0.0
+        self.fragment = 0
+        """The one adopted last."""
         self._session = gm.Session(model, role="learner", node_id=f"learner-{number}", callbacks=(self._saw,), **how)
 
     def _saw(self, event: object) -> None:
         if isinstance(event, gm.events.RoundRecorded):
             self._recorded.set()
         elif isinstance(event, gm.events.FragmentAligned):
-            self._aligned = True
+            self._aligned, self.fragment = True, event.fragment
         elif isinstance(event, (gm.events.PollFailed, gm.events.PublishFailed)):
             print(event, file=sys.stderr, flush=True)
 
@@ -107,6 +110,7 @@ class Run:
         )
         how = {"algorithm": algorithm, "mailbox": gm.MemoryMailbox(), "poll_interval": POLL_S}
         self.learners = [Learner(number, Model(shapes), how) for number in range(given["learners"])]
+        self.plan = algorithm.plan(TorchBackend().adapter(self.learners[0].model).schema())
         # A syncer looks at its model's names and shapes only.
         serving = gm.Session(self.learners[0].model, role="syncer", node_id="syncer", callbacks=(), **how)
         threading.Thread(target=self._serve, args=(serving,), daemon=True).start()
@@ -144,8 +148,13 @@ class Run:
         }
 
     def check(self) -> dict[str, Any]:
-        """What the learners have adopted."""
-        return {"lengths": [length(learner.model.parameters()) for learner in self.learners]}
+        """What the learners have adopted last."""
+        return {
+            "lengths": [
+                length(learner.model.get_parameter(name) for name in self.plan[learner.fragment])
+                for learner in self.learners
+            ]
+        }
 
 
 @torch.no_grad()

@@ -100,8 +100,9 @@ class Replica:
 
     @torch.no_grad()
     def check(self) -> dict[str, Any]:
-        """What the replica has adopted."""
-        squares = (float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in self.fragments.parameters())
+        """What the replica has adopted last; the manager has counted on since then."""
+        synchronised = self.fragments[(self.manager.current_step() - 1) % len(self.fragments)]
+        squares = (float(torch.linalg.vector_norm(tensor)) ** 2 for tensor in synchronised.parameters())
         return {"lengths": [sum(squares) ** 0.5]}
 
 
