@@ -53,7 +53,8 @@ class Comparison:
     """Of each system in each pass."""
     passes: int = 2
     warm: int = 3
-    """Rounds before them that do not count: all of them touch memory for the first time in these."""
+    """Rounds before them that do not count, and one more for each further fragment: memory is touched for the first
+    time in these, which takes longer than all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Rival:
     peer: Peer
     processes: int = LEARNERS
     options: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    """Of several fragments it holds one alone."""
     bytes_a_parameter: float = 70.0
     """Of memory at most, all processes together."""
 
@@ -72,7 +75,7 @@ RIVALS = (
     Rival("gradientmail", PEERS["gradientmail"], processes=1, bytes_a_parameter=150.0),
     Rival("torchft", PEERS["torchft"]),
     Rival("torchft, buckets", PEERS["torchft"], options={"buckets": True}),
-    Rival("hivemind", PEERS["hivemind"]),
+    Rival("hivemind", PEERS["hivemind"], alone=True),
 )
 
 
@@ -80,6 +83,11 @@ class Running(Protocol):
     """A system between its start and its end."""
 
     hello: dict[str, Any]
+    turns: int
+    """After so many rounds the first fragment is due again."""
+
+    def warm_up(self) -> None:
+        """A round that does not count."""
 
     def round(self) -> dict[str, float]:
         """Synchronise once; the figures."""
@@ -89,7 +97,7 @@ class Ours:
     """Redis, the production syncer and learners, for the time of a `with` block."""
 
     def __init__(self, case: Case) -> None:
-        self._case, self._stack = case, ExitStack()
+        self._case, self._stack, self.turns = case, ExitStack(), case.fragments
         self.hello: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
@@ -111,6 +119,10 @@ class Ours:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def warm_up(self) -> None:
+        """A round that does not count."""
+        one_round(self._case, self._fleet, self._redis)
 
     def round(self) -> dict[str, float]:
         """As `bench end-to-end` makes it, in the figures of this comparison."""
@@ -191,7 +203,8 @@ def _case(size: Size, given: Comparison, wire: str) -> Case:
 def _starter(rival: Rival, python: Path, given: Comparison) -> Start:
     def start(size: Size) -> Crew:
         need_memory(rival.bytes_a_parameter * size.params, rival.name)
-        told = {"learners": LEARNERS, "fragments": shapes(size), "outer_lr": OUTER_LR, "momentum": given.momentum}
+        fragments = shapes(size)[: 1 if rival.alone else None]
+        told = {"learners": LEARNERS, "fragments": fragments, "outer_lr": OUTER_LR, "momentum": given.momentum}
         delta_bytes = _case(size, given, "fp32").delta_bytes
         return Crew(rival.name, python, rival.peer.driver, told | dict(rival.options), rival.processes, delta_bytes)
 
@@ -236,8 +249,8 @@ def measure(given: Comparison, starts: Mapping[str, Start], missing: Mapping[str
 def _rounds(given: Comparison, size: Size, start: Start, found: dict[str, list[float]], hello: dict[str, Any]) -> None:
     with start(size) as running:
         hello |= {name: running.hello[name] for name in ("versions", "settings") if name in running.hello}
-        for number in range(given.warm + given.rounds):
-            one = running.round()
-            if number >= given.warm:
-                for name, value in one.items():
-                    found.setdefault(name, []).append(value)
+        for _ in range(given.warm + running.turns - 1):
+            running.warm_up()
+        for _ in range(given.rounds):
+            for name, value in running.round().items():
+                found.setdefault(name, []).append(value)

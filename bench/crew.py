@@ -134,6 +134,7 @@ class Crew:
         self._drivers: list[Driver] = []
         self._stack = ExitStack()
         self.hello: dict[str, Any] = {}
+        self.turns = len(given["fragments"])
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -168,6 +169,11 @@ class Crew:
         for driver in self._drivers:
             driver.say(command)
         return [driver.hear(ANSWER_S, command) for driver in self._drivers]
+
+    def warm_up(self) -> None:
+        """One round that does not count."""
+        self.all("prepare")
+        self.all("round")
 
     def round(self) -> dict[str, float]:
         """One round's figures.

@@ -25,10 +25,9 @@ class Peer:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.number = given["number"]
-        # One fragment is averaged at a time; the others would only lie in memory.
-        shapes = given["fragments"][0]
+        (fragment,) = given["fragments"]
         self.tensors = []
-        for seed, shape in enumerate(shapes.values()):
+        for seed, shape in enumerate(fragment.values()):
             generator = torch.Generator().manual_seed(seed)
             self.tensors.append(torch.empty(shape).normal_(0.0, 0.02, generator=generator))
         known = [given["address"]] if given["address"] else None
