@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DRIVERS = Path(__file__).resolve().parent / "peers"
-INSTALL_S, LOOK_S = 1800.0, 60.0
+INSTALL_S, MAKE_S, LOOK_S = 1800.0, 300.0, 60.0
 TORCH = "2.13.0+cpu" if sys.platform == "linux" else "2.13.0"
 """On Linux the plain one brings gigabytes of CUDA with it."""
 
@@ -74,8 +74,14 @@ def python_of(peer: Peer, folder: Path, python312: str | None, install: bool) ->
     if not install:
         raise Unavailable(f"no environment with {peer.name} {wanted} in {place}: --install makes it")
     place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists():
+        try:
+            _run([_interpreter(peer, python312), "-m", "venv", str(place)], MAKE_S, "venv")
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)  # half of one would be in the way of the next attempt
+            raise
     if not python.is_file():
-        _run([_interpreter(peer, python312), "-m", "venv", str(place)], LOOK_S, "venv")
+        raise Unavailable(f"{place} is there, and is no environment: remove it, or give another --environments")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-input", "--quiet"]
     try:
         _run([*pip, "-c", str(peer.drivers / f"{peer.name}.txt"), *peer.requirements], INSTALL_S, "pip")

@@ -146,6 +146,23 @@ def test_without_a_python_that_is_new_enough_the_peer_is_not_available(
         python_of(Peer("fakepeer", (), (9, 9), shop), tmp_path, given, install=True)
 
 
+def test_half_an_environment_is_not_left_in_the_way(shop: Path, tmp_path: Path) -> None:
+    """The next attempt begins anew; a folder that is none of ours is left alone."""
+    broken, folder = tmp_path / "python9.9", tmp_path / "environments"
+    making = f"mkdir -p {folder}/fakepeer/bin && touch {folder}/fakepeer/bin/python && echo no ensurepip >&2 && exit 1"
+    broken.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo 9 9 && exit 0\n{making}\n")
+    broken.chmod(0o755)
+    peer = Peer("fakepeer", (), (9, 9), shop)
+    with pytest.raises(Unavailable, match="venv: no ensurepip"):
+        python_of(peer, folder, str(broken), install=True)
+    assert list(folder.iterdir()) == []
+    (folder / "fakepeer").mkdir()
+    (folder / "fakepeer" / "thesis.txt").touch()
+    with pytest.raises(Unavailable, match="is no environment: remove it"):
+        python_of(peer, folder, str(broken), install=True)
+    assert (folder / "fakepeer" / "thesis.txt").exists()
+
+
 def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     code = (
         "import pathlib, subprocess, sys, time\n"

@@ -9,12 +9,14 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hivemind
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.p2p import P2P
 
 MATCHMAKING_S = 2.0
 LIMIT_S = 60.0
@@ -31,6 +33,7 @@ class Peer:
             generator = torch.Generator().manual_seed(seed)
             self.tensors.append(torch.empty(shape).normal_(0.0, 0.02, generator=generator))
         known = [given["address"]] if given["address"] else None
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{Path.cwd()}/"  # its sockets stay behind; this folder does not
         self.dht = hivemind.DHT(initial_peers=known, start=True, tls=False)
         self.averager = DecentralizedAverager(
             self.tensors,
