@@ -4,6 +4,7 @@ Nothing of theirs is imported or unpickled here; their Python runs the drivers i
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ class Peer:
     requirements: tuple[str, ...]
     python: tuple[int, int] = (3, 11)
     drivers: Path = DRIVERS
-    """Holds NAME.py, and NAME.txt with the versions that pip is kept to."""
+    """Holds NAME.py, and NAME.txt with the versions that pip is kept to, but torch's."""
 
     @property
     def driver(self) -> Path:
@@ -86,7 +87,7 @@ def python_of(peer: Peer, folder: Path, python312: str | None, install: bool) ->
     try:
         _run([*pip, "-c", str(peer.drivers / f"{peer.name}.txt"), *peer.requirements], INSTALL_S, "pip")
     except Unavailable as error:
-        if "requirement torch" not in str(error):
+        if f"torch=={TORCH}" not in str(error):
             raise
         raise Unavailable(
             f"{error} (point pip at an index with CPU builds of torch for this Python, "
@@ -143,6 +144,7 @@ def _run(arguments: Sequence[str], limit_s: float, what: str) -> str:
     if process.returncode:
         lines = [line for line in (said or out).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+        errors = [re.sub(r" \(from versions: [^)]*\)", "", line) for line in errors]
         raise Unavailable(f"{what}: {' '.join(errors)[-400:] or f'exit status {process.returncode}'}")
     return out
 

@@ -117,6 +117,12 @@ def test_imports_point_down_only(path):
     assert tops <= MAY_IMPORT[top], f"{path} imports {tops - MAY_IMPORT[top]}"
 
 
+@pytest.mark.parametrize("path", [path for path in sources() if path.startswith("bench/peers/")])
+def test_drivers_of_other_programs_import_nothing_of_ours(path):
+    """They run in environments that have none of it."""
+    assert {name.split(".")[0] for name in imported(path)} & OURS == set()
+
+
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_heavy_libraries_stay_where_they_belong(library):
     """torch, redis and aiohttp each have their place; an import inside a function counts."""
