@@ -201,10 +201,7 @@ class FragmentState:
         headers = [d.offer.header for d in deltas]
         counters = [(h.steps, h.tokens) for h in headers]
         weights, shares = merge_weights(counters, self.sync.weights), merge_shares(counters, self.sync.weights)
-        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        stepped = outer_step(
-            self.layout, self.sync, self.outer(deltas), self.theta, self.momentum, values, norms, shares, room=room
-        )
+        stepped = self.step(deltas, shares, room)
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
@@ -235,8 +232,21 @@ class FragmentState:
             directions=stepped.reduced.directions,
         )
 
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:
+        """Merge and take the outer step into `room`; research puts another one in its place."""
+        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
+        return outer_step(
+            self.layout, self.sync, self.outer(deltas), self.theta, self.momentum, values, norms, shares, room=room
+        )
+
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
         self.version, self.digest = merged.version, merged.digest
         self.theta, self.momentum = merged.theta, merged.momentum
         self._norms.append(median(c.norm for c in merged.contributions))
+
+
+MakeFragment = Callable[
+    [FragmentLayout, SyncSpec, int, bytes, npt.NDArray[np.float32], npt.NDArray[np.float32] | None], FragmentState
+]
+"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, momentum."""

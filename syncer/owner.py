@@ -23,7 +23,7 @@ from pipeline.wire import Digest
 
 from .doubts import Doubts
 from .folding import Folding
-from .fragment import Delta, FragmentState, Merged
+from .fragment import Delta, FragmentState, MakeFragment, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
@@ -68,11 +68,12 @@ class FragmentOwner:
         offload: Offload = asyncio.to_thread,
         random_hex: RandomHex = secrets.token_hex,
         recorder: Recorder | None = None,
+        make_fragment: MakeFragment = FragmentState,
     ) -> None:
         self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
-        self._recorder = recorder
+        self._recorder, self._make_fragment = recorder, make_fragment
         self._refusing, self._doubts = Refusing(bus, clock, metrics, layout.id, nonce), Doubts()
         self._staging = Staging(bus, clock, layout.id, spec.sync.chunk_bytes, random_hex)
         self.id = self._p = layout.id
@@ -214,7 +215,7 @@ class FragmentOwner:
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
             theta = await pull_exact(self._bus, head, self._layout.elements, sync, self._offload)
             momentum = (await self._pull(head.momentum)).array() if head.momentum else None
-            self._fragment = FragmentState(self._layout, sync, head.version, head.digest, theta, momentum)
+            self._fragment = self._make_fragment(self._layout, sync, head.version, head.digest, theta, momentum)
             if self._recorder is not None:
                 await self._offload(self._recorder.loaded, self._fragment)
         self._head = head

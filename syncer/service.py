@@ -28,6 +28,7 @@ from pipeline.status import read_status
 from .archive import TapeArchive
 from .checkpoint import is_saved, save_checkpoint
 from .closing import POLL_S, finish_run
+from .fragment import FragmentState, MakeFragment
 from .intake import Offload
 from .leases import Leases, holding, release_all
 from .metrics import Metrics
@@ -55,6 +56,7 @@ class SyncerService:
         metrics: Metrics,
         offload: Offload = asyncio.to_thread,
         random_hex: RandomHex = secrets.token_hex,
+        make_fragment: MakeFragment = FragmentState,
     ) -> None:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
         self.id = settings.syncer_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
@@ -63,7 +65,7 @@ class SyncerService:
         self.spec: Spec | None = None
         self.in_order = True
         """False once a shutdown took longer than its budget."""
-        self._offload, self._random_hex = offload, random_hex
+        self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
         self._watch: RunWatch | None = None
         self._leases: Leases | None = None
         self._closing = asyncio.Event()
@@ -115,6 +117,7 @@ class SyncerService:
                 offload=self._offload,
                 random_hex=self._random_hex,
                 recorder=recorder,
+                make_fragment=self._make_fragment,
             )
             for fragment in layout.fragments
         ]

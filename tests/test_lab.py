@@ -8,6 +8,7 @@ import torch
 from chaos.lab import learner
 from chaos.lab.curve import Stopped
 from chaos.lab.engine import train
+from chaos.lab.outer import RULES
 from chaos.lab.settings import PRESETS, LabRun
 from pipeline.errors import UsageError
 from workers import trainer
@@ -164,3 +165,37 @@ def test_guard_rails_are_the_production_ones(text):
     fast = {"outer_lr": 0.7, "outer_momentum": 0.9}
     warm, cold = (train(small(text, **fast, **told), "cpu") for told in ({"outer_warmup": 3}, {}))
     assert warm["digest"] != cold["digest"]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *({"outer": name} for name in RULES if name != "extrapolated"),  # which has no say where deltas agree
+        *({"beta2": 0.5}, {"eps": 1e-3}),
+    ],
+)
+def test_what_is_tried_out_changes_a_run(text, told):
+    """A setting that did nothing would be reported as one that makes no difference."""
+    common = {"steps": 9, "sync_interval": 3, "outer_momentum": 0.5, "outer_warmup": 1, "first_interval": 0}
+    usual, other = (train(small(text, **common, **more), "cpu") for more in ({}, told))
+    assert usual["digest"] != other["digest"]
+    assert other["final"]["value"] < 5.0
+
+
+@pytest.mark.parametrize("method", ["data-parallel", "single"])
+def test_inner_settings_are_every_method_s(text, method):
+    """Else a comparison would not be at equal settings."""
+    runs = [train(small(text, method, steps=4, **told), "cpu") for told in ({}, {"beta2": 0.5}, {"eps": 1e-3})]
+    assert len({run["digest"] for run in runs}) == 3
+
+
+def test_stale_deltas_fare_as_told(text):
+    """Without grace slow learners are late for their window: what is dropped counts as rejected, not as merged."""
+    runs = {}
+    for fate in (None, "drop", "rebase"):
+        runs[fate] = run = train(small(text, steps=16, slowdown=0.4, grace_gamma=0.0, stale=fate), "cpu")
+        assert run["stale_share"] > 0
+        assert run["merged_share"] + run["overwritten_share"] + run["rejected_share"] == pytest.approx(1.0)
+    assert len({run["digest"] for run in runs.values()}) == 3
+    assert runs["drop"]["rejected_share"] > runs[None]["rejected_share"]
+    assert runs["rebase"]["merged_share"] == pytest.approx(runs[None]["merged_share"])

@@ -73,6 +73,8 @@ PURE = (
     "diloco/chaos_compare.py",
     "diloco/chaos_report.py",
     "diloco/elastic_report.py",
+    "chaos/lab/fragment.py",
+    "chaos/lab/outer.py",
     "chaos/lab/settings.py",
     "chaos/lab/schedule.py",
     "chaos/lab/report.py",

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,12 +23,13 @@ from pipeline.messages import Head, Phase, Spec
 from pipeline.settings import SyncerProcess, SyncerSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers.parameters import FragmentParameters, tensor_table
+from workers.parameters import FragmentParameters, merge_rules, tensor_table
 
 from ..chance import Chance
 from ..virtual_time import VirtualClock, inline, run_virtual
 from .bus import RUN, LabBus
 from .curve import Progress, Recorder
+from .fragment import LabFragment, Stale
 from .learner import LabLearner
 from .schedule import Schedule
 from .settings import LabRun
@@ -63,6 +65,7 @@ class LabWorld:
         self.spec = self._spec()
         self.layout = layout_of(self.spec.tensors)
         self.failures = 0
+        self._stale = Stale()
         self._globals = copy.deepcopy(self._initial)
         self._parameters = FragmentParameters(self._globals, self.layout)
         self._held: dict[int, bytes] = {}
@@ -113,7 +116,11 @@ class LabWorld:
         # All of it is given, so that no DILOCO_* variable of this machine has a say.
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
-        return SyncerService(self.link(), self._clock, settings, Metrics(), offload=inline, random_hex=self._hex)
+        embeddings = frozenset(name for name, rule in merge_rules(self._initial).items() if rule == "mean")
+        make = partial(LabFragment, self.run, embeddings, self._stale)
+        return SyncerService(
+            self.link(), self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
+        )
 
     def _hex(self, count: int) -> str:
         self._drawn += 1
@@ -184,9 +191,11 @@ class LabWorld:
         return found
 
     def _mean(self, heads: Sequence[Head], counter: str) -> float:
-        """Mean of a counter of the heads over the elements."""
+        """Mean of a counter of the heads over the elements; what a merge left out counts as rejected."""
         elements = [self.layout.fragments[head.fragment].elements for head in heads]
-        total = sum(getattr(head, counter) * n for head, n in zip(heads, elements, strict=True))
+        left_out = {"merged_tokens": -1, "rejected_tokens": 1}[counter]
+        counts = [getattr(head, counter) + left_out * self._stale.dropped_tokens[head.fragment] for head in heads]
+        total = sum(count * n for count, n in zip(counts, elements, strict=True))
         return float(total / self.layout.elements)
 
     async def _books(self, heads: Sequence[Head]) -> dict[str, Any]:
@@ -196,7 +205,8 @@ class LabWorld:
         merges = sum(head.version for head in heads)
         return {
             "merges": merges,
-            "contributions_a_merge": sum(head.merged_deltas for head in heads) / max(1, merges),
+            "contributions_a_merge": (deltas := sum(head.merged_deltas for head in heads)) / max(1, merges),
+            "stale_share": self._stale.deltas / max(1, deltas),
             "merged_share": self._mean(heads, "merged_tokens") / trained,
             "overwritten_share": sum(r.overwritten for r in reports) / self.layout.elements / trained,
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,

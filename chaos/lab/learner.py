@@ -20,7 +20,7 @@ from pipeline.fragments import Layout
 from pipeline.messages import LearnerReport, Phase, Spec
 from workers.exchange import Exchange
 from workers.parameters import FragmentParameters
-from workers.recipe import make_optimizer, update
+from workers.recipe import update
 from workers.rounds import Publication, Rounds
 from workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from workers.shards import read_blocks
@@ -30,6 +30,7 @@ from ..virtual_report import virtual_report
 from ..virtual_time import VirtualClock, inline
 from .bus import LabBus
 from .curve import Recorder
+from .inner import inner_optimizer
 from .schedule import Schedule
 from .settings import LabRun
 from .tasks import Task
@@ -71,7 +72,7 @@ class LabLearner:
         run = world.run
         self.world, self.number, self.model = world, number, model
         self.id = f"learner-{number}"
-        self.optimizer = make_optimizer(model, run.lr, run.weight_decay)
+        self.optimizer = inner_optimizer(model, run)
         self.ramp_steps = FRESH_MOMENTS_STEPS
         """Of its own steps; 0 with recovered moments."""
         self.bus = world.link()

@@ -31,6 +31,7 @@ from pipeline.messages import MergeName, SyncSpec
 from pipeline.wire import Codec, GlobalCodec
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
+OuterName = Literal["delayed", "agreement", "extrapolated", "muon", "schedule-free"]
 MOST_RUNS = 10_000
 
 _TOGETHER = {
@@ -74,6 +75,8 @@ class LabRun(BaseModel):
     warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
     clip: float = Field(1.0, gt=0, description="Gradient clipping norm")
+    beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
+    eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
     fragments: int = Field(8, ge=1, le=4096, description="P")
     sync_interval: int = Field(24, ge=1, description="H")
@@ -89,6 +92,15 @@ class LabRun(BaseModel):
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int = Field(24, ge=0, description="First outer steps of each fragment that average only")
+    outer: OuterName | None = Field(
+        None, description="An outer step for research (chaos/lab/outer.py); off: Nesterov's, production's"
+    )
+    outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
+    stale: Literal["drop", "rebase"] | None = Field(
+        None,
+        description="What becomes of a delta whose base is the one before the present one. off: merged as it is; drop: "
+        "left out of the merge; rebase: its learner's values are merged, measured from the present base",
+    )
     first_interval: int = Field(2, ge=0, description="H at the start, doubled again and again; 0: H from the start")
     doubling: int = Field(8, ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
@@ -194,6 +206,8 @@ class LabRun(BaseModel):
             left_out |= {"resize_s", "elastic"}
         if not self.first_interval:
             left_out.add("doubling")
+        if self.outer != "delayed":
+            left_out.add("outer_delay")
         if self.adopt != "blend":
             left_out.add("mixing")
         return {name: value for name, value in given.items() if name not in left_out}
@@ -202,7 +216,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
-    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from workers.recipe import make_optimizer, update
+from workers.recipe import update
 from workers.schedule import learning_rate
 
 from .curve import Progress, Recorder
+from .inner import inner_optimizer
 from .schedule import Schedule
 from .settings import LabRun
 from .tasks import open_task
@@ -37,7 +38,7 @@ def train_synchronous(run: LabRun, device: torch.device, progress: Progress) -> 
     task = open_task(run, device)
     recorder = Recorder(run, task, progress)
     model = task.build()
-    optimizer = make_optimizer(model, run.lr, run.weight_decay)
+    optimizer = inner_optimizer(model, run)
     order = (divmod(position, task.examples) for position in count())  # (epoch, index)
     now = 0.0
     for steps, (now, busy_s, learners) in enumerate(step_times(run)):

@@ -1,0 +1,101 @@
+"""A global fragment of the lab: production's, with another outer step or another fate of stale deltas where a run asks
+for it. Pure: numpy only."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.fragments import FragmentLayout
+from pipeline.messages import MergedBase
+from syncer.fragment import Delta, FragmentState, Merged, Room, Stepped
+from syncer.merge import Float64, delta_norms, merge
+
+from .outer import RULES, Matrix, Memory, Merge
+from .settings import LabRun
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Stale:
+    """What became of deltas whose base was one before the present one, all fragments."""
+
+    deltas: int = 0
+    dropped_tokens: Counter[int] = field(default_factory=Counter)
+    """Fragment -> tokens of those that were left out; its head counts them as merged."""
+
+
+class LabFragment(FragmentState):
+    """As production's, where `outer` and `stale` are off."""
+
+    def __init__(self, run: LabRun, embeddings: Collection[str], stale: Stale, *state: Any) -> None:
+        """embeddings: names of tensors that are no matrices to an outer step. state: as `FragmentState`."""
+        super().__init__(*state)
+        self._run, self._stale = run, stale
+        self._matrices = matrices_of(self.layout, embeddings)
+        self._before: Float32 | None = None
+        """Values at the version before this one, once there is one."""
+        self._memory: Memory = {}
+        self._next: tuple[Memory, int, int] = ({}, 0, 0)
+        """Memory, stale deltas and dropped tokens of the merge in hand, for when it is committed."""
+
+    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
+        """As production's; stale deltas fare as the run says, unless there are no others."""
+        stale = [d.offer.header for d in deltas if self._is_stale(d)]
+        taken, dropped = list(deltas), 0
+        if self._run.stale == "drop" and len(stale) < len(deltas):
+            taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
+        elif self._run.stale == "rebase":
+            taken = [self._rebased(d) if self._is_stale(d) else d for d in deltas]
+        merged = super().merge(taken, before, room)
+        self._next = (self._next[0], len(stale), dropped)
+        return merged
+
+    def step(self, deltas: Sequence[Delta], weights: Float64, room: Room) -> Stepped:
+        """The run's outer step; where production only averages, its step."""
+        lr, mu = self._outer(deltas)
+        self._next = ({}, 0, 0)
+        averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
+        if self._run.outer is None or averages:
+            return super().step(deltas, weights, room)
+        reduced = merge(self.layout, [d.values for d in deltas], [d.norms for d in deltas], weights, room.theta)
+        squares = float(weights @ np.array([d.norm**2 for d in deltas]))
+        spread = squares / reduced.norm**2 if reduced.norm else 1.0
+        step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
+        given = Merge(self.theta, room.theta.copy(), step, lr, mu, delay, spread, self._matrices)
+        room.theta[:], memory = RULES[self._run.outer](given, self._memory)
+        if room.momentum is not None:
+            room.momentum.fill(0)  # a rule keeps its own
+        room.written(self.layout.elements)
+        self._next = (memory, 0, 0)
+        return Stepped(room.theta, room.momentum, reduced)
+
+    def advance(self, merged: Merged) -> None:
+        """The commit succeeded."""
+        self._before = self.theta
+        super().advance(merged)
+        self._memory, stale, dropped = self._next
+        self._stale.deltas += stale
+        self._stale.dropped_tokens[self.layout.id] += dropped
+
+    def _is_stale(self, delta: Delta) -> bool:
+        return delta.offer.header.base_version < self.version
+
+    def _rebased(self, delta: Delta) -> Delta:
+        """Its learner's values, measured from the present base: base - values = delta + base - base before."""
+        assert self._before is not None  # noqa: S101  # the delta's base was this fragment's
+        values = np.asarray(delta.values[:], np.float32) + (self.theta - self._before)
+        return Delta(delta.offer, values, delta_norms(self.layout, values))
+
+
+def matrices_of(layout: FragmentLayout, embeddings: Collection[str]) -> tuple[Matrix, ...]:
+    """The tensors of a fragment with two dimensions that are no embeddings."""
+    return tuple(
+        (slot.start, slot.stop, (slot.tensor.shape[0], slot.tensor.shape[1]))
+        for slot in layout.slots
+        if len(slot.tensor.shape) == 2 and slot.tensor.name not in embeddings
+    )

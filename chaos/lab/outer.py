@@ -1,0 +1,141 @@
+"""Outer steps that are tried out in the lab. Pure numpy.
+
+Each rule gets the pseudogradient D of one fragment's merge and what it kept of its last step, and returns the new
+values and what it keeps. theta are the global values, lr and mu the outer learning rate and momentum.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .settings import OuterName
+
+Float32 = npt.NDArray[np.float32]
+Memory = Mapping[str, Float32]
+"""Vectors (elements,) that a rule keeps from one step to the next; empty before the first."""
+
+Matrix = tuple[int, int, tuple[int, int]]
+"""Where a matrix lies in the flat vector, and how: (start, stop, (rows, columns))."""
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of x -> a x + b x^3 + c x^5, which takes singular values towards 1 (Jordan et al., Muon, 2024)."""
+NEWTON_SCHULZ_STEPS = 5
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One merge of one fragment, and what a rule is told.
+
+    theta, d: (elements,) global values at the base, and the pseudogradient; neither is written to.
+    """
+
+    theta: Float32
+    d: Float32
+    step: int
+    """Outer steps of the fragment since the warm-up, from 0."""
+    lr: float
+    mu: float
+    delay: int
+    spread: float
+    """Weighted mean of the deltas' squared lengths over the pseudogradient's: 1 where all are alike, M where they are
+    orthogonal and of one length."""
+    matrices: tuple[Matrix, ...] = ()
+    """The fragment's tensors that are matrices and no embeddings."""
+
+
+Rule = Callable[[Merge, Memory], tuple[Float32, Memory]]
+
+
+def delayed(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+    """Delayed Nesterov (Liu et al., Asynchronous Local-SGD Training for Language Modeling, 2024, c = 0).
+
+    Each step goes lr D; every `delay`-th renews the momentum b = mu b + (sum of D since) and goes lr mu b further.
+    With a delay of 1 it is Nesterov's. There each D is one worker's, here a whole merge: its rate is `delay` times
+    this one.
+    """
+    total = _kept(memory, "sum", merge.d) + merge.d
+    momentum = _kept(memory, "momentum", merge.d)
+    if (merge.step + 1) % merge.delay:
+        return merge.theta - _x(merge.lr, merge.d), {"momentum": momentum, "sum": total}
+    momentum = _x(merge.mu, momentum) + total
+    return merge.theta - _x(merge.lr, merge.d + _x(merge.mu, momentum)), {"momentum": momentum}
+
+
+def agreement(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+    """Nesterov with momentum mu times the cosine of this pseudogradient and the last one; none where they disagree."""
+    mu = 0.0
+    if "last" in memory:
+        last, d = memory["last"].astype(np.float64), merge.d.astype(np.float64)
+        mu = merge.mu * max(0.0, float(last @ d) / max(TINY, float(np.linalg.norm(last) * np.linalg.norm(d))))
+    momentum = _x(mu, _kept(memory, "momentum", merge.d)) + merge.d
+    theta = merge.theta - _x(merge.lr, merge.d + _x(mu, momentum))
+    return theta, {"momentum": momentum, "last": merge.d}
+
+
+def extrapolated(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+    """Nesterov at lr max(1, spread / 2): further where the deltas are long beside their mean (Jhunjhunwala et al.,
+    FedExP, 2023, without its constant)."""
+    return _nesterov(merge, memory, merge.lr * max(1.0, merge.spread / 2), lambda step: step)
+
+
+def muon(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+    """Nesterov whose step is orthogonalised, each matrix for itself and at its length; embeddings and vectors go as
+    they are (after Jordan et al., Muon, 2024, which is an inner optimizer)."""
+
+    def orthogonal(step: Float32) -> Float32:
+        out = step.copy()
+        for start, stop, shape in merge.matrices:
+            matrix = step[start:stop].reshape(shape)
+            flat = orthogonalised(matrix)
+            scale = float(np.linalg.norm(matrix)) / max(TINY, float(np.linalg.norm(flat)))
+            out[start:stop] = _x(scale, flat).reshape(-1)
+        return out
+
+    return _nesterov(merge, memory, merge.lr, orthogonal)
+
+
+def schedule_free(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+    """Schedule-free SGD (Defazio et al., The Road Less Scheduled, 2024), mu in the place of its beta.
+
+    z goes the plain step, x is the mean of all z, and learners get theta = (1 - mu) z + mu x.
+    """
+    z = memory.get("z", merge.theta) - _x(merge.lr, merge.d)
+    x = memory.get("x", merge.theta)
+    x = x + _x(1 / (merge.step + 1), z - x)
+    return _x(1 - merge.mu, z) + _x(merge.mu, x), {"z": z, "x": x}
+
+
+RULES: dict[OuterName, Rule] = {
+    "delayed": delayed,
+    "agreement": agreement,
+    "extrapolated": extrapolated,
+    "muon": muon,
+    "schedule-free": schedule_free,
+}
+
+
+def orthogonalised(matrix: Float32) -> Float32:
+    """A matrix (rows, columns) with about the same singular vectors, and singular values between 0.7 and 1.2."""
+    a, b, c = NEWTON_SCHULZ
+    x: Float32 = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = _x(1 / max(TINY, float(np.linalg.norm(x))), x)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = np.asarray(_x(a, x) + (_x(b, gram) + _x(c, gram @ gram)) @ x, np.float32)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _nesterov(merge: Merge, memory: Memory, lr: float, shape: Callable[[Float32], Float32]) -> tuple[Float32, Memory]:
+    momentum = _x(merge.mu, _kept(memory, "momentum", merge.d)) + merge.d
+    return merge.theta - _x(lr, shape(merge.d + _x(merge.mu, momentum))), {"momentum": momentum}
+
+
+def _kept(memory: Memory, name: str, like: Float32) -> Float32:
+    return memory[name] if name in memory else np.zeros_like(like)
+
+
+def _x(factor: float, vector: Float32) -> Float32:
+    return np.float32(factor) * vector
