@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from chaos.lab.digits import Digits
 from chaos.lab.settings import LabRun
 from chaos.lab.tasks import open_task
 from pipeline.errors import UsageError
@@ -106,10 +107,11 @@ def test_digits_held_out_are_never_trained_on():
     task = open_task(LabRun(task="digits"), torch.device("cpu"))
     everything = [(0, index) for index in range(task.examples)]
     images, classes = task.batch(everything)
-    assert (len(images), len(task._held_out)) == (1437, 360)
+    pictures = Digits()
+    held_out = {pictures.held_out(index).tobytes() for index in range(360)}
+    assert (len(images), len(pictures.held_out_classes)) == (1437, 360)
     assert torch.equal(images, open_task(LabRun(task="digits"), torch.device("cpu")).batch(everything)[0])
     assert not torch.equal(images, task.batch([(1, index) for index in range(task.examples)])[0])
-    still = {image.tobytes() for image in task._images}
-    assert not still & {image.numpy().tobytes() for image in task._held_out[:, 0]}
+    assert not held_out & {pictures.train(index).tobytes() for index in range(task.examples)}
     assert np.bincount(classes, minlength=10).min() > 100
     assert 0 <= images.min() < images.max() <= 1

@@ -1,25 +1,12 @@
-"""Image classification: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, and a small ViT.
+"""scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, a fifth of them held out."""
 
-A fifth is held out. Each epoch shows the others in another order, each moved by up to a pixel either way.
-"""
-
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
-import xxhash
-from torch import nn
 
 from pipeline.errors import UsageError
-from workers.data.blocks import permuted
-from workers.models.vit import Images, build_vit
 
-from .settings import LabRun
-
-IMAGES = Images(side=8, channels=1, patch=2, classes=10)
 HELD_OUT = 5
 """One in so many is held out."""
 
@@ -43,45 +30,23 @@ def load_digits() -> tuple[Pixels, npt.NDArray[np.int64]]:
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int64)
 
 
-class DigitsTask:
-    """An example is an image, and counts as one token."""
+class Digits:
+    """`vision.Pictures`."""
 
-    measure = "held-out accuracy (%)"
-    higher_is_better = True
-    example_tokens = 1
+    side, channels, patch, classes = 8, 1, 2, 10
 
-    def __init__(self, run: LabRun, device: torch.device) -> None:
+    def __init__(self) -> None:
         images, classes = load_digits()
         held_out = np.arange(len(images)) % HELD_OUT == 0
-        self._run, self._device = run, device
-        self._images, self._classes = images[~held_out], classes[~held_out]
-        self._held_out = torch.from_numpy(images[held_out])[:, None].to(device)
-        self._held_out_classes = torch.from_numpy(classes[held_out]).to(device)
-        self.examples = len(self._images)
+        self._train, self.train_classes = images[~held_out], classes[~held_out]
+        self._held_out, self.held_out_classes = images[held_out], classes[held_out]
 
-    def build(self) -> nn.Module:
-        """A ViT."""
-        return build_vit(self._run.model, IMAGES, self._run.seed).to(self._device)
+    def train(self, index: int) -> Pixels:
+        """(1, 8, 8)."""
+        pixels: Pixels = self._train[index][None]
+        return pixels
 
-    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-        """Images (B, 1, 8, 8) and classes (B,)."""
-        pixels = np.zeros((len(chosen), 1, 8, 8), np.float32)
-        classes = np.zeros(len(chosen), np.int64)
-        for row, (epoch, index) in enumerate(chosen):
-            at = permuted(index, self.examples, b"/%d/%d" % (self._run.seed, epoch))
-            moved = xxhash.xxh3_64_intdigest(b"%d.%d" % (epoch, at), self._run.seed)
-            down, right = moved % 3, moved // 3 % 3
-            pixels[row, 0] = np.pad(self._images[at], 1)[down : down + 8, right : right + 8]
-            classes[row] = self._classes[at]
-        return torch.from_numpy(pixels).to(self._device), torch.from_numpy(classes).to(self._device)
-
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Nats an image."""
-        return F.cross_entropy(model(batch[0]).float(), batch[1])
-
-    @torch.inference_mode()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Accuracy in percent, and the loss, on the held-out images."""
-        logits = model(self._held_out).float()
-        right = (logits.argmax(-1) == self._held_out_classes).float().mean().item()
-        return {"value": 100 * right, "loss": F.cross_entropy(logits, self._held_out_classes).item()}
+    def held_out(self, index: int) -> Pixels:
+        """(1, 8, 8)."""
+        pixels: Pixels = self._held_out[index][None]
+        return pixels

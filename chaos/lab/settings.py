@@ -54,12 +54,17 @@ class LabRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # --- what is trained -----------------------------------------------------------------------------
-    task: Literal["text", "digits"] = Field("text", description="What is learnt")
+    task: Literal["text", "digits", "images"] = Field("text", description="What is learnt")
     model: str = Field("tiny", description="Size: tiny, small, base; text also nano, medium, large")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
-    data: str = Field("stdlib", description="Text file or folder, or 'stdlib'")
+    data: str = Field(
+        "stdlib",
+        description="Text file or folder, or 'stdlib'; for images a folder with a folder of them for each class",
+    )
+    image_size: int = Field(32, ge=8, le=1024, description="What images are made to be, pixels a side")
+    patch_size: int = Field(4, ge=1, description="Pixels a side of what the ViT sees as one token")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
@@ -136,6 +141,8 @@ class LabRun(BaseModel):
             raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
         if self.experts is not None and self.task != "text":
             raise ValueError("experts are for task='text'")
+        if self.task == "images" and self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
         if self.scavengers is not None and not self.elastic:
@@ -190,7 +197,11 @@ class LabRun(BaseModel):
         given = self.model_dump(exclude_none=True)
         left_out = set() if self.decoupled else set(PROTOCOL)
         if self.task != "text":
-            left_out |= {"data", "seq_len", "eval_tokens"}
+            left_out.add("seq_len")
+        if self.task == "digits":
+            left_out |= {"data", "eval_tokens"}
+        if self.task != "images":
+            left_out |= {"image_size", "patch_size"}
         if self.experts is None:
             left_out |= {"experts_a_token", "balance"}
         if self.method == "single":

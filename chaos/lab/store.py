@@ -14,6 +14,7 @@ import xxhash
 
 from workers.data.text import open_text
 
+from . import folder
 from .settings import LabRun
 from .source import code_digest
 
@@ -28,6 +29,8 @@ def settings_digest(run: LabRun) -> str:
 
 def data_fingerprint(run: LabRun) -> str:
     """Of a run's data, as they are on this machine; nothing where they come with a library."""
+    if run.task == "images":
+        return folder.fingerprint(run.data)
     return _text_fingerprint(run.data) if run.task == "text" else ""
 
 

@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from .digits import DigitsTask
+from .digits import Digits
+from .folder import Folder
 from .settings import LabRun
 from .text import TextTask
+from .vision import VisionTask
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -50,4 +52,6 @@ def open_task(run: LabRun, device: torch.device) -> Task:
     Raises:
         UsageError: no such model, or its data are not here.
     """
-    return TextTask(run, device) if run.task == "text" else DigitsTask(run, device)
+    if run.task == "text":
+        return TextTask(run, device)
+    return VisionTask(run, device, Digits() if run.task == "digits" else Folder(run))
