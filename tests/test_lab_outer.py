@@ -104,8 +104,8 @@ def fragment(books: Stale | None = None, **told) -> LabFragment:
     return LabFragment(LabRun(**told), {"e"}, books or Stale(), *state)
 
 
-def delta(learner: str, base: int, values: np.ndarray) -> Delta:
-    offer = Offer("0-0", samples.header(learner, base_version=base, tokens=100, steps=1))
+def delta(learner: str, base: int, values: np.ndarray, steps: int = 4) -> Delta:
+    offer = Offer("0-0", samples.header(learner, base_version=base, tokens=100, steps=steps))
     return Delta(offer, values, delta_norms(LAYOUT, values))
 
 
@@ -152,7 +152,7 @@ def test_off_it_is_production_to_the_bit():
 
 @pytest.mark.parametrize("outer", RULES)
 def test_a_rule_begins_after_the_warm_up_and_only_what_is_committed_counts(outer):
-    """Twice the mean; then its own step, which is the same however often it is tried, and another one later."""
+    """Twice the mean; then its own step, the same however often it is tried; the mean again of short last deltas."""
     state = fragment(outer=outer, warmup=2, mu=0.5, outer_delay=1)
     ds = [np.arange(1, 7, dtype=np.float32) * (-1) ** n for n in (0, 0, 0, 0, 1)]
     for version in range(2):
@@ -167,6 +167,9 @@ def test_a_rule_begins_after_the_warm_up_and_only_what_is_committed_counts(outer
         state.advance(tried[1])
     plain = 10 - ds[0] * 3
     assert not np.allclose(state.theta, plain)
+    before = state.theta
+    state.advance(state.merge([delta("a", 5, ds[0], steps=1)], []))  # as a run's last ones
+    assert (state.theta == before - ds[0]).all()
 
 
 def test_extrapolation_measures_the_deltas_against_their_mean():
