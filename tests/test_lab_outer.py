@@ -7,9 +7,9 @@ from chaos.lab.fragment import LabFragment, Stale
 from chaos.lab.outer import RULES, Memory, Merge, orthogonalised
 from chaos.lab.settings import LabRun
 from pipeline.fragments import layout_of
-from syncer.fragment import Delta, FragmentState
-from syncer.merge import delta_norms
-from syncer.outer import nesterov_step
+from syncer.fragment import Delta, FragmentState, Room
+from syncer.merge import Sum
+from syncer.norms import delta_norms
 from syncer.window import Offer
 
 from . import samples
@@ -41,11 +41,12 @@ def test_delayed_nesterov_gathers_and_then_goes_further():
 
 
 def test_without_a_delay_it_is_nesterov():
-    """As production's step, twice; agreement is too where pseudogradients are alike, but for its first step."""
+    """Two steps of it; agreement is too where pseudogradients are alike, but for its first step."""
     theta, momentum, d = f32(10, -3), f32(0, 0), f32(1, 2)
     found = steps("delayed", theta.copy(), d, d, delay=1, lr=0.7, mu=0.9)
     for values in found:
-        nesterov_step(theta, momentum, d, lr=0.7, mu=0.9)
+        momentum = 0.9 * momentum + d
+        theta = theta - 0.7 * (d + 0.9 * momentum)
         assert values == pytest.approx(theta.tolist())
     first, second = steps("agreement", f32(10, -3), d, d, mu=0.9)
     assert first == [9.0, -5.0]
@@ -95,7 +96,7 @@ def test_schedule_free_is_between_the_last_and_the_mean():
     assert steps("schedule-free", f32(10), f32(2), f32(1), f32(1)) == [[8.0], [7.25], [6.5]]
 
 
-LAYOUT = layout_of([samples.tensor("t", (2, 2)), samples.tensor("e", (2, 1))]).fragments[0]
+LAYOUT = layout_of([samples.tensor("t", (2, 2), rule="mean"), samples.tensor("e", (2, 1))]).fragments[0]
 
 
 def fragment(books: Stale | None = None, **told) -> LabFragment:
@@ -128,6 +129,36 @@ def test_what_becomes_of_a_stale_delta(fate, after):
     state.advance(merged)
     assert books.deltas == 1
     assert books.dropped_tokens[0] == (100 if fate == "drop" else 0)
+
+
+@pytest.mark.parametrize(("told", "after"), [({}, 5.5), ({"stale": "drop"}, 7.0), ({"stale": "rebase"}, 6.5)])
+def test_what_was_summed_while_others_were_awaited_does_not_show(told, after):
+    """Production folds deltas as they come, before it is known what becomes of them."""
+    state = fragment(**told)
+    state.advance(state.merge([delta("a", 0, every(2.0))], []))
+    deltas = [delta("b", 0, every(4.0)), delta("a", 1, every(1.0))]
+    room = Room(6, state.sync)
+    room.sum = Sum(LAYOUT, room.theta)
+    room.sum.add([one.values for one in deltas], [one.norms for one in deltas], [1.0, 1.0])
+    assert state.merge(deltas, [], room).theta.tolist() == pytest.approx([after] * 6)
+
+
+def test_a_rule_takes_over_a_sum_that_was_begun():
+    """The same as without."""
+    found = []
+    for begun in (False, True):
+        state = fragment(outer="muon", mu=0.5)
+        deltas = [delta(name, 0, every(value)) for name, value in (("a", 1.0), ("b", 3.0))]
+        room = Room(6, state.sync)
+        room.sum = Sum(LAYOUT, room.theta) if begun else None
+        if room.sum is not None:
+            room.sum.add([deltas[0].values], [deltas[0].norms], [1.0])
+        room.gather(0.5)
+        merged = state.merge(deltas, [], room)
+        found.append((merged.theta.tobytes(), merged.digest))
+        assert room.momentum is not None
+        assert not room.momentum.any()
+    assert found[0] == found[1]
 
 
 def test_stale_deltas_are_merged_where_there_are_no_others():

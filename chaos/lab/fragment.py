@@ -12,7 +12,8 @@ import numpy.typing as npt
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import MergedBase
 from syncer.fragment import Delta, FragmentState, Merged, Room, Stepped
-from syncer.merge import Float64, delta_norms, merge
+from syncer.merge import Sum
+from syncer.norms import delta_norms
 
 from .outer import RULES, Matrix, Memory, Merge
 from .settings import LabRun
@@ -51,19 +52,22 @@ class LabFragment(FragmentState):
             taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
         elif self._run.stale == "rebase":
             taken = [self._rebased(d) if self._is_stale(d) else d for d in deltas]
+        if room is not None and stale and self._run.stale is not None:
+            room.sum = None  # the stale ones may be in it as they came
         merged = super().merge(taken, before, room)
         self._next = (self._next[0], len(stale), dropped)
         return merged
 
-    def step(self, deltas: Sequence[Delta], weights: Float64, room: Room) -> Stepped:
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:
         """The run's outer step; where production only averages, its step."""
-        lr, mu = self._outer(deltas)
+        lr, mu = self.outer(deltas)
         self._next = ({}, 0, 0)
         averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
         if self._run.outer is None or averages:
-            return super().step(deltas, weights, room)
-        reduced = merge(self.layout, [d.values for d in deltas], [d.norms for d in deltas], weights, room.theta)
-        squares = float(weights @ np.array([d.norm**2 for d in deltas]))
+            return super().step(deltas, shares, room)
+        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
+        reduced = (room.sum or Sum(self.layout, room.theta)).close(values, norms, shares)
+        squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
         given = Merge(self.theta, room.theta.copy(), step, lr, mu, delay, spread, self._matrices)
