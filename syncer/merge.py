@@ -131,7 +131,7 @@ class Sum:
         """out: (elements,) float32, overwritten: with the sum so far, in the end with the pseudogradient."""
         self._slots, self._out = layout.slots, out
         self._rows: dict[int, _Rows] = {}
-        self._term = np.empty(BLOCK, np.float32)
+        self._term = np.empty(min(BLOCK, layout.elements), np.float32)
         self.count = 0
         """Contributions that were added."""
 

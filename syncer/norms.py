@@ -46,7 +46,7 @@ class DeltaNorms:
         self._slots = layout.slots
         self._squares = np.zeros(len(layout.slots), np.float64)
         self._tensor = self._at = 0
-        self._scratch = np.empty(NORM_BLOCK, np.float32)
+        self._scratch = np.empty(min(NORM_BLOCK, layout.elements), np.float32)
 
     def advance(self, delta: Vector) -> None:
         """delta: what is here by now, from the first element on, in any codec."""
