@@ -52,7 +52,9 @@ from .windows import Windows
 REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
-"""Relative difference from the float64 reference that float32 and its order of summing may make."""
+"""Relative difference from the float64 reference that float32 and its order of summing may make. Newton-Schulz
+multiplies what float32 rounds in small singular values by up to 485: a tenth of this is the most in ten worlds with it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +378,13 @@ class Oracle:
         assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
         expected, velocity = reference.outer_step(
-            state.theta, state.momentum, gradient, sync, state.version, [part.steps for part in parts]
+            self._layout.fragments[p],
+            state.theta,
+            state.momentum,
+            gradient,
+            sync,
+            state.version,
+            [part.steps for part in parts],
         )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if np.abs(theta - expected).max() > scale + 1e-9:

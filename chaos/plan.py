@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.messages import MergeRule, Spec, SyncSpec, TensorSpec
+from pipeline.messages import Spec, SyncSpec, TensorSpec
 from pipeline.quantize import KINDS
 from pipeline.settings import SyncSettings
+from pipeline.wire import MergeRule
 
 from .chance import Chance
 
@@ -141,18 +142,23 @@ class Plan:
         return len(self.step_s)
 
 
-def _tensors(chance: Chance, merge: str) -> tuple[TensorSpec, ...]:
-    """Per fragment 1 to 3 tensors, 4 to 16 numbers together."""
+def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
+    """Per fragment 1 to 3 tensors, 4 to 18 numbers together."""
     found = []
     for p in range(FRAGMENTS):
         for t in range(chance.one_of((1, 2, 3), "tensors", p)):
-            rule: MergeRule = "mean" if merge == "mean" else chance.one_of(RULES, "rule", p, t)
-            shape = (2, 2) if rule == "rda-row" else (chance.one_of((4, 5), "size", p, t),)
-            found.append(TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p))
+            rule: MergeRule = "mean" if sync.merge == "mean" else chance.one_of(RULES, "rule", p, t)
+            shape: tuple[int, ...] = (2, 2) if rule == "rda-row" else (chance.one_of((4, 5), "size", p, t),)
+            matrix = sync.outer == "muon" and chance.share("matrix", p, t) < 0.7
+            if matrix:
+                shape = chance.one_of(((2, 2), (2, 3), (3, 2)), "rows and columns", p, t)
+            tensor = TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p, matrix=matrix)
+            found.append(tensor)
     return tuple(found)
 
 
 def _sync(chance: Chance, learners: int) -> SyncSpec:
+    momentum = chance.one_of((0.0, 0.6), "outer momentum")
     settings = SyncSettings(
         fragments=FRAGMENTS,
         sync_interval=chance.one_of((2, 3, 4), "H"),
@@ -161,8 +167,9 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         global_codec=chance.one_of(("fp32", "bf16"), "global codec"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         weights=chance.one_of(("tokens", "tokens", "tokens", "equal"), "weights"),
+        outer=chance.one_of(("nesterov", "nesterov", "muon"), "outer") if momentum else "nesterov",
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
-        outer_momentum=chance.one_of((0.0, 0.6), "outer momentum"),
+        outer_momentum=momentum,
         outer_warmup=chance.one_of((0, 0, 1, 3), "outer warm-up"),
         first_interval=chance.one_of((0, 0, 1, 2), "first interval"),
         doubling=chance.one_of((1, 2, 5), "doubling"),
@@ -197,7 +204,7 @@ def plan(seed: int) -> Plan:
     stormy = chance.one_of((0.0, 0.002, 0.005, 0.015), "storm")
     return Plan(
         seed=seed,
-        spec=Spec(sync=sync, tensors=_tensors(chance, sync.merge), trainer={}),
+        spec=Spec(sync=sync, tensors=_tensors(chance, sync), trainer={}),
         step_s=tuple(chance.between(0.01, 0.05, "step", i) for i in range(learners)),
         step_tokens=tuple(chance.one_of((1, 7, 16), "tokens", i) for i in range(learners)),
         skew_s=tuple(chance.between(-0.5, 0.5, "skew", i) for i in range(LEARNERS + SYNCERS)),

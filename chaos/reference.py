@@ -46,9 +46,15 @@ def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: F
 
 
 def outer_step(
-    theta: Float64, momentum: Float64, gradient: Float64, sync: SyncSpec, version: int, steps: Sequence[int]
+    layout: FragmentLayout,
+    theta: Float64,
+    momentum: Float64,
+    gradient: Float64,
+    sync: SyncSpec,
+    version: int,
+    steps: Sequence[int],
 ) -> tuple[Float64, Float64]:
-    """SGD with Nesterov momentum (paper, outer optimizer): new theta and momentum, (elements,) each.
+    """SGD with Nesterov momentum (paper, outer optimizer), or Muon: new theta and momentum, (elements,) each.
 
     The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum; so does one
     of contributions that all trained less than half an interval.
@@ -58,7 +64,25 @@ def outer_step(
     if not sync.outer_momentum:
         return theta - sync.outer_lr * gradient, np.zeros_like(momentum)
     momentum = sync.outer_momentum * momentum + gradient
-    return theta - sync.outer_lr * (gradient + sync.outer_momentum * momentum), momentum
+    step = gradient + sync.outer_momentum * momentum
+    for slot in layout.slots:
+        if sync.outer == "muon" and slot.tensor.matrix:
+            matrix = step[slot.start : slot.stop].reshape(slot.tensor.shape)
+            step[slot.start : slot.stop] = orthogonalised(matrix).reshape(-1)
+    return theta - sync.outer_lr * step, momentum
+
+
+def orthogonalised(matrix: Float64) -> Float64:
+    """As long as it was, each singular value by Newton-Schulz's polynomial, five times (Jordan et al., Muon, 2024)."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    length = float(np.linalg.norm(values))
+    if not length:
+        return matrix
+    values = values / length
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    turned: Float64 = (left * values) @ right * (length / np.linalg.norm(values))
+    return turned
 
 
 def interval(sync: SyncSpec, version: int) -> int:

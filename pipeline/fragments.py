@@ -80,6 +80,7 @@ def layout_of(tensors: Iterable[TensorSpec]) -> Layout:
         slots = members.setdefault(tensor.fragment, [])
         start = slots[-1].stop if slots else 0
         slots.append(Slot(tensor, start, start + tensor.elements))
-    described = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment) for t in table])
+    # What is said of few tensors only is added to these, so that all others keep the digest that they always had.
+    described = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment, *(t.matrix,) * t.matrix) for t in table])
     fragments = tuple(FragmentLayout(p, tuple(members[p])) for p in sorted(members))
     return Layout(fragments, digest_of(described))

@@ -4,6 +4,7 @@ A message is msgpack of its field dict; `codec.encode` / `codec.decode` are the 
 Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no defence against forgery.
 """
 
+import math
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -21,8 +22,11 @@ from .wire import (
     Digest,
     FragmentId,
     GlobalCodec,
+    MergeName,
+    MergeRule,
     Message,
     Nonce,
+    OuterName,
     PartyId,
     Seconds,
     SignedCount,
@@ -34,12 +38,6 @@ from .wire import (
 # --- the spec ------------------------------------------------------------------------------------
 
 
-MergeRule = Literal["rda", "rda-row", "mean"]
-"""`syncer.merge.merge`."""
-MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
-"""Which tensor has which rule: `workers.parameters.tensor_table`."""
-
-
 class TensorSpec(Message):
     """One tensor of the model: where it lives and how it is merged."""
 
@@ -48,14 +46,13 @@ class TensorSpec(Message):
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     rule: MergeRule
     fragment: FragmentId
+    matrix: bool = False
+    """Whether a Muon outer step orthogonalises it (`workers.parameters.tensor_table`)."""
 
     @property
     def elements(self) -> int:
         """Number of elements."""
-        n = 1
-        for dim in self.shape:
-            n *= dim
-        return n
+        return math.prod(self.shape)
 
 
 class SyncSpec(Message):
@@ -83,6 +80,7 @@ class SyncSpec(Message):
     """`syncer.merge.merge_weights`."""
     global_codec: GlobalCodec = "fp32"
     """What learners pull (`pipeline.globals`)."""
+    outer: OuterName = "nesterov"
 
 
 class Spec(Message):
@@ -106,6 +104,8 @@ class Spec(Message):
             if tensor.fragment >= len(elements):
                 raise ValueError(f"tensor {tensor.name!r} is in fragment {tensor.fragment} of {len(elements)}")
             elements[tensor.fragment] += tensor.elements
+            if tensor.matrix and (len(tensor.shape) != 2 or min(tensor.shape) < 2):
+                raise ValueError(f"tensor {tensor.name!r} of shape {tensor.shape} has no rows and columns")
         if 0 in elements:
             raise ValueError(f"fragment {elements.index(0)} has no elements")
         chunk_bytes = self.sync.chunk_bytes

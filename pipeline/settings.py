@@ -20,9 +20,9 @@ from pydantic_settings import (
 )
 
 from .errors import SpecMismatch, UsageError
-from .messages import MergeName, SyncSpec
+from .messages import SyncSpec
 from .tls import OPTIONS, with_tls
-from .wire import Codec, GlobalCodec
+from .wire import Codec, GlobalCodec, MergeName, OuterName
 
 ENV_PREFIX = "DILOCO_"
 
@@ -113,6 +113,11 @@ class SyncSettings(Settings):
     )
     weights: Literal["tokens", "equal"] = Field(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
+    )
+    outer: OuterName = Field(
+        "nesterov",
+        description="Outer optimizer. nesterov: SGD with Nesterov momentum; muon: its step orthogonalised, each matrix "
+        "by itself and at its own length",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")

@@ -32,6 +32,13 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 Text = Annotated[str, Field(max_length=512)]
 
+MergeRule = Literal["rda", "rda-row", "mean"]
+"""`syncer.merge.merge`."""
+MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
+"""Which tensor has which rule: `workers.parameters.tensor_table`."""
+OuterName = Literal["nesterov", "muon"]
+"""The outer optimizer: `syncer.fragment.outer_step`."""
+
 
 class Message(BaseModel):
     """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.

@@ -23,7 +23,7 @@ from pipeline.ramps import outer_at
 
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64
-from .outer import NesterovStep
+from .outer import NesterovStep, matrix_elements, muon_step
 from .window import Offer
 
 Array = npt.NDArray[Any]
@@ -65,6 +65,8 @@ class Merged:
     norm: float
     directions: Float64
     """As `merge.Reduced`."""
+    orthogonal: npt.NDArray[np.float32] | None = None
+    """As `Stepped`."""
 
 
 class Room:
@@ -107,6 +109,13 @@ class Stepped(NamedTuple):
     theta: npt.NDArray[np.float32]
     momentum: npt.NDArray[np.float32] | None
     reduced: Reduced
+    orthogonal: npt.NDArray[np.float32] | None = None
+    """(matrix elements,) as `outer.muon_step` returned it; None for a step that orthogonalises nothing."""
+
+
+def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
+    """Whether an outer step with this momentum is Muon's: while learners are only averaged it is not."""
+    return sync.outer == "muon" and mu > 0 and matrix_elements(layout) > 0
 
 
 def outer_step(
@@ -120,6 +129,7 @@ def outer_step(
     shares: Sequence[float],
     recorded: Float64 | None = None,
     room: Room | None = None,
+    recorded_step: npt.NDArray[np.float32] | None = None,
 ) -> Stepped:
     """Merge and take the outer step, in new memory: `theta` and `momentum` stay (paper: RDA, outer optimizer).
 
@@ -130,10 +140,28 @@ def outer_step(
         theta: (elements,) values at the base.
         momentum: (elements,), or None while all zero.
         room: where to, if that is here already; the first of the deltas may be in its sum.
+        recorded_step: what a Muon step goes by instead of what is computed here; as `Stepped.orthogonal`.
     """
     lr, mu = outer
     into = room or Room(layout.elements, sync)
     into.gather(mu)
+    sum_ = into.sum or Sum(layout, into.theta)
+    if orthogonalises(layout, sync, mu):
+        assert into.momentum is not None  # noqa: S101  # gathered: mu is not 0
+        # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
+        reduced = sum_.close(deltas, norms, shares, recorded)
+        orthogonal = muon_step(
+            layout,
+            theta,
+            momentum,
+            into.theta,
+            into.momentum,
+            lr,
+            mu,
+            lambda _, stop: into.written(stop),
+            recorded_step,
+        )
+        return Stepped(into.theta, into.momentum, reduced, orthogonal)
     # None is gathered while it has no say: the first step with momentum is as the first of a run.
     step = NesterovStep(theta, momentum if mu else None, into.theta, into.momentum, lr, mu)
 
@@ -141,7 +169,7 @@ def outer_step(
         step.block(start, stop)
         into.written(stop)
 
-    reduced = (into.sum or Sum(layout, into.theta)).close(deltas, norms, shares, recorded, finish)
+    reduced = sum_.close(deltas, norms, shares, recorded, finish)
     return Stepped(into.theta, into.momentum, reduced)
 
 
@@ -230,6 +258,7 @@ class FragmentState:
             merged=tuple(merged.values()),
             norm=stepped.reduced.norm,
             directions=stepped.reduced.directions,
+            orthogonal=stepped.orthogonal,
         )
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:

@@ -1,11 +1,27 @@
-"""The outer optimizer: SGD with Nesterov momentum on one global fragment (paper, outer step). Pure numpy, in blocks."""
+"""The outer optimizer on one global fragment: SGD with Nesterov momentum (paper, outer step), or Muon. Pure numpy.
+
+Nesterov's is elementwise and done in blocks. Muon's (after Jordan et al., Muon: An optimizer for hidden layers in
+neural networks, 2024, where it is an inner optimizer) is the same but for matrices: their step is orthogonalised, each
+as a whole.
+"""
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from .norms import BLOCK
+from pipeline.fragments import FragmentLayout
+
+from .norms import BLOCK, squares
 
 Float32 = npt.NDArray[np.float32]
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of x -> a x + b x^3 + c x^5, which takes singular values of at most 1 towards 1 (Jordan et al., 2024)."""
+NEWTON_SCHULZ_STEPS = 5
+_NO_DIRECTION = 1e-30
+"""A matrix shorter than this is left as it is: it is rounding noise."""
 
 
 class NesterovStep:
@@ -53,3 +69,84 @@ class NesterovStep:
             np.add(step, d, out=step)
             np.multiply(step, lr, out=step)
         np.subtract(self._theta[start:stop], step, out=d)
+
+
+def matrix_elements(layout: FragmentLayout) -> int:
+    """Elements of all the fragment's tensors that Muon takes for matrices."""
+    return sum(slot.stop - slot.start for slot in layout.slots if slot.tensor.matrix)
+
+
+def orthogonalised(matrix: Float32) -> Float32:
+    """A matrix (rows, columns) with about the same singular vectors, and singular values between 0.7 and 1.2.
+
+    Those far below the others come out smaller: 1e-3 of the length as 0.5 or so, and 0 as 0. The products of matrices
+    sum in an order that the machine's libraries choose.
+    """
+    length = math.sqrt(squares(np.ascontiguousarray(matrix).reshape(-1)))
+    if not length > _NO_DIRECTION:
+        return matrix
+    a, b, c = (np.float32(one) for one in NEWTON_SCHULZ)
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: Float32 = (matrix.T if tall else matrix) / np.float32(length)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = np.asarray(a * x + (b * gram + c * (gram @ gram)) @ x, np.float32)
+    return x.T if tall else x
+
+
+def muon_step(
+    layout: FragmentLayout,
+    theta: Float32,
+    momentum: Float32 | None,
+    out: Float32,
+    momentum_out: Float32,
+    lr: float,
+    mu: float,
+    finish: Callable[[int, int], None],
+    recorded: Float32 | None = None,
+) -> Float32:
+    """One outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O orthogonalises each matrix at its own length.
+
+    Tensors that are no matrices have O(x) = x, as `NesterovStep`.
+
+    Args:
+        layout: says which tensors are matrices.
+        theta, momentum, out, momentum_out, lr, mu: as `NesterovStep`.
+        finish: called with (start, stop) of each block that is what it will be, from front to back.
+        recorded: what this returned for an earlier step, to go by instead of what is computed here; for a replay.
+
+    Returns:
+        (matrix elements,) O(D + mu*b) of the matrices, one after another, as computed here.
+    """
+    plain = NesterovStep(theta, momentum, out, momentum_out, lr, mu)
+    found, done = np.empty(matrix_elements(layout), np.float32), 0
+    for slot in layout.slots:
+        if not slot.tensor.matrix:
+            for start in range(slot.start, slot.stop, BLOCK):
+                stop = min(start + BLOCK, slot.stop)
+                plain.block(start, stop)
+                finish(start, stop)
+            continue
+        d, b = out[slot.start : slot.stop], momentum_out[slot.start : slot.stop]
+        if momentum is None:
+            np.copyto(b, d)
+        else:
+            np.multiply(momentum[slot.start : slot.stop], mu, out=b)
+            np.add(b, d, out=b)
+        step = found[done : done + len(d)]
+        np.multiply(b, mu, out=step)
+        np.add(step, d, out=step)
+        np.copyto(step, _at_its_length(step.reshape(slot.tensor.shape)))
+        taken = step if recorded is None else recorded[done : done + len(d)]
+        np.subtract(theta[slot.start : slot.stop], np.multiply(taken, lr), out=d)
+        finish(slot.start, slot.stop)
+        done += len(d)
+    return found
+
+
+def _at_its_length(matrix: Float32) -> Float32:
+    """A matrix orthogonalised and scaled to the Frobenius length that it had, flat."""
+    flat = np.ascontiguousarray(orthogonalised(matrix)).reshape(-1)
+    length, now = math.sqrt(squares(matrix.reshape(-1))), math.sqrt(squares(flat))
+    scaled: Float32 = np.multiply(flat, np.float32(length / now if now else 0.0))
+    return scaled

@@ -32,6 +32,7 @@ from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Ve
 
 from .fragment import Delta, FragmentState, Merged
 from .norms import Float32, Float64
+from .outer import matrix_elements
 
 SPEC_FILE = "spec.msgpack"
 MERGE, GLOBAL = ".merge", ".global"
@@ -44,7 +45,8 @@ M = TypeVar("M", bound=Message)
 
 
 class MergeHeader(Message):
-    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the deltas.
+    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the
+    orthogonalised step (matrix elements,) float32, if there is one; the deltas.
 
     Format 1 was summed with weights that had been normalised before, which gives other bits.
     """
@@ -60,6 +62,8 @@ class MergeHeader(Message):
     """Digest of each delta's values."""
     norm: Seconds
     """L2 norm of the pseudogradient."""
+    orthogonal: Digest | None = None
+    """Of the orthogonalised step; None: a step that orthogonalises nothing."""
 
 
 class GlobalHeader(Message):
@@ -84,6 +88,8 @@ class RecordedMerge:
     """(tensors,) of each contribution, as `merge.delta_norms`."""
     deltas: tuple[Vector, ...]
     """(elements,) of each contribution, as it came."""
+    orthogonal: Float32 | None = None
+    """As `fragment.Stepped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +151,10 @@ class Recorder:
             contributions=merged.contributions,
             deltas=tuple(self._digest(delta.values) for delta in deltas),
             norm=merged.norm,
+            orthogonal=None if merged.orthogonal is None else self._digest(merged.orthogonal),
         )
-        self._save(header, MERGE, [merged.directions, *(d.norms for d in deltas), *(d.values for d in deltas)])
+        steps = [] if merged.orthogonal is None else [merged.orthogonal]
+        self._save(header, MERGE, [merged.directions, *(d.norms for d in deltas), *steps, *(d.values for d in deltas)])
 
     def loaded(self, state: FragmentState) -> None:
         """Record values that were read from the bus: no merge recorded here may lead to them."""
@@ -223,7 +231,7 @@ def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
 
 
 def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
-    """A recorded merge. The deltas' digests are not checked here: a replay says which is damaged.
+    """A recorded merge. Digests of deltas and step are not checked here: a replay says which is damaged.
 
     Raises:
         BadMessage: the file is cut short, too long, or not of this format.
@@ -231,9 +239,12 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
     """
     tensors, size = len(layout.slots), payload_bytes(layout.elements, spec.sync.codec)
 
+    def stepped(header: MergeHeader) -> int:
+        return 0 if header.orthogonal is None else 4 * matrix_elements(layout)
+
     def due(header: MergeHeader) -> int:
         count = len(header.contributions)
-        return 8 * tensors * (1 + count) + count * size
+        return 8 * tensors * (1 + count) + stepped(header) + count * size
 
     header, body = _read(path, MergeHeader, due)
     count = len(header.contributions)
@@ -242,12 +253,14 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
     reduced = body[: 8 * tensors * (1 + count)].view(np.float64).reshape(1 + count, tensors)
     if not np.isfinite(reduced).all():
         raise BadMessage(f"{path.name} is damaged: a length is not finite")
-    values = body[reduced.nbytes :].reshape(count, size)
+    first = reduced.nbytes + stepped(header)
+    orthogonal = None if header.orthogonal is None else body[reduced.nbytes : first].view(np.float32)
+    values = body[first:].reshape(count, size)
     try:
         deltas = tuple(as_vector(value, layout.elements, spec.sync.codec) for value in values)
     except BadPayload as error:
         raise BadMessage(f"{path.name} is damaged: {error}") from error
-    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), deltas)
+    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), deltas, orthogonal)
 
 
 def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGlobal:

@@ -6,8 +6,10 @@ What is compared, for each merge on the tape:
   recording, exactly;
 - reductions (weights from steps and tokens, norms, lengths of directions): computed again, within `TOLERANCE`, since
   another machine may sum in another order;
-- elementwise work: merge and outer step from the *recorded* order, steps, tokens and lengths give the tape's digest,
-  bit for bit, on any machine. Momentum takes part, since it goes into the next version.
+- orthogonalised steps of matrices (Muon): computed again, within `ORTHOGONAL_TOLERANCE`, since products of matrices are
+  reductions too;
+- elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps give
+  the tape's digest, bit for bit, on any machine. Momentum takes part, since it goes into the next version.
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
 replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
@@ -33,13 +35,18 @@ from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import Committed, Contribution, Spec, SyncSpec
 from pipeline.ramps import outer_at
 
-from .fragment import outer_step
+from .fragment import orthogonalises, outer_step
 from .merge import merge_shares, merge_weights
 from .norms import Float32, delta_norms
 from .recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
 TOLERANCE = 1e-6
 """Relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most."""
+
+ORTHOGONAL_TOLERANCE = 1e-3
+"""Difference of two computations of one orthogonalised step, by its length. Newton-Schulz multiplies what float32
+rounds in small singular values by up to 3.4445^5 = 485: of rank 1, float32 and float64 differ by 7e-5 in 64 columns.
+"""
 
 Node = tuple[int, str]
 """A version of a fragment and its digest in hex: one point of its history."""
@@ -166,7 +173,25 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
     version = recorded.header.version - 1
     outer = outer_at(sync, version, (part.steps for part in parts))
-    stepped = outer_step(layout, sync, outer, *base, recorded.deltas, recorded.norms, shares, recorded.directions)
+    chosen = recorded.orthogonal
+    if (chosen is not None) != orthogonalises(layout, sync, outer[1]):
+        problems.append(f"the recording has {'an' if chosen is not None else 'no'} orthogonalised step, unlike the run")
+        chosen = None
+    if chosen is not None and payload_digest(as_bytes(chosen), sync.chunk_bytes) != recorded.header.orthogonal:
+        problems.append("the orthogonalised step is damaged: it does not have its recorded digest")
+    stepped = outer_step(
+        layout,
+        sync,
+        outer,
+        *base,
+        recorded.deltas,
+        recorded.norms,
+        shares,
+        recorded.directions,
+        recorded_step=chosen,
+    )
+    if chosen is not None and stepped.orthogonal is not None:
+        problems += _other_steps(layout, stepped.orthogonal, chosen)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
         compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)
@@ -175,6 +200,22 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
         return Checked(None, largest, problems)
     return Checked(Values(stepped.theta, stepped.momentum), largest, problems)
+
+
+def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> list[str]:
+    """Matrices whose orthogonalised step (matrix elements,) was computed otherwise."""
+    problems, done = [], 0
+    for slot in layout.slots:
+        if slot.tensor.matrix:
+            mine, theirs = (one[done : done + slot.stop - slot.start].astype(np.float64) for one in (found, recorded))
+            done += slot.stop - slot.start
+            off, length = float(np.linalg.norm(mine - theirs)), float(np.linalg.norm(mine))
+            if not off <= ORTHOGONAL_TOLERANCE * length:
+                problems.append(
+                    f"orthogonalised step of {slot.tensor.name}: computed again it differs from the recorded one by "
+                    f"{off / length if length else float('inf'):.2g} of its length"
+                )
+    return problems
 
 
 # --- a run -------------------------------------------------------------------------------------------

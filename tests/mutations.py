@@ -5,11 +5,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
+from syncer import outer
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
 from syncer.owner import FragmentOwner
@@ -20,10 +21,10 @@ from workers.rounds import Rounds
 
 @dataclass(frozen=True)
 class Mutation:
-    """One defect: in a method of a class, each old text becomes the new one."""
+    """One defect: in a method of a class or a function of a module, each old text becomes the new one."""
 
     name: str
-    where: type
+    where: type | ModuleType
     method: str
     changes: tuple[tuple[str, str], ...]
     more: tuple["Mutation", ...] = ()
@@ -219,6 +220,18 @@ MUTATIONS = [
         FragmentState,
         "outer",
         (("(delta.offer.header.steps for delta in deltas)", "[2**40]"),),
+    ),
+    Mutation(
+        "an orthogonalised step has another length",
+        outer,
+        "_at_its_length",
+        (("length / now if now else 0.0", "1.0"),),
+    ),
+    Mutation(
+        "the momentum is of orthogonalised steps",
+        outer,
+        "muon_step",
+        (("        done += len(d)\n", "        b[:] = step\n        done += len(d)\n"),),
     ),
     Mutation(
         "a growing interval goes by a learner's own rounds",

@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from syncer.norms import BLOCK
-from syncer.outer import NesterovStep
+from pipeline.fragments import layout_of
+from syncer.fragment import outer_step
+from syncer.norms import BLOCK, delta_norms
+from syncer.outer import NesterovStep, orthogonalised
+
+from . import samples
 
 
 def nesterov_step(theta: Any, momentum: Any, pseudogradient: Any, lr: float, mu: float) -> None:
@@ -50,3 +54,80 @@ def test_momentum_without_its_buffer_is_a_bug_of_ours():
     """Momentum is never silently left out."""
     with pytest.raises(ValueError, match="buffer"):
         nesterov_step(np.zeros(2, np.float32), None, np.zeros(2, np.float32), 1.0, 0.9)
+
+
+SHAPES = [(8, 8), (12, 40), (40, 12), (2, 2)]
+MUON = samples.sync_spec(fragments=1, outer="muon", outer_lr=0.7, outer_momentum=0.6)
+MIXED = layout_of(
+    [
+        samples.tensor("embedding", (6, 4)),
+        *(samples.tensor(f"m{i}", shape).model_copy(update={"matrix": True}) for i, shape in enumerate(SHAPES)),
+        samples.tensor("vector", (7,)),
+    ]
+).fragments[0]
+"""Only what is flagged is a matrix."""
+
+
+def stepped(sync, outer, momentum, delta, layout=MIXED):
+    """An outer step from zeros that merges one delta: theta, momentum and the orthogonalised step."""
+    theta = np.zeros(layout.elements, np.float32)
+    return outer_step(layout, sync, outer, theta, momentum, [delta], [delta_norms(layout, delta)], (1.0,))
+
+
+def random_vector(seed, layout=MIXED):
+    return np.random.default_rng(seed).standard_normal(layout.elements).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 64), (3, 200)])
+def test_an_orthogonalised_matrix_has_the_same_singular_vectors_and_values_around_1(shape):
+    """Whether it is wide or tall."""
+    matrix = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    left, values, right = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    turned = left.T @ orthogonalised(matrix) @ right.T
+    told = np.diag(turned)[values > 0.01 * np.linalg.norm(values)]
+    assert len(told) >= 2
+    assert 0.65 < told.min() <= told.max() < 1.25
+    np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-3)
+
+
+def test_a_muon_step_turns_matrices_at_their_length_and_nothing_else():
+    """Against Nesterov's of the same momentum and delta; the momentum that is kept is the same to the bit."""
+    delta, momentum = random_vector(2), random_vector(3)
+    muon = stepped(MUON, (0.7, 0.6), momentum, delta)
+    plain = stepped(MUON.model_copy(update={"outer": "nesterov"}), (0.7, 0.6), momentum, delta)
+    np.testing.assert_array_equal(muon.momentum, plain.momentum)
+    assert plain.orthogonal is None
+    at = 0
+    for slot in MIXED.slots:
+        mine, other = muon.theta[slot.start : slot.stop], plain.theta[slot.start : slot.stop]
+        if not slot.tensor.matrix:
+            np.testing.assert_array_equal(mine, other)
+            continue
+        assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(other), rel=1e-5)
+        values = np.linalg.svd(mine.reshape(slot.tensor.shape), compute_uv=False)
+        flat = np.linalg.norm(mine) / len(values) ** 0.5
+        assert 0.6 * flat < values.min() <= values.max() < 1.7 * flat
+        assert np.linalg.norm(mine - other) > 0.05 * np.linalg.norm(other)
+        size = slot.stop - slot.start
+        np.testing.assert_array_equal(mine, -(muon.orthogonal[at : at + size] * np.float32(0.7)))
+        at += size
+    assert at == len(muon.orthogonal)
+
+
+def test_while_learners_are_averaged_nothing_is_orthogonalised():
+    """Rate 1 and no momentum, as in the warm-up and in a run's short last merges: the delta itself."""
+    delta = random_vector(4)
+    averaged = stepped(MUON, (1.0, 0.0), random_vector(5), delta)
+    np.testing.assert_array_equal(averaged.theta, -delta)
+    assert averaged.orthogonal is None
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-35, 1e-15, 1e12])
+def test_matrices_of_any_length_are_stepped_without_a_nan(size):
+    """All zero, too short to have a direction, or so short or long that its squares are hardly float32's."""
+    delta = random_vector(6) * np.float32(size)
+    muon = stepped(MUON, (1.0, 0.5), None, delta)
+    assert np.isfinite(muon.theta).all()
+    assert np.linalg.norm(muon.theta.astype(np.float64)) == pytest.approx(
+        1.5 * np.linalg.norm(delta.astype(np.float64)), rel=1e-4
+    )

@@ -61,6 +61,20 @@ def test_two_builds_of_a_model_have_one_layout() -> None:
     assert layout_of(tensor_table(Net(), sync)) == layout_of(tensor_table(Net(), sync))
 
 
+@pytest.mark.parametrize("merge", ["mean", "rda-all"])
+def test_matrices_of_a_muon_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
+    """Whatever the merge rule; without Muon none is said to be one, so that tables stay as they were."""
+    told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="muon"))
+    assert {t.name for t in told if t.matrix} == {"body.weight", "head.weight"}
+    assert not any(t.matrix for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge)))
+    assert not any(t.matrix for t in tensor_table(nn.Linear(9, 1), SyncSettings(fragments=1, outer="muon")))
+
+
+def test_a_muon_outer_step_without_momentum_is_refused() -> None:
+    with pytest.raises(UsageError, match="momentum above 0"):
+        tensor_table(Net(), SyncSettings(fragments=2, outer="muon", outer_momentum=0))
+
+
 def test_more_fragments_than_tensors_are_refused() -> None:
     with pytest.raises(UsageError, match="4 tensors"):
         tensor_table(Net(), SyncSettings(fragments=9))

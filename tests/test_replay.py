@@ -15,7 +15,7 @@ from pipeline.errors import BadMessage, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import Committed, Spec, TensorSpec
 from pipeline.settings import BusSettings
-from syncer import recording, replay
+from syncer import outer, recording, replay
 from syncer.fragment import FragmentState
 from syncer.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge
 from syncer.replay import TOLERANCE, Replayed, relative
@@ -30,6 +30,9 @@ def shaped(tensor: TensorSpec, merge: str) -> dict[str, Any]:
     return {"rule": merge} | ({"shape": (rows, tensor.elements // rows)} if merge == "rda-row" else {})
 
 
+MATRIX = {"shape": (2, 3), "matrix": True}
+
+
 def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **changes: Any) -> list[Committed]:
     """Two learners of different speed to the end of their budget, recorded; the tape's commits."""
     sync = sync_spec(**{"quorum": 2, "tokens": 3000, "merge": merge} | changes)
@@ -39,6 +42,9 @@ def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **chan
         world = VirtualRun(sync, record_deltas=folder)
         if merge != "rda":
             tensors = tuple(t.model_copy(update=shaped(t, merge)) for t in world.spec.tensors)
+            world.spec = world.spec.model_copy(update={"tensors": tensors})
+        if sync.outer == "muon":
+            tensors = tuple(t.model_copy(update=MATRIX if t.elements < 5 else {}) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
         world.start_syncer()
         learners = [
@@ -82,6 +88,78 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
     assert outcome.fragments == 2
     assert outcome.unused == 0
     assert outcome.largest < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def muon(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Committed]]:
+    folder = tmp_path_factory.mktemp("muon")
+    return folder, record_run(folder, outer="muon", outer_momentum=0.7, outer_warmup=2, codec="int4")
+
+
+def test_a_run_with_muon_is_replayed_bit_for_bit(muon) -> None:
+    """Each fragment has a matrix; a merge after the warm-up has its orthogonalised step, and one before it has none."""
+    folder, commits = muon
+    outcome = check(folder, commits)
+    assert told(outcome) == []
+    assert outcome.merges == outcome.repeated >= 10
+    spec = recording.read_spec(folder)
+    layouts = layout_of(spec.tensors).fragments
+    for commit in (c for c in commits if c.contributions and c.version <= 4):
+        steps = read_merge(file_of(folder, commit), layouts[commit.fragment], spec).orthogonal
+        assert (commit.version > 2) == (steps is not None)
+        assert steps is None or len(steps) == 6
+
+
+@pytest.mark.parametrize("off", [1e-5, 0.01])
+def test_a_step_orthogonalised_by_another_machine_is_taken_within_the_tolerance(muon, monkeypatch, off: float) -> None:
+    """Products of matrices summed in another order: the values are made from the recorded step, whatever it is."""
+    folder, commits = muon
+    production = outer._at_its_length
+    monkeypatch.setattr(outer, "_at_its_length", lambda matrix: production(matrix) * np.float32(1 + off))
+    lines = told(check(folder, commits))
+    assert all("orthogonalised step of t" in line and "from the recorded one by 0.0099 of" in line for line in lines)
+    assert bool(lines) is (off > 1e-3)
+
+
+def test_a_damaged_or_missing_orthogonalised_step_is_found(muon, tmp_path) -> None:
+    """Even in a bit that no value shows; and a recording that leaves it out, or has one where the run averaged."""
+    folder, commits = muon
+    shutil.copytree(folder, tmp_path / "copy")
+    bad = victim(commits)
+    path = file_of(tmp_path / "copy", bad)
+    whole = path.read_bytes()
+
+    def flip(header: MergeHeader, body: np.ndarray) -> MergeHeader:
+        body[8 * 2 * (1 + len(header.contributions))] ^= 1
+        return header
+
+    def wrong(header: MergeHeader, body: np.ndarray) -> MergeHeader:
+        at = 8 * 2 * (1 + len(header.contributions))
+        body[at : at + 24].view(np.float32)[:] *= -1
+        digest = payload_digest(as_bytes(body[at : at + 24].copy()), 1024)
+        return header.model_copy(update={"orthogonal": digest})
+
+    for change, said in (
+        (flip, "the orthogonalised step is damaged"),
+        (wrong, "orthogonalised step of t0: computed again it differs"),
+        (wrong, "values: the tape has digest"),
+    ):
+        rewrite(path, change)
+        lines = told(check(tmp_path / "copy", commits))
+        assert any(
+            f"version {bad.version}: " in line and said.replace("t0", f"t{bad.fragment}") in line for line in lines
+        )
+        path.write_bytes(whole)
+    data = path.read_bytes()
+    _, length = _PREFIX.unpack(data[: _PREFIX.size])
+    header = decode(MergeHeader, data[_PREFIX.size : _PREFIX.size + length]).model_copy(update={"orthogonal": None})
+    body, at = data[_PREFIX.size + length :], 8 * 2 * (1 + len(header.contributions))
+    packed = encode(header)
+    path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + body[:at] + body[at + 24 :])
+    lines = told(check(tmp_path / "copy", commits))
+    assert lines == [
+        f"fragment {bad.fragment} version {bad.version}: the recording has no orthogonalised step, unlike the run"
+    ]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4"])

@@ -13,7 +13,7 @@ from chaos.campaign import Summary, campaign, done_before
 from chaos.plan import Kind, plan
 from chaos.shrink import shrink
 from chaos.world import MERGES, run_seed
-from pipeline.wire import Codec, GlobalCodec
+from pipeline.wire import Codec, GlobalCodec, OuterName
 from tests.mutations import MUTATIONS, Mutation, applied
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
@@ -38,6 +38,24 @@ def test_the_worlds_have_deltas_and_globals_in_every_codec() -> None:
     """What is drawn seldom is drawn, too."""
     assert {plan(seed).spec.sync.codec for seed in range(SEEDS)} == set(get_args(Codec))
     assert {plan(seed).spec.sync.global_codec for seed in range(SEEDS)} == set(get_args(GlobalCodec))
+
+
+def test_the_worlds_have_both_outer_optimizers_and_matrices_beside_other_tensors() -> None:
+    """And no tensor is a matrix without the optimizer that asks."""
+    specs = [plan(seed).spec for seed in range(SEEDS)]
+    assert {spec.sync.outer for spec in specs} == set(get_args(OuterName))
+    assert {t.matrix for spec in specs for t in spec.tensors if spec.sync.outer == "muon"} == {True, False}
+    assert not any(t.matrix for spec in specs for t in spec.tensors if spec.sync.outer == "nesterov")
+
+
+@pytest.mark.parametrize(
+    "name", ["an orthogonalised step has another length", "the momentum is of orthogonalised steps"]
+)
+def test_a_wrong_muon_step_is_found_soon(name: str) -> None:
+    """By the oracle, which takes singular values apart instead."""
+    worlds = [s for s in range(40) if any(t.matrix for t in plan(s).spec.tensors)][:2]
+    with applied(named(name)):
+        assert any(run_seed(seed).violation is not None for seed in worlds)
 
 
 def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:

@@ -16,8 +16,9 @@ from pipeline.buffers import take
 from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
-from pipeline.messages import MergeName, MergeRule, SyncSpec, TensorSpec
+from pipeline.messages import SyncSpec, TensorSpec
 from pipeline.settings import SyncSettings
+from pipeline.wire import MergeName, MergeRule
 
 ITEM = 4
 """Bytes of a float32."""
@@ -37,20 +38,27 @@ def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
     head is "rda": every row of it gets a gradient at every step, like any matrix, while a row of an embedding
     moves only where its token occurs, and the direction of a row that hardly moved is noise.
     """
+    return {name: "mean" if embedding else "rda" for name, embedding in _embeddings(model).items()}
+
+
+def _embeddings(model: nn.Module) -> dict[str, bool]:
+    """Of every trained tensor by name: whether it is an embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return {
-        name: "mean" if id(tensor) in embeddings else "rda"
-        for name, tensor in model.named_parameters()
-        if tensor.requires_grad
-    }
+    return {name: id(tensor) in embeddings for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
 def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
     """The model's trained tensors as the spec lists them, in `named_parameters` order.
 
+    With a Muon outer step it says which tensors that takes for matrices: those of two dimensions, with several rows and
+    columns, that are no embeddings, since a row of an embedding is a vector of its own.
+
     Raises:
-        UsageError: nothing to train, a tensor that is not floating point, or fewer tensors than fragments.
+        UsageError: nothing to train, a tensor that is not floating point, fewer tensors than fragments, or a Muon outer
+            step that could never happen.
     """
+    if sync.outer == "muon" and not sync.outer_momentum:
+        raise UsageError("outer=muon needs an outer momentum above 0: a step without momentum is never orthogonalised")
     trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}
     if not trained:
         raise UsageError("the model has no parameter that requires a gradient")
@@ -59,7 +67,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
             raise UsageError(
                 f"parameter {name} is {tensor.dtype}; trained tensors may be {', '.join(_DTYPES.values())}"
             )
-    rules = merge_rules(model)
+    rules, embeddings = merge_rules(model), _embeddings(model)
     fragment = balance(((name, tensor.numel()) for name, tensor in trained.items()), sync.fragments)
     return tuple(
         TensorSpec(
@@ -68,6 +76,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
             dtype=_DTYPES[tensor.dtype],
             rule=_rule(sync.merge, rules[name], tensor),
             fragment=fragment[name],
+            matrix=sync.outer == "muon" and tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name],
         )
         for name, tensor in trained.items()
     )

@@ -27,8 +27,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import UsageError
-from pipeline.messages import MergeName, SyncSpec
-from pipeline.wire import Codec, GlobalCodec
+from pipeline.messages import SyncSpec
+from pipeline.wire import Codec, GlobalCodec, MergeName
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
 OuterName = Literal["delayed", "agreement", "extrapolated", "muon", "schedule-free"]
