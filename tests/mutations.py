@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
-from syncer import outer
+from syncer import fragment, outer
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
 from syncer.owner import FragmentOwner
@@ -229,9 +229,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the momentum is of orthogonalised steps",
-        outer,
+        fragment,
         "muon_step",
-        (("        done += len(d)\n", "        b[:] = step\n        done += len(d)\n"),),
+        (("finish(slot.start, slot.stop)", "b[:] = taken\n        finish(slot.start, slot.stop)"),),
     ),
     Mutation(
         "a growing interval goes by a learner's own rounds",

@@ -1,9 +1,12 @@
 """The layout: every tensor once, balanced, and the same for everybody."""
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from pipeline.codec import digest_of
 from pipeline.errors import UsageError
 from pipeline.fragments import balance, layout_of
 
@@ -89,3 +92,20 @@ def test_the_digest_tells_layouts_apart():
     digests = {layout_of(t).digest for t in (table, *changed)}
     assert len(digests) == 1 + len(changed)
     assert layout_of(list(table)).digest == layout_of(table).digest
+
+
+def test_only_tables_that_tell_of_matrices_have_another_digest_than_they_always_had():
+    """Checkpoints and deltas of earlier builds hold the digest; of what an outer step does to a tensor it must tell."""
+    table = [samples.tensor("a", (2, 3)), samples.tensor("b", (4,))]
+    always = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment) for t in table])
+    assert layout_of(table).digest == digest_of(always)
+    told = [table[0].model_copy(update={"matrix": True}), table[1]]
+    assert layout_of(told).digest != layout_of(table).digest
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (1, 6), (2, 3, 2), ()])
+def test_a_spec_whose_matrix_has_no_rows_and_columns_is_refused(shape):
+    """A spec is a peer's word: its owner would fail at every merge."""
+    tensors = (samples.tensor("a", shape).model_copy(update={"matrix": True}), samples.tensor("b", (4,), 1))
+    with pytest.raises(ValidationError, match="no rows and columns"):
+        samples.spec(tensors=tensors)
