@@ -53,8 +53,8 @@ REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
 """Relative difference from the float64 reference that float32 and its order of summing may make. Newton-Schulz
-multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most, in the
-eleven of the first 53 worlds that have it.
+multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most: in
+the eleven of the first 53 worlds that have it.
 """
 
 
