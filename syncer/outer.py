@@ -54,21 +54,29 @@ class NesterovStep:
 
     def block(self, start: int, stop: int) -> None:
         """Elements [start, stop), at most `BLOCK` of them."""
-        lr, mu, d = self._lr, self._mu, self._out[start:stop]
         step = self._scratch[: stop - start]
         if self._momentum_out is None:
-            np.multiply(d, lr, out=step)
+            self.go(start, stop, self._out[start:stop], step)
         else:
-            b = self._momentum_out[start:stop]
-            if self._momentum is None:
-                b.fill(0)
-            else:
-                np.multiply(self._momentum[start:stop], mu, out=b)
-            np.add(b, d, out=b)
-            np.multiply(b, mu, out=step)
-            np.add(step, d, out=step)
-            np.multiply(step, lr, out=step)
-        np.subtract(self._theta[start:stop], step, out=d)
+            self.direction(start, stop, step)
+            self.go(start, stop, step, step)
+
+    def direction(self, start: int, stop: int, step: Float32) -> None:
+        """The new b of elements [start, stop), and into step (stop - start,): D + mu*b."""
+        assert self._momentum_out is not None  # noqa: S101  # there is momentum
+        d, b = self._out[start:stop], self._momentum_out[start:stop]
+        if self._momentum is None:
+            b.fill(0)
+        else:
+            np.multiply(self._momentum[start:stop], self._mu, out=b)
+        np.add(b, d, out=b)
+        np.multiply(b, self._mu, out=step)
+        np.add(step, d, out=step)
+
+    def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
+        """The new values of elements [start, stop), lr*step further; both (stop - start,), and may be the same."""
+        np.multiply(step, self._lr, out=scratch)
+        np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
 
 
 def matrix_elements(layout: FragmentLayout) -> int:
@@ -127,25 +135,19 @@ def muon_step(
                 plain.block(start, stop)
                 finish(start, stop)
             continue
-        d, b = out[slot.start : slot.stop], momentum_out[slot.start : slot.stop]
-        if momentum is None:
-            np.copyto(b, d)
-        else:
-            np.multiply(momentum[slot.start : slot.stop], mu, out=b)
-            np.add(b, d, out=b)
-        step = found[done : done + len(d)]
-        np.multiply(b, mu, out=step)
-        np.add(step, d, out=step)
-        np.copyto(step, _at_its_length(step.reshape(slot.tensor.shape)))
-        taken = step if recorded is None else recorded[done : done + len(d)]
-        np.subtract(theta[slot.start : slot.stop], np.multiply(taken, lr), out=d)
+        part = slice(done, done + slot.stop - slot.start)
+        step = found[part]
+        plain.direction(slot.start, slot.stop, step)
+        np.copyto(step, at_its_length(step.reshape(slot.tensor.shape)))
+        taken = step if recorded is None else recorded[part]
+        plain.go(slot.start, slot.stop, taken, np.empty_like(taken))
         finish(slot.start, slot.stop)
-        done += len(d)
+        done = part.stop
     return found
 
 
-def _at_its_length(matrix: Float32) -> Float32:
-    """A matrix orthogonalised and scaled to the Frobenius length that it had, flat."""
+def at_its_length(matrix: Float32) -> Float32:
+    """A matrix (rows, columns) orthogonalised and scaled to the Frobenius length that it had, flat."""
     flat = np.ascontiguousarray(orthogonalised(matrix)).reshape(-1)
     length, now = math.sqrt(squares(matrix.reshape(-1))), math.sqrt(squares(flat))
     scaled: Float32 = np.multiply(flat, np.float32(length / now if now else 0.0))

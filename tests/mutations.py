@@ -224,14 +224,19 @@ MUTATIONS = [
     Mutation(
         "an orthogonalised step has another length",
         outer,
-        "_at_its_length",
+        "at_its_length",
         (("length / now if now else 0.0", "1.0"),),
     ),
     Mutation(
         "the momentum is of orthogonalised steps",
         fragment,
         "muon_step",
-        (("finish(slot.start, slot.stop)", "b[:] = taken\n        finish(slot.start, slot.stop)"),),
+        (
+            (
+                "finish(slot.start, slot.stop)",
+                "momentum_out[slot.start : slot.stop] = taken\n        finish(slot.start, slot.stop)",
+            ),
+        ),
     ),
     Mutation(
         "a growing interval goes by a learner's own rounds",

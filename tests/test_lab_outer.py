@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from chaos.lab.fragment import LabFragment, Stale
-from chaos.lab.outer import RULES, Memory, Merge, orthogonalised
+from chaos.lab.outer import RULES, Memory, Merge
 from chaos.lab.settings import LabRun
 from pipeline.fragments import layout_of
 from syncer.fragment import Delta, FragmentState, Room
 from syncer.merge import Sum
 from syncer.norms import delta_norms
+from syncer.outer import orthogonalised
 from syncer.window import Offer
 
 from . import samples

@@ -114,8 +114,8 @@ def test_a_run_with_muon_is_replayed_bit_for_bit(muon) -> None:
 def test_a_step_orthogonalised_by_another_machine_is_taken_within_the_tolerance(muon, monkeypatch, off: float) -> None:
     """Products of matrices summed in another order: the values are made from the recorded step, whatever it is."""
     folder, commits = muon
-    production = outer._at_its_length
-    monkeypatch.setattr(outer, "_at_its_length", lambda matrix: production(matrix) * np.float32(1 + off))
+    production = outer.at_its_length
+    monkeypatch.setattr(outer, "at_its_length", lambda matrix: production(matrix) * np.float32(1 + off))
     lines = told(check(folder, commits))
     assert all("orthogonalised step of t" in line and "from the recorded one by 0.0099 of" in line for line in lines)
     assert bool(lines) is (off > 1e-3)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from syncer.outer import at_its_length
+
 from .settings import OuterName
 
 Float32 = npt.NDArray[np.float32]
@@ -19,9 +21,6 @@ Memory = Mapping[str, Float32]
 Matrix = tuple[int, int, tuple[int, int]]
 """Where a matrix lies in the flat vector, and how: (start, stop, (rows, columns))."""
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""a, b, c of x -> a x + b x^3 + c x^5, which takes singular values towards 1 (Jordan et al., Muon, 2024)."""
-NEWTON_SCHULZ_STEPS = 5
 TINY = 1e-12
 
 
@@ -88,10 +87,7 @@ def muon(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     def orthogonal(step: Float32) -> Float32:
         out = step.copy()
         for start, stop, shape in merge.matrices:
-            matrix = step[start:stop].reshape(shape)
-            flat = orthogonalised(matrix)
-            scale = float(np.linalg.norm(matrix)) / max(TINY, float(np.linalg.norm(flat)))
-            out[start:stop] = _x(scale, flat).reshape(-1)
+            out[start:stop] = at_its_length(step[start:stop].reshape(shape))
         return out
 
     return _nesterov(merge, memory, merge.lr, orthogonal)
@@ -115,17 +111,6 @@ RULES: dict[OuterName, Rule] = {
     "muon": muon,
     "schedule-free": schedule_free,
 }
-
-
-def orthogonalised(matrix: Float32) -> Float32:
-    """A matrix (rows, columns) with about the same singular vectors, and singular values between 0.7 and 1.2."""
-    a, b, c = NEWTON_SCHULZ
-    x: Float32 = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = _x(1 / max(TINY, float(np.linalg.norm(x))), x)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = np.asarray(_x(a, x) + (_x(b, gram) + _x(c, gram @ gram)) @ x, np.float32)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def _nesterov(merge: Merge, memory: Memory, lr: float, shape: Callable[[Float32], Float32]) -> tuple[Float32, Memory]:
