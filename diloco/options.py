@@ -63,7 +63,7 @@ class RunSettings(Settings):
 
 _TOGETHER = {
     **{"quorum": "all", "grace_gamma": 0.0, "merge": "mean"},
-    **{"outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
+    **{"outer": "nesterov", "outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "streaming": {**_TOGETHER, "outer_lr": 0.4},

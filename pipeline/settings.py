@@ -115,14 +115,20 @@ class SyncSettings(Settings):
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer: OuterName = Field(
-        "nesterov",
+        "muon",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; muon: its step orthogonalised, each matrix "
-        "by itself and at its own length",
+        "by itself and at its own length, which costs the syncer products of matrices (docs/performance.md)",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
-    outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_momentum: float = Field(
+        0.7, ge=0, lt=1, description="Outer Nesterov momentum; with outer=nesterov 0.5 is better"
+    )
     outer_warmup: int = Field(
-        24, ge=0, le=10**6, description="First outer steps of each fragment that average only: rate 1, no momentum"
+        6,
+        ge=0,
+        le=10**6,
+        description="First outer steps of each fragment that average only: rate 1, no momentum; with outer=nesterov 24 "
+        "are better",
     )
     first_interval: int = Field(
         2, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"

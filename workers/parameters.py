@@ -58,7 +58,10 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
             step that could never happen.
     """
     if sync.outer == "muon" and not sync.outer_momentum:
-        raise UsageError("outer=muon needs an outer momentum above 0: a step without momentum is never orthogonalised")
+        raise UsageError(
+            "outer=muon needs an outer momentum above 0: a step without momentum is never orthogonalised. To average "
+            "only, set outer=nesterov too"
+        )
     trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}
     if not trained:
         raise UsageError("the model has no parameter that requires a gradient")

@@ -23,7 +23,7 @@ from pipeline.messages import Head, Phase, Spec
 from pipeline.settings import SyncerProcess, SyncerSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers.parameters import FragmentParameters, merge_rules, tensor_table
+from workers.parameters import FragmentParameters, tensor_table
 
 from ..chance import Chance
 from ..virtual_time import VirtualClock, inline, run_virtual
@@ -116,8 +116,7 @@ class LabWorld:
         # All of it is given, so that no DILOCO_* variable of this machine has a say.
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
-        embeddings = frozenset(name for name, rule in merge_rules(self._initial).items() if rule == "mean")
-        make = partial(LabFragment, self.run, embeddings, self._stale)
+        make = partial(LabFragment, self.run, self._stale)
         return SyncerService(
             self.link(), self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
         )

@@ -2,20 +2,19 @@
 for it. Pure: numpy only."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.fragments import FragmentLayout
 from pipeline.messages import MergedBase
 from syncer.fragment import Delta, FragmentState, Merged, Room, Stepped
 from syncer.merge import Sum
 from syncer.norms import delta_norms
 
-from .outer import RULES, Matrix, Memory, Merge
+from .outer import RULES, Memory, Merge
 from .settings import LabRun
 
 Float32 = npt.NDArray[np.float32]
@@ -31,13 +30,12 @@ class Stale:
 
 
 class LabFragment(FragmentState):
-    """As production's, where `outer` and `stale` are off."""
+    """As production's, where `outer` is production's and `stale` is off."""
 
-    def __init__(self, run: LabRun, embeddings: Collection[str], stale: Stale, *state: Any) -> None:
-        """embeddings: names of tensors that are no matrices to an outer step. state: as `FragmentState`."""
+    def __init__(self, run: LabRun, stale: Stale, *state: Any) -> None:
+        """state: as `FragmentState`."""
         super().__init__(*state)
         self._run, self._stale = run, stale
-        self._matrices = matrices_of(self.layout, embeddings)
         self._before: Float32 | None = None
         """Values at the version before this one, once there is one."""
         self._memory: Memory = {}
@@ -63,14 +61,14 @@ class LabFragment(FragmentState):
         lr, mu = self.outer(deltas)
         self._next = ({}, 0, 0)
         averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
-        if self._run.outer is None or averages:
+        if self._run.outer not in RULES or averages:
             return super().step(deltas, shares, room)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         reduced = (room.sum or Sum(self.layout, room.theta)).close(values, norms, shares)
         squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
-        given = Merge(self.theta, room.theta.copy(), step, lr, mu, delay, spread, self._matrices)
+        given = Merge(self.theta, room.theta.copy(), step, lr, mu, delay, spread)
         room.theta[:], memory = RULES[self._run.outer](given, self._memory)
         if room.momentum is not None:
             room.momentum.fill(0)  # a rule keeps its own
@@ -94,12 +92,3 @@ class LabFragment(FragmentState):
         assert self._before is not None  # noqa: S101  # the delta's base was this fragment's
         values = np.asarray(delta.values[:], np.float32) + (self.theta - self._before)
         return Delta(delta.offer, values, delta_norms(self.layout, values))
-
-
-def matrices_of(layout: FragmentLayout, embeddings: Collection[str]) -> tuple[Matrix, ...]:
-    """The tensors of a fragment with two dimensions that are no embeddings."""
-    return tuple(
-        (slot.start, slot.stop, (slot.tensor.shape[0], slot.tensor.shape[1]))
-        for slot in layout.slots
-        if len(slot.tensor.shape) == 2 and slot.tensor.name not in embeddings
-    )

@@ -10,16 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from syncer.outer import at_its_length
-
 from .settings import OuterName
 
 Float32 = npt.NDArray[np.float32]
 Memory = Mapping[str, Float32]
 """Vectors (elements,) that a rule keeps from one step to the next; empty before the first."""
-
-Matrix = tuple[int, int, tuple[int, int]]
-"""Where a matrix lies in the flat vector, and how: (start, stop, (rows, columns))."""
 
 TINY = 1e-12
 
@@ -41,8 +36,6 @@ class Merge:
     spread: float
     """Weighted mean of the deltas' squared lengths over the pseudogradient's: 1 where all are alike, M where they are
     orthogonal and of one length."""
-    matrices: tuple[Matrix, ...] = ()
-    """The fragment's tensors that are matrices and no embeddings."""
 
 
 Rule = Callable[[Merge, Memory], tuple[Float32, Memory]]
@@ -77,20 +70,9 @@ def agreement(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
 def extrapolated(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     """Nesterov at lr max(1, spread / 2): further where the deltas are long beside their mean (Jhunjhunwala et al.,
     FedExP, 2023, without its constant)."""
-    return _nesterov(merge, memory, merge.lr * max(1.0, merge.spread / 2), lambda step: step)
-
-
-def muon(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
-    """Nesterov whose step is orthogonalised, each matrix for itself and at its length; embeddings and vectors go as
-    they are (after Jordan et al., Muon, 2024, which is an inner optimizer)."""
-
-    def orthogonal(step: Float32) -> Float32:
-        out = step.copy()
-        for start, stop, shape in merge.matrices:
-            out[start:stop] = at_its_length(step[start:stop].reshape(shape))
-        return out
-
-    return _nesterov(merge, memory, merge.lr, orthogonal)
+    momentum = _x(merge.mu, _kept(memory, "momentum", merge.d)) + merge.d
+    rate = merge.lr * max(1.0, merge.spread / 2)
+    return merge.theta - _x(rate, merge.d + _x(merge.mu, momentum)), {"momentum": momentum}
 
 
 def schedule_free(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
@@ -108,14 +90,8 @@ RULES: dict[OuterName, Rule] = {
     "delayed": delayed,
     "agreement": agreement,
     "extrapolated": extrapolated,
-    "muon": muon,
     "schedule-free": schedule_free,
 }
-
-
-def _nesterov(merge: Merge, memory: Memory, lr: float, shape: Callable[[Float32], Float32]) -> tuple[Float32, Memory]:
-    momentum = _x(merge.mu, _kept(memory, "momentum", merge.d)) + merge.d
-    return merge.theta - _x(lr, shape(merge.d + _x(merge.mu, momentum))), {"momentum": momentum}
 
 
 def _kept(memory: Memory, name: str, like: Float32) -> Float32:

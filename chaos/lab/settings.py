@@ -31,12 +31,12 @@ from pipeline.messages import SyncSpec
 from pipeline.wire import Codec, GlobalCodec, MergeName
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
-OuterName = Literal["delayed", "agreement", "extrapolated", "muon", "schedule-free"]
+OuterName = Literal["nesterov", "muon", "delayed", "agreement", "extrapolated", "schedule-free"]
 MOST_RUNS = 10_000
 
 _TOGETHER = {
     **{"quorum": "all", "grace_gamma": 0.0, "merge": "mean"},
-    **{"outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
+    **{"outer": "nesterov", "outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "data-parallel": {},
@@ -95,10 +95,10 @@ class LabRun(BaseModel):
     )
     weights: Literal["tokens", "equal"] | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
-    outer_momentum: float = Field(0.5, ge=0, lt=1, description="Outer Nesterov momentum")
-    outer_warmup: int = Field(24, ge=0, description="First outer steps of each fragment that average only")
-    outer: OuterName | None = Field(
-        None, description="An outer step for research (chaos/lab/outer.py); off: Nesterov's, production's"
+    outer_momentum: float = Field(0.7, ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(6, ge=0, description="First outer steps of each fragment that average only")
+    outer: OuterName = Field(
+        "muon", description="Outer optimizer: production's nesterov or muon, or one for research (chaos/lab/outer.py)"
     )
     outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
     stale: Literal["drop", "rebase"] | None = Field(
@@ -182,6 +182,7 @@ class LabRun(BaseModel):
             global_codec=self.global_codec or "fp32",
             merge=self.merge,
             weights=self.weights or "tokens",
+            outer="muon" if self.outer == "muon" else "nesterov",
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup,
