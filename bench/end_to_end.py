@@ -106,6 +106,7 @@ class Case:
             quorum=self.learners,
             codec=self.wire,
             global_codec=self.global_codec,
+            outer="nesterov",
             outer_momentum=self.momentum,
             outer_lr=0.7,
             outer_warmup=0,

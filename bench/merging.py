@@ -1,5 +1,9 @@
 """The merge and the outer step of one fragment in memory, on one core: production code beside whole-array numpy.
 
+All but the orthogonalisation is elementwise, with Nesterov's step. orthogonal_s: what a Muon step adds where the
+fragment's tensors are square matrices, on all cores, since the products are BLAS's; beside one product of two such
+matrices.
+
 merge_s: all deltas are here at once. folding_s and closing_s: they came one after another, and all but the last were
 summed before. Rates are bytes of deltas per second. The floor is a copy between large arrays by one thread, for the
 bytes that a merge must read and write.
@@ -21,6 +25,7 @@ from pipeline.settings import SyncSettings
 from syncer.fragment import Room, outer_step
 from syncer.merge import Sum, merge_shares, merge_weights
 from syncer.norms import delta_norms
+from syncer.outer import NEWTON_SCHULZ_STEPS, at_its_length
 
 from .figures import Spread, alternate, spread
 from .floor import merge_traffic
@@ -39,6 +44,8 @@ class Sizes:
     wire: str = "bf16"
     momentum: float = 0.9
     repeats: int = 7
+    side: int = 768
+    """Rows and columns of a matrix that is orthogonalised."""
 
 
 class Work:
@@ -46,7 +53,9 @@ class Work:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
-        self.sync = SyncSettings(outer_momentum=sizes.momentum, outer_lr=0.7, outer_warmup=0).sync_spec()
+        self.sync = SyncSettings(
+            outer="nesterov", outer_momentum=sizes.momentum, outer_lr=0.7, outer_warmup=0
+        ).sync_spec()
         each = [sizes.elements // TENSORS] * TENSORS
         each[0] += sizes.elements - sum(each)
         self.layout: FragmentLayout = layout_of(
@@ -62,6 +71,9 @@ class Work:
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
         self.weights, self.shares = merge_weights(counters), merge_shares(counters)
         self.norms = [delta_norms(self.layout, delta) for delta in self.deltas]
+        self.matrices = rng.standard_normal(
+            (max(1, sizes.elements // sizes.side**2), sizes.side, sizes.side), np.float32
+        )
         self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
 
     def step(self) -> Any:
@@ -91,6 +103,15 @@ class Work:
     def digested(self) -> Any:
         """The digest of the new values."""
         return payload_digest(as_bytes(self.theta), CHUNK_BYTES)
+
+    def orthogonalised(self) -> Any:
+        """What a Muon step does with matrices of about as many elements as the fragment has."""
+        for matrix in self.matrices:
+            at_its_length(matrix)
+
+    def product(self) -> Any:
+        """One product of two such matrices."""
+        return self.matrices[0] @ self.matrices[-1].T
 
     def plain(self) -> Any:
         """The same merge and step as one writes them at first, in whole arrays."""
@@ -127,7 +148,7 @@ class Work:
 def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     """Seconds of each way, and the rates that follow."""
     item = 2 if sizes.wire == "bf16" else 4
-    need_memory(sizes.elements * (sizes.learners * (item + 8) + 32) + 2**29, f"a merge of {sizes.elements:,} elements")
+    need_memory(sizes.elements * (sizes.learners * (item + 8) + 36) + 2**29, f"a merge of {sizes.elements:,} elements")
     work = Work(sizes)
     deltas = sizes.elements * sizes.learners * item
 
@@ -149,6 +170,8 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         "memory_floor_s": timed(work.copied),
         "norms_s": timed(work.judged),
         "digest_s": timed(work.digested),
+        "orthogonal_s": timed(work.orthogonalised),
+        "product_s": timed(work.product),
     }
     if sizes.learners > 2:  # two are never summed before both are here
         ways |= {"folding_s": timed(lambda: work.room(sizes.learners - 1)), "closing_s": closing}
@@ -156,6 +179,10 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     report = {name: spread(values) for name, values in found.items()}
     for name in ("merge", "plain_numpy", "memory_floor", "norms"):
         report[f"{name}_gb_per_s"] = spread(deltas / 1e9 / value for value in found[f"{name}_s"])
+    flops = 2e-9 * sizes.side**3
+    products = 3 * NEWTON_SCHULZ_STEPS * len(work.matrices)
+    report["orthogonal_gflop_per_s"] = spread(flops * products / value for value in found["orthogonal_s"])
+    report["product_gflop_per_s"] = spread(flops / value for value in found["product_s"])
     both = zip(found["merge_s"], found["norms_s"], strict=True)
     report["merge_and_norms_gb_per_s"] = spread(deltas / 1e9 / (a + b) for a, b in both)
     report["floor_ratio"] = spread(a / b for a, b in zip(found["merge_s"], found["memory_floor_s"], strict=True))

@@ -187,13 +187,14 @@ def merge(
     wire: Wire = "bf16",
     momentum: Momentum = 0.9,
     rounds: Rounds = 7,
+    side: Annotated[int, typer.Option(min=2, help="Rows and columns of the matrices that a Muon step takes")] = 768,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
     """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies."""
     out = _Out(json_file, plot)
     measuring = importlib.import_module("bench.merging")
-    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds)
+    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side)
     found = measuring.measure(sizes, out.console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
     out.show(title, {"": found})

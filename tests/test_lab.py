@@ -170,6 +170,7 @@ def test_guard_rails_are_the_production_ones(text):
 @pytest.mark.parametrize(
     "told",
     [
+        {"outer": "nesterov"},
         *({"outer": name} for name in RULES if name != "extrapolated"),  # which has no say where deltas agree
         *({"beta2": 0.5}, {"eps": 1e-3}),
     ],

@@ -10,7 +10,6 @@ from pipeline.fragments import layout_of
 from syncer.fragment import Delta, FragmentState, Room
 from syncer.merge import Sum
 from syncer.norms import delta_norms
-from syncer.outer import orthogonalised
 from syncer.window import Offer
 
 from . import samples
@@ -70,28 +69,6 @@ def test_deltas_that_disagree_are_extrapolated(spread, rate):
     assert steps("extrapolated", f32(10), f32(2), spread=spread, mu=0.0) == [[10 - 2 * rate]]
 
 
-def test_an_orthogonal_step_is_as_long_in_all_directions():
-    """Of a matrix only, at its own length; what is no matrix goes as Nesterov goes."""
-    d = f32(3, 0, 0, 1, 5)
-    ((a, b, c, e, tail),) = steps("muon", np.zeros(5, np.float32), d, mu=0.0, matrices=((0, 4, (2, 2)),))
-    assert (b, c, tail) == (0.0, 0.0, -5.0)
-    assert a**2 + e**2 == pytest.approx(10)
-    assert 0.58 < a / e < 1.72  # 3 before
-    ((*_, tail),) = steps("muon", np.zeros(5, np.float32), d, mu=0.5)
-    assert tail == -7.5
-
-
-@pytest.mark.parametrize("shape", [(8, 3), (3, 8), (5, 5)])
-def test_orthogonalised_keeps_singular_vectors(shape):
-    """All singular values near 1, in the same directions."""
-    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    u, _, v = np.linalg.svd(matrix, full_matrices=False)
-    inside = u.T @ orthogonalised(matrix) @ v.T
-    assert np.abs(inside - np.diag(np.diag(inside))).max() < 1e-4
-    assert 0.6 < np.diag(inside).min() < np.diag(inside).max() < 1.25
-    assert (orthogonalised(np.zeros(shape, np.float32)) == 0).all()
-
-
 def test_schedule_free_is_between_the_last_and_the_mean():
     """z = 8, 7, 6; their means 8, 7.5, 7; half of each."""
     assert steps("schedule-free", f32(10), f32(2), f32(1), f32(1)) == [[8.0], [7.25], [6.5]]
@@ -103,7 +80,7 @@ LAYOUT = layout_of([samples.tensor("t", (2, 2), rule="mean"), samples.tensor("e"
 def fragment(books: Stale | None = None, **told) -> LabFragment:
     sync = samples.sync_spec(fragments=1, outer_momentum=told.pop("mu", 0.0), outer_warmup=told.pop("warmup", 0))
     state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), None
-    return LabFragment(LabRun(**told), {"e"}, books or Stale(), *state)
+    return LabFragment(LabRun(**{"outer": "nesterov"} | told), books or Stale(), *state)
 
 
 def delta(learner: str, base: int, values: np.ndarray, steps: int = 4) -> Delta:
@@ -148,7 +125,7 @@ def test_a_rule_takes_over_a_sum_that_was_begun():
     """The same as without."""
     found = []
     for begun in (False, True):
-        state = fragment(outer="muon", mu=0.5)
+        state = fragment(outer="agreement", mu=0.5)
         deltas = [delta(name, 0, every(value)) for name, value in (("a", 1.0), ("b", 3.0))]
         room = Room(6, state.sync)
         room.sum = Sum(LAYOUT, room.theta) if begun else None

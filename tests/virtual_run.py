@@ -28,7 +28,14 @@ from workers.shards import read_blocks
 RUN = "virtual"
 
 
-PLAIN = {"merge": "rda", "outer_momentum": 0.0, "outer_warmup": 0, "first_interval": 0, "doubling": 1}
+PLAIN = {
+    "merge": "rda",
+    "outer": "nesterov",
+    "outer_momentum": 0.0,
+    "outer_warmup": 0,
+    "first_interval": 0,
+    "doubling": 1,
+}
 """The protocol without what changes in the course of a run."""
 
 
