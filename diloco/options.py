@@ -168,7 +168,7 @@ def with_preset(settings: RunProcess) -> RunProcess:
 
 NOT_OF_BASELINE = (
     *("redis_url", "redis_port", "syncers", "checkpoint_every", "groups", "record_deltas"),
-    *("recover", "ramp_steps", "log_losses", "state_every"),
+    *("recover", "ramp_steps", "log_losses", "state_every", "encode_on"),
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 

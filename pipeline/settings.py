@@ -172,6 +172,9 @@ class TrainerSettings(Settings):
         return {name: getattr(self, name) for name in TrainerSettings.model_fields}
 
 
+EncodeOn = Literal["auto", "cpu", "device"]
+
+
 class LearnerSettings(Settings):
     """One learner process."""
 
@@ -184,6 +187,11 @@ class LearnerSettings(Settings):
     )
     compile: bool = Field(
         False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
+    )
+    encode_on: EncodeOn = Field(
+        "auto",
+        description="Where deltas are encoded, and their bases and residuals lie: in host memory (cpu) or on the "
+        "model's device, at 4 bytes a parameter, with int8, int4 or e3m0 8 to 12. auto: on a CUDA device, else cpu",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")

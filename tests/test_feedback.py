@@ -17,7 +17,7 @@ from pipeline.payloads import pull
 from pipeline.quantize import KINDS, Quantized
 from syncer.fragment import Delta, FragmentState, Merged
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from workers import exchange
+from workers.encoding import OnHost
 from workers.encoding import encode_delta as encode_into
 from workers.feedback import MOST_SENT, ErrorFeedback
 
@@ -272,7 +272,7 @@ def fed(monkeypatch) -> list[bool]:
         found.append(residual is not None)
         return encode_into(base, values, kind, residual, out, written)
 
-    monkeypatch.setattr(exchange, "encode_delta", encoding)
+    monkeypatch.setattr(OnHost, "encode", staticmethod(encoding))
     return found
 
 

@@ -1,6 +1,11 @@
-"""Deltas as they travel, from front to back, so that what is encoded can leave while the rest is. Pure: numpy only."""
+"""Deltas as they travel, from front to back, so that what is encoded can leave while the rest is. Pure: numpy only.
+
+The vectors that they are made of lie where they are encoded: in host memory (`OnHost`), or on the model's device
+(`device_encoding`). The exchange only passes them on.
+"""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +13,8 @@ import numpy.typing as npt
 from pipeline import quantize
 from pipeline.codec import DTYPES
 from pipeline.wire import Codec
+
+from .feedback import grown
 
 Float32 = npt.NDArray[np.float32]
 
@@ -50,3 +57,44 @@ def encode_delta(
             np.add(delta, residual[start : start + quantize.GROUP], out=delta)
         written(encoding.add(delta, delta))
     return current
+
+
+class Encoder(Protocol):
+    """Where a learner's bases and residuals are, and what is computed with them there.
+
+    A vector of its own is a flat float32 one (elements,) of whatever type it likes. Any thread may call it.
+    """
+
+    def keep(self, values: Float32) -> Any:
+        """A global as it was pulled, to be a base from now on: a vector of its own."""
+
+    def read(self, kept: Any) -> Float32:
+        """The values of a vector that was kept; not to be written to."""
+
+    def encode(
+        self,
+        base: Any,
+        values: Callable[[], Any],
+        kind: Codec,
+        residual: Any | None,
+        out: npt.NDArray[np.uint8],
+        written: Callable[[int], object],
+    ) -> Any | None:
+        """As `encode_delta`, of vectors of its own; the bytes are the same."""
+
+    def grown(self, error: Any, now: Any | None, fed: Any | None) -> Any:
+        """As `feedback.grown`."""
+
+
+class OnHost:
+    """In host memory, by numpy."""
+
+    encode = staticmethod(encode_delta)
+    grown = staticmethod(grown)
+
+    @staticmethod
+    def keep(values: Float32) -> Float32:
+        """As it is."""
+        return values
+
+    read = keep

@@ -46,13 +46,14 @@ from pipeline.payloads import push, push_growing
 from pipeline.ports import Bus, Clock
 
 from .claims import ShardClaims
-from .encoding import encode_delta
+from .encoding import Encoder, OnHost
 from .feedback import ErrorFeedback
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
 
 Float32 = npt.NDArray[np.float32]
 Offload = Callable[..., Awaitable[Any]]
+Values = Callable[[], Any]
 
 REPORT_S = 0.3
 """Time between reports while nothing else calls for one."""
@@ -112,8 +113,9 @@ class Exchange:
         report: Callable[[bool], LearnerReport],
         *,
         offload: Offload = asyncio.to_thread,
+        encoder: Encoder | None = None,
     ) -> None:
-        """report: called with `left` whenever a report is due; must not block."""
+        """report: called with `left` whenever a report is due; must not block. encoder: None: `OnHost`."""
         self._bus, self._clock, self._id, self._incarnation = bus, clock, learner, incarnation
         self._report_now, self._offload = report, offload
         self._log = structlog.get_logger().bind(learner=learner)
@@ -128,15 +130,16 @@ class Exchange:
         self._looked: dict[int, int] = {}
         """Number of the look by which each fragment's head was last known."""
         self._pull_wake, self._report_wake = asyncio.Event(), asyncio.Event()
-        self._headers: dict[tuple[int, int, bytes], tuple[Publication, Callable[[], Float32]]] = {}
+        self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._header_wake = asyncio.Event()
-        self._uploads: asyncio.Queue[tuple[Publication, Callable[[], Float32]]] = asyncio.Queue()
+        self._uploads: asyncio.Queue[tuple[Publication, Values]] = asyncio.Queue()
         self._newest: dict[int, tuple[int, int]] = {}
         """(base version, attempt) of the last delta of each fragment."""
         self._unsent = 0
         self._left = False
-        self._feedback = ErrorFeedback(learner, incarnation)
+        self._encoder: Encoder = encoder or OnHost()
+        self._feedback = ErrorFeedback(learner, incarnation, self._encoder.grown)
         self._reports = self._outages = 0
         self._outage = False
         """A call failed; all heads must be read anew."""
@@ -211,11 +214,11 @@ class Exchange:
             for work in (self._follow, self._pull_wanted, *publishing, self._look_for_syncers):
                 group.create_task(self._forever(work))
 
-    def stepped(self, publications: Iterable[tuple[Publication, Callable[[], Float32]]], adopted: bool) -> None:
+    def stepped(self, publications: Iterable[tuple[Publication, Values]], adopted: bool) -> None:
         """An inner step is done: queue its deltas; if fragments were adopted, others learn of it soon.
 
-        With each delta comes a function that gives the fragment's flat float32 vector (elements,) as it was then, to be
-        overwritten; it may wait for a device.
+        With each delta comes a function that gives the fragment's vector (elements,) as it was then, of the encoder's
+        kind, to be overwritten; it may wait for a device.
         """
         for item in publications:
             base = item[0].base
@@ -283,7 +286,7 @@ class Exchange:
             # It came back as it was before version 0: the run begins again with what this learner has adopted.
             self._log.warning("heads_lost")
             nonce = f"{self._looks:04x}{self._incarnation}"[:32]  # a fresh one: other values than at first
-            await self._begin(nonce, lambda p: self._bases[p].values)
+            await self._begin(nonce, lambda p: self._encoder.read(self._bases[p].values))
             await self._look(range(len(self._fragments)))
         if outage:
             self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
@@ -339,11 +342,12 @@ class Exchange:
         assert self._spec is not None  # noqa: S101  # set by join
         p, elements = head.fragment, self._fragments[head.fragment].elements
         try:
-            values = await pull_shown(self._bus, head, elements, self._spec.sync, self._offload, SLOW_PULL_S)
+            pulled = await pull_shown(self._bus, head, elements, self._spec.sync, self._offload, SLOW_PULL_S)
         except BadPayload as error:
             self._log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             await asyncio.sleep(POLL_S)
             return False
+        values = await self._offload(self._encoder.keep, pulled)
         if p in self._latest and head.version <= self._latest[p][0]:
             self._feedback.reset(p)
         self._latest[p] = (head.version, head.digest)
@@ -365,7 +369,7 @@ class Exchange:
                 await self._offer_one(self._headers.pop(next(iter(self._headers))))
             await self._header_wake.wait()
 
-    async def _offer_one(self, item: tuple[Publication, Callable[[], Float32]]) -> None:
+    async def _offer_one(self, item: tuple[Publication, Values]) -> None:
         """A call of its own, as `_upload_one`."""
         await self._retry(self._send_header, item[0])
         self._uploads.put_nowait(item)
@@ -398,7 +402,7 @@ class Exchange:
             if not self._unsent:
                 self._idle.set()
 
-    async def _upload_one(self, publication: Publication, values: Callable[[], Float32]) -> None:
+    async def _upload_one(self, publication: Publication, values: Values) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
         assert self._spec is not None  # noqa: S101  # set by join
         if not self._wants(publication):
@@ -413,7 +417,7 @@ class Exchange:
 
         async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
-            error = await self._offload(encode_delta, base.values, values, sync.codec, residual, wire, written)
+            error = await self._offload(self._encoder.encode, base.values, values, sync.codec, residual, wire, written)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 

@@ -1,4 +1,6 @@
-"""Error feedback of one learner: what quantizing its deltas lost goes with its next ones. Pure: numpy only.
+"""Error feedback of one learner: what quantizing its deltas lost goes with its next ones. Pure.
+
+Its vectors are float32 (elements,), of numpy or of whatever else adds up in place: they are where deltas are encoded.
 
 A delta d of a fragment is sent as q, the code of d + r, where r is the fragment's residual. What the residual is:
 
@@ -19,15 +21,11 @@ that neither tells of (two commits within one gap) loses its error, once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from pipeline.messages import Contribution, MergedBase
-
-Float32 = npt.NDArray[np.float32]
 
 MOST_SENT = 4
 """Undecided deltas of one fragment that are remembered: two bases, and an attempt more on each."""
@@ -35,10 +33,19 @@ MOST_SENT = 4
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    fed: Float32 | None
+    fed: Any | None
     """r, as it was then; None: zero."""
-    error: Float32
+    error: Any
     """d + r - q."""
+
+
+def grown(error: Any, now: Any | None, fed: Any | None) -> Any:
+    """error + now - fed, in the memory of `error`; None: zero."""
+    if now is not None:
+        error += now
+    if fed is not None:
+        error -= fed
+    return error
 
 
 class ErrorFeedback:
@@ -48,17 +55,18 @@ class ErrorFeedback:
     that it gave is never written to again.
     """
 
-    def __init__(self, learner: str, incarnation: str) -> None:
-        self._me = learner, incarnation
-        self._residuals: dict[int, Float32] = {}
+    def __init__(self, learner: str, incarnation: str, add: Callable[[Any, Any, Any], Any] = grown) -> None:
+        """add: `grown`, where these vectors are."""
+        self._me, self._add = (learner, incarnation), add
+        self._residuals: dict[int, Any] = {}
         self._sent: dict[int, dict[tuple[int, int], _Sent]] = defaultdict(dict)
         """Fragment -> (base version, tokens) -> delta; of several on one base each has more tokens."""
 
-    def residual(self, fragment: int) -> Float32 | None:
+    def residual(self, fragment: int) -> Any | None:
         """(elements,) to be added to the fragment's next delta; None: zero."""
         return self._residuals.get(fragment)
 
-    def sent(self, fragment: int, at: tuple[int, int], fed: Float32 | None, error: Float32) -> None:
+    def sent(self, fragment: int, at: tuple[int, int], fed: Any | None, error: Any) -> None:
         """A delta is on its way.
 
         Args:
@@ -80,13 +88,10 @@ class ErrorFeedback:
             delta = self._sent[fragment].pop((part.base_version, part.tokens), None)
             if delta is None:
                 continue
-            now = self._residuals.get(fragment)
+            now, error = self._residuals.get(fragment), delta.error
             if now is not delta.fed:  # another one was merged since it was sent: rare
-                if now is not None:
-                    np.add(delta.error, now, out=delta.error)
-                if delta.fed is not None:
-                    np.subtract(delta.error, delta.fed, out=delta.error)
-            self._residuals[fragment] = delta.error
+                error = self._add(error, now, delta.fed)
+            self._residuals[fragment] = error
 
     def passed(self, fragment: int, version: int) -> None:
         """The fragment is at `version`, and all merges until then were told: older deltas are too stale for another."""

@@ -39,9 +39,11 @@ from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
-from pipeline.settings import BusSettings, SyncSettings, load
+from pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
 
 from .background import yield_core
+from .device_encoding import OnDevice
+from .encoding import OnHost
 from .exchange import Exchange
 from .parameters import FragmentParameters, tensor_table
 from .recovery import Recover, Recovery, RecoveryOptions, Source
@@ -71,6 +73,7 @@ class Learner:
         state_every_s: float = 30.0,
         recover: Recover = "auto",
         log_losses: bool = False,
+        encode_on: EncodeOn = "auto",
     ) -> None:
         """Nothing is connected before `with`.
 
@@ -88,6 +91,8 @@ class Learner:
             state_every_s: time between two savings.
             recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing.
             log_losses: append the loss of each step to `state_dir`/losses.jsonl.
+            encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
+                where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
 
         Raises:
             UsageError: no Redis URL, or losses to be logged to no folder.
@@ -103,6 +108,7 @@ class Learner:
         self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
         self.device = next(model.parameters()).device
+        self._on_device = encode_on == "device" or (encode_on == "auto" and self.device.type == "cuda")
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self._url, self._run, self._leave_s = url, run, leave_s
@@ -307,11 +313,16 @@ class Learner:
 
     def _hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Snapshot what is to be published and tell the exchange; waking its thread costs, so once a step."""
-        parameters, exchange = self._parameters, self._exchange
-        assert parameters is not None and exchange is not None  # noqa: S101, PT018
-        items = [(publication, parameters.snapshot(publication.base.fragment).numpy) for publication in publications]
+        exchange = self._exchange
+        assert exchange is not None  # noqa: S101
+        items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
         if items or adopted:
             self._tell(exchange.stepped, items, adopted)
+
+    def _snapshot(self, p: int) -> Callable[[], Any]:
+        """What the encoder takes."""
+        assert self._parameters is not None  # noqa: S101  # set with the rounds
+        return self._parameters.on_device(p) if self._on_device else self._parameters.snapshot(p).numpy
 
     def _tell(self, what: Callable[..., None], *args: Any) -> None:
         """Have the exchange do something. One that has failed meanwhile does no more: the next step says why."""
@@ -336,7 +347,9 @@ class Learner:
         assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         bus = await self._connect()
-        exchange = self._exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report)
+        encoder = OnDevice(self.device) if self._on_device else OnHost()
+        exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
+        self._exchange = exchange
         try:
             await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
             running = asyncio.create_task(exchange.run())

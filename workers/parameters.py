@@ -1,10 +1,10 @@
 """Between a model's tensors and the flat float32 vectors that travel.
 
-The training thread calls `FragmentTensors.snapshot` and `overwrite`; both only queue work on a CUDA device,
-and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
+The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overwrite`; they only queue work on a CUDA
+device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -147,9 +147,7 @@ class FragmentTensors:
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
                 raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)
             return Snapshot(values)
-        flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
-        for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
+        flat = self._flat(p)
         if self._side is None:
             return Snapshot(flat.cpu().numpy())
         host = torch.empty(layout.elements, dtype=torch.float32, pin_memory=True)
@@ -162,17 +160,51 @@ class FragmentTensors:
         return Snapshot(host.numpy(), copied)
 
     @torch.no_grad()
-    def overwrite(self, p: int, flat: npt.NDArray[np.float32]) -> None:
-        """Put a flat vector (elements,) into fragment p, in place; optimizer moments stay as they are."""
+    def on_device(self, p: int) -> Callable[[], torch.Tensor]:
+        """Fragment p as it is now, as a flat vector (elements,) on its device.
+
+        To be called in the stream in which it is used: there it is as if it had been copied before.
+        """
+        flat = self._flat(p)
+        if self._side is None:
+            return lambda: flat
+        copied = torch.cuda.current_stream(self.device).record_event()
+
+        def values() -> torch.Tensor:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            flat.record_stream(stream)
+            return flat
+
+        return values
+
+    def _flat(self, p: int) -> torch.Tensor:
         layout = self._layout.fragments[p]
-        if self._plain:
+        flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
+        for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
+            flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
+        return flat
+
+    @torch.no_grad()
+    def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
+        """Put a flat vector (elements,) into fragment p, in place; optimizer moments stay as they are.
+
+        flat: an array, or a tensor on this device.
+        """
+        layout = self._layout.fragments[p]
+        if isinstance(flat, torch.Tensor):
+            if self._side is not None:
+                flat.record_stream(torch.cuda.current_stream(self.device))  # it is of another stream
+            values = flat
+        elif self._plain:
             raw = as_bytes(flat)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
                 self._bytes(tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
             return
-        values = torch.from_numpy(flat)
-        if self._side is not None:
-            values = values.pin_memory().to(self.device, non_blocking=True)
+        else:
+            values = torch.from_numpy(flat)
+            if self._side is not None:
+                values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             tensor.copy_(values[slot.start : slot.stop].view(tensor.shape))
 

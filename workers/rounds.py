@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
-
 from pipeline.fragments import Layout
 from pipeline.messages import SyncSpec
 from pipeline.ramps import interval_at
@@ -24,8 +22,8 @@ class Base:
     fragment: int
     version: int
     digest: bytes
-    values: npt.NDArray[Any]
-    """Flat float32 vector (elements,)."""
+    values: Any
+    """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device."""
 
 
 @dataclass(frozen=True, slots=True)

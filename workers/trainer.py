@@ -115,6 +115,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         state_every_s=settings.state_every,
         recover=settings.recover,
         log_losses=settings.log_losses,
+        encode_on=settings.encode_on,
     ) as learner:
         fresh = settings.ramp_steps
         ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": fresh, "checkpoint": fresh}.get(learner.recovered, 0)

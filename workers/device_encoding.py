@@ -1,0 +1,159 @@
+"""Deltas encoded where the model is: what leaves the device is their wire, byte for byte what numpy makes of them.
+
+`pipeline.quantize` says what the codes are; here the same single float32 operations are torch's, on as many blocks at a
+time as a device likes. So none of them may be one that a device does otherwise: a division by a number is a product
+with its reciprocal on CUDA, a division by a tensor is not. (Only a NaN in fp32 or bf16 may be another NaN; such a delta
+is refused.)
+
+On CUDA all of it is in a stream of its own, from other threads than the training one, which never waits for it: what
+it does is a copy on the device, when a snapshot is taken and when a fragment is adopted (`FragmentTensors`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody calls it
+
+from pipeline.errors import UsageError
+from pipeline.quantize import BLOCK, GROUP, LEAST, Kind
+from pipeline.wire import Codec
+
+from .feedback import grown
+
+PIECE = 64 * GROUP
+"""Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""
+
+_LARGEST = {"int8": 127.0, "int4": 7.0}
+_SIGN, _MAGNITUDE, _INFINITE, _NAN = -0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
+_HALF, _MANTISSA_BITS = 0x00400000, 23
+
+
+def encoded(delta: torch.Tensor, kind: Codec) -> Iterator[torch.Tensor]:
+    """A delta's wire, in parts (bytes,) of uint8, on its device.
+
+    Args:
+        delta: (elements,) float32, contiguous; where the codec quantizes it is overwritten with what its code loses.
+        kind: of codec.
+    """
+    if kind == "fp32":
+        yield delta.view(torch.uint8)
+    elif kind == "bf16":
+        yield delta.to(torch.bfloat16).view(torch.uint8)
+    else:
+        whole = len(delta) // GROUP
+        for part, groups in ((delta[: whole * GROUP], whole), (delta[whole * GROUP :], 1)):
+            if len(part):
+                missing = -len(part) % BLOCK
+                wire, decoded = _quantized(F.pad(part, (0, missing)).view(groups, -1, BLOCK), kind)
+                part -= decoded.view(-1)[: len(part)]
+                yield wire.view(-1)
+
+
+def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups (groups, blocks, BLOCK) as their wires (groups, bytes), and decoded again, of the same shape."""
+    largest = (values.view(torch.int32) & _MAGNITUDE).amax(-1, keepdim=True)
+    sound = largest < _INFINITE
+    values, largest = torch.where(sound, values, 0.0), torch.where(sound, largest, 0)
+    make = _powers if kind == "e3m0" else _whole
+    codes, decoded, scales = make(values, largest, kind)
+    scales = torch.where(sound, scales.view(torch.int32), _NAN)
+    if kind != "int8":
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    short = (scales >> 16).to(torch.int16)
+    wire = torch.cat([short.flatten(1).view(torch.uint8), codes.flatten(1)], 1)
+    return wire, decoded.mul_(scales.view(torch.float32))
+
+
+def _whole(values: torch.Tensor, largest: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes as whole numbers, as float32, and scales (groups, blocks, 1)."""
+    largest = largest.view(torch.float32)
+    most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that it is a division everywhere
+    exact = (largest / most).view(torch.int32)
+    scales = torch.where(largest >= LEAST, (exact + 0xFFFF & -0x10000).view(torch.float32), 0.0)
+    factors = torch.where(scales > 0, scales.reciprocal(), 0.0)
+    codes = (values * factors).round_().to(torch.int8)
+    decoded = codes.to(torch.float32)
+    return (codes if kind == "int8" else codes & 15).view(torch.uint8), decoded, scales
+
+
+def _powers(values: torch.Tensor, largest: torch.Tensor, _: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes as sign and exponent, as float32, and scales (groups, blocks, 1), powers of two."""
+    bits = values.view(torch.int32)
+    magnitudes = bits & _MAGNITUDE
+    top = largest + _HALF >> _MANTISSA_BITS
+    kept = largest.view(torch.float32) >= LEAST
+    below = torch.where(kept, top - 7, 255)
+    half = torch.where(kept, top - 7 << _MANTISSA_BITS, _MAGNITUDE)
+    codes = (magnitudes + _HALF >> _MANTISSA_BITS).maximum(below) - below
+    codes = codes.maximum((magnitudes >= half).to(torch.int32))
+    decoded = torch.where(codes > 0, codes + 126 << _MANTISSA_BITS, 0) | bits & _SIGN
+    scales = torch.where(kept, top - 6, 0) << _MANTISSA_BITS
+    return (codes | bits >> 28 & 8).to(torch.uint8), decoded.view(torch.float32), scales.view(torch.float32)
+
+
+class OnDevice:
+    """An `encoding.Encoder` whose vectors are tensors on one device.
+
+    Memory there: four bytes a parameter for the bases, and with a codec that quantizes as many for the residuals and
+    for each delta that is undecided; a snapshot and a pulled global of one fragment at a time; and `PIECE`'s.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Whatever is allocated and computed within is in the encoder's stream."""
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"no room on {self._device} for what deltas are made of: keep it in host memory (--encode-on cpu, "
+                f"encode_on='cpu'), or train in smaller batches ({error})"
+            ) from error
+
+    def keep(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
+        """Copied to the device; it is there when this returns."""
+        with self._work():
+            return torch.from_numpy(values).to(self._device)
+
+    def read(self, kept: torch.Tensor) -> npt.NDArray[np.float32]:
+        """Copied to host memory."""
+        with self._work():
+            values: npt.NDArray[np.float32] = kept.cpu().numpy()
+            return values
+
+    def encode(
+        self,
+        base: torch.Tensor,
+        values: Callable[[], torch.Tensor],
+        kind: Codec,
+        residual: torch.Tensor | None,
+        out: npt.NDArray[np.uint8],
+        written: Callable[[int], object],
+    ) -> torch.Tensor | None:
+        """As `Encoder.encode`; it waits for the device, in this stream only."""
+        host, done = torch.from_numpy(out), 0
+        with self._work():
+            current = values()
+            for start in range(0, len(base), PIECE):
+                delta = current[start : start + PIECE]
+                torch.sub(base[start : start + PIECE], delta, out=delta)
+                if residual is not None:
+                    delta += residual[start : start + PIECE]
+                for wire in encoded(delta, kind):
+                    host[done : done + len(wire)].copy_(wire)
+                    done += len(wire)
+                written(done)
+        return None if kind == "bf16" or kind == "fp32" else current
+
+    def grown(self, error: torch.Tensor, now: torch.Tensor | None, fed: torch.Tensor | None) -> torch.Tensor:
+        """As `Encoder.grown`."""
+        with self._work():
+            found: torch.Tensor = grown(error, now, fed)
+            return found
