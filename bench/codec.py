@@ -6,6 +6,9 @@ Encoding and decoding run on one core, as a learner's background thread and a sy
 float32 bytes that go in or come out. The way through Redis is the learner's and the syncer's own code: subtract, encode
 (with the error that is fed back), push, and beside it follow, then decode for the norms. With `--link` each of the two
 has a line of that many Gbit/s in each direction. The codecs take turns, so that what drifts on a machine meets all.
+
+`--device cuda` encodes there too, as a learner whose model is there does: from base, snapshot and residual there to the
+wire in host memory. In fp32 that is the copy of the floats themselves.
 """
 
 import asyncio
@@ -40,7 +43,9 @@ from pipeline.payloads import follow, push_growing
 from pipeline.redis_streams import connect
 from pipeline.wire import Codec
 from syncer.norms import BLOCK, DeltaNorms
+from workers.device_encoding import OnDevice
 from workers.encoding import encode_delta
+from workers.recipe import choose_device
 
 from .lines import GBIT, lines
 
@@ -95,6 +100,18 @@ def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
         total += float(np.square(piece).sum())
     found["relative_error"] = float(np.sqrt(lost / total))
     return found
+
+
+def on_device(delta: Float32, codec: Codec, encoder: OnDevice) -> float:
+    """GB/s of float32 that become a wire in host memory."""
+    base, snapshot = encoder.keep(delta), encoder.keep(np.zeros_like(delta))
+    residual = None if codec == "bf16" or codec == "fp32" else encoder.keep(np.zeros_like(delta))
+    wire = take(payload_bytes(len(delta), codec))
+
+    def encode() -> None:
+        encoder.encode(base, lambda: snapshot, codec, residual, wire, lambda upto: None)
+
+    return delta.nbytes / 1e9 / _timed(encode)
 
 
 # --- through Redis -----------------------------------------------------------------------------------
@@ -155,7 +172,9 @@ async def through_redis(
         await _forget(server, key)
 
 
-def measure(elements: int, repeats: int, link_gbit: float | None, console: Console) -> Found:
+def measure(
+    elements: int, repeats: int, link_gbit: float | None, console: Console, encoder: OnDevice | None = None
+) -> Found:
     """All figures of all codecs, each `repeats` times, after one turn that does not count."""
     rng = np.random.default_rng(0)
     base = rng.standard_normal(elements, np.float32) * np.float32(0.02)
@@ -173,6 +192,8 @@ def measure(elements: int, repeats: int, link_gbit: float | None, console: Conso
         for turn in track(range(repeats + 1), what, console=console, transient=True):
             for codec in CODECS:
                 measured = in_memory(delta, codec, error)
+                if encoder is not None:
+                    measured["device_gb_s"] = on_device(delta, codec, encoder)
                 for name, urls in ways.items():
                     gc.collect()
                     measured[name] = runner.run(through_redis(base, values, error, codec, redis.socket_path, urls))
@@ -189,6 +210,7 @@ COLUMNS = {
     "relative_error": "relative error",
     "encode_gb_s": "encode, GB/s",
     "encode_with_error_gb_s": "with its error, GB/s",
+    "device_gb_s": "encode on the device, GB/s",
     "decode_gb_s": "decode, GB/s",
     "loopback_s": "through Redis, s",
     "link_s": "behind the link, s",
@@ -258,13 +280,18 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")] = None,
+    device: Annotated[str | None, typer.Option(help="Also encode there, with torch: cpu or cuda")] = None,
 ) -> None:
     """Codecs of deltas: GB/s, bytes and error in memory; seconds through Redis, on loopback and behind a slow link.
 
     Relative error: length of what one encoding loses, over the length of a delta of normal elements, without feedback.
     """
     console = Console()
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {device}: cpu or cuda")
+    encoder = None if device is None else OnDevice(choose_device(device))
     machine = {
+        "device": device,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "numpy": np.__version__,
@@ -273,7 +300,7 @@ def main(
     }
     report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}
     for elements in _sizes(params):
-        found = measure(elements, rounds, link or None, console)
+        found = measure(elements, rounds, link or None, console, encoder)
         console.print(_table(f"{elements / 1e6:g}M elements, {rounds} rounds, median (least - most)", found))
         spreads = {codec: {name: _spread(values) for name, values in found[codec].items()} for codec in CODECS}
         report["sizes"].append({"elements": elements} | spreads)
