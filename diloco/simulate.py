@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chaos.goodput.constants import Constants
-from chaos.goodput.plan import CODECS
+from chaos.goodput.plan import CODECS, GLOBALS
 from pipeline.errors import UsageError
 
 from .options import PANELS, takes
@@ -109,6 +109,9 @@ def plan(
     codec: Annotated[
         str, typer.Option(metavar="|".join(("auto", *CODECS)), help="Of deltas; auto: bf16 unless the link wants less")
     ] = "auto",
+    global_codec: Annotated[
+        str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that learners pull")
+    ] = "fp32",
     *,
     files: Files,
 ) -> None:
@@ -118,7 +121,9 @@ def plan(
     """
     if codec not in ("auto", *CODECS):
         raise UsageError(f"--codec {codec}: one of auto, {', '.join(CODECS)}")
-    importlib.import_module(NEEDS).plan(settings, chips, codec, files)
+    if global_codec not in GLOBALS:
+        raise UsageError(f"--global-codec {global_codec}: one of {', '.join(GLOBALS)}")
+    importlib.import_module(NEEDS).plan(settings, chips, codec, global_codec, files)
 
 
 @app.command()

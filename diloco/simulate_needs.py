@@ -50,12 +50,12 @@ def bandwidth(params: str, step_time: str, layers: int, files: Pictured) -> None
     files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), about, scales=("log", "linear"))
 
 
-def plan(constants: Constants, chips: str, codec: str, files: Files) -> None:
+def plan(constants: Constants, chips: str, codec: str, global_codec: str, files: Files) -> None:
     """`diloco simulate plan`."""
     console = Console()
     files.check()
     count = one_whole(chips, "chips")
-    made = make_plan(constants, count, codec)
+    made = make_plan(constants, count, codec, global_codec)
     shown = Table(title=f"{count:,} chips, {constants.params / 1e9:g}B parameters", show_lines=True)
     for name in ("choose", "", "why"):
         shown.add_column(name)

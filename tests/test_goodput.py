@@ -351,6 +351,15 @@ def test_every_constant_of_a_run_does_what_it_says(method, change, figure, least
     assert least <= of(SMALL.model_copy(update=change)) / of(SMALL) <= most
 
 
+def test_globals_in_fewer_bits_are_pulled_sooner():
+    """Where the link is slow: of what is trained meanwhile less is overwritten."""
+    whole, half = (
+        simulate(SMALL.model_copy(update={"link": 1e9, "global_bits": bits}), "decoupled", 200_000, 4, 0.25, 0).windows
+        for bits in (32, 16)
+    )
+    assert half["overwritten"] < 0.9 * whole["overwritten"]
+
+
 def test_a_learner_needs_a_chip():
     """Refused with the numbers."""
     with pytest.raises(UsageError, match="3 chips are too few for 4 learners"):

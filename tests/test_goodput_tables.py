@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from matplotlib.axes import Axes
 from chaos.goodput import bandwidth, calibrate, figures, studies
 from chaos.goodput.constants import Constants
 from chaos.goodput.fleet import simulate
-from chaos.goodput.plan import LINK_SHARE, plan
+from chaos.goodput.plan import GLOBALS, LINK_SHARE, plan
 from chaos.goodput.table import Cell, cells, row
 from diloco.cli import main
 from diloco.simulate_runs import ROOT, SOURCES
 from pipeline.errors import UsageError
+from pipeline.wire import GlobalCodec
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +160,26 @@ def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
     assert plan(Constants(**given), 2_000, "int4").codec == "int4"
 
 
+def test_a_plan_counts_globals_as_they_are_pulled():
+    """Half the bytes make a shorter H; in Redis' memory they are as many. The busier direction counts."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "5Gbps"}
+    whole, half = (plan(Constants(**given), 20_000, "bf16", name) for name in ("fp32", "bf16"))
+    assert half.global_codec == "bf16"
+    assert half.sync_interval <= 3 / 4 * whole.sync_interval
+    assert half.link_load <= LINK_SHARE
+    assert half.redis_memory_bytes == whole.redis_memory_bytes
+    assert "globals (bf16)" in half.why["sync_interval"]
+    deltas = plan(Constants(**given), 20_000, "fp32", "bf16")
+    assert deltas.sync_interval == whole.sync_interval
+    assert "the deltas" in deltas.why["sync_interval"]
+
+
+def test_a_plan_knows_each_codec_of_globals_that_a_run_may_have():
+    """What is pulled of a value and its rest make it up."""
+    assert set(GLOBALS) == set(get_args(GlobalCodec))
+    assert all(sum(codec) >= 4 for codec in GLOBALS.values())
+
+
 def test_a_plan_for_more_interruptions_has_no_fewer_learners():
     """And a lower goodput."""
     calm, rough = (plan(Constants(mtbi=mtbi, params="9B"), 300_000) for mtbi in ("10y", "0.5y"))
@@ -285,6 +307,7 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
         (["plan", "--chips", "1e12"], "fewer days or chips"),
         (["plan", "--chips", "1k,2k"], "one whole number"),
         (["plan", "--codec", "fp8"], "one of auto, bf16"),
+        (["plan", "--global-codec", "int4"], "--global-codec int4: one of fp32"),
         (["bandwidth", "--params", "big"], "--params big"),
         (["bandwidth", "--step-time", "0"], "--step-time"),
         (["plan", "--chips", "1.5"], "whole number"),

@@ -92,6 +92,9 @@ class Constants(Settings):
     # --- the network between learners and syncers
     params: Amount = Field(70e9, description="Parameters of the model. Assumed")
     wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")
+    global_bits: float = Field(
+        32, ge=1, le=32, description="Bits of an element of a global, as learners pull it. Assumed"
+    )
     link: BitRate = Field(
         100e9,
         description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",

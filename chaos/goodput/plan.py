@@ -28,8 +28,6 @@ FRAGMENTS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 TENSORS_A_LAYER = 7
 LINK_SHARE = 0.7
 """Of the link, for deltas and globals: the rest is for what waits after an outage. Assumed"""
-PULL_BYTES = 4.0
-"""Globals travel as fp32."""
 SCALE_BYTES = 2 / 256
 """Of an element in a codec of blocks: each of 256 elements has a scale of 2 bytes."""
 CODECS = {
@@ -40,6 +38,20 @@ CODECS = {
     "fp32": 4.0,
 }
 """Bytes of an element of a delta."""
+
+
+class Global(NamedTuple):
+    """Bytes of an element of a global."""
+
+    pulled: float
+    """By each learner."""
+    rest: float
+    """What the syncer writes beside it, so that the values stay exact."""
+
+
+GLOBALS = {"fp32": Global(4.0, 0.0), "bf16": Global(2.0, 2.0)}
+MOMENTUM_BYTES = 4.0
+"""Of an element, in fp32 with any codec."""
 BY_CHOICE = ("bf16", "int8", "e3m0")
 """Codecs that the planner chooses from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for
 36.6); Streaming DiLoCo: E3M0 loses nothing."""
@@ -61,6 +73,7 @@ class Plan:
     sync_interval: int
     fragments: int
     codec: str
+    global_codec: str
     syncers: int
     redis_nodes: int
     goodput: float
@@ -94,29 +107,38 @@ class _Pace(NamedTuple):
     trip_s: float
 
 
-def plan(constants: Constants, chips: int, codec: str = "auto") -> Plan:
+def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: str = "fp32") -> Plan:
     """A plan for so many chips in the world of the constants.
 
     Args:
-        constants: the world; its own H, P and wire type do not count.
+        constants: the world; its own H, P and wire types do not count.
         chips: of the whole run.
         codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip cannot hide with it and can with less.
+        global_codec: one of `GLOBALS`.
 
     Raises:
         UsageError: the constants describe no world that can be simulated.
     """
     warnings: list[str] = []
-    pace, why = _pace(constants, codec, warnings)
+    shown = GLOBALS[global_codec]
+    pace, why = _pace(constants, codec, global_codec, warnings)
     interval, fragments = pace.interval, pace.fragments
     wire_bytes = CODECS[pace.codec]
-    changes = {"sync_interval": interval, "fragments": fragments, "wire_bits": 8 * wire_bytes}
+    changes = {
+        "sync_interval": interval,
+        "fragments": fragments,
+        "wire_bits": 8 * wire_bytes,
+        "global_bits": 8 * shown.pulled,
+    }
     chosen = constants.model_copy(update=changes)
     learners, figures, why["learners"] = _learners(chosen, chips, warnings)
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     round_s = interval * constants.step_time
-    up_bytes_per_s, down_bytes_per_s = (b * constants.params / round_s for b in (wire_bytes, PULL_BYTES))
+    up_bytes_per_s, down_bytes_per_s = (b * constants.params / round_s for b in (wire_bytes, shown.pulled))
+    own_bytes_per_s = constants.params * (sum(shown) + MOMENTUM_BYTES) / round_s  # of the syncers
     traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
-    redis_memory = constants.params * (2 * 4 + 2 * 4 + wire_bytes * learners)
+    traffic += constants.params * shown.rest / round_s
+    redis_memory = constants.params * (2 * sum(shown) + 2 * MOMENTUM_BYTES + wire_bytes * learners)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
     why["redis_nodes"] = (
@@ -125,7 +147,7 @@ def plan(constants: Constants, chips: int, codec: str = "auto") -> Plan:
     )
     syncer_memory = constants.params * (4 + 4 + 4) + 2 * (learners + 2) * 4 * constants.params / fragments
     cores = learners * up_bytes_per_s / constants.merge_rate
-    syncer_traffic = learners * up_bytes_per_s + 2 * PULL_BYTES * constants.params / round_s
+    syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
     needs = {
         "memory": math.ceil(syncer_memory / SYNCER_MEMORY_BYTES / LINK_SHARE),
         "network": math.ceil(syncer_traffic / SYNCER_BYTES_PER_S / LINK_SHARE),
@@ -142,6 +164,7 @@ def plan(constants: Constants, chips: int, codec: str = "auto") -> Plan:
         interval,
         fragments,
         pace.codec,
+        global_codec,
         max(2, *needs.values()),
         max(1, by_traffic, by_memory),
         mean_participants=windows.get("mean_participants", 0.0),
@@ -158,9 +181,11 @@ def plan(constants: Constants, chips: int, codec: str = "auto") -> Plan:
     )
 
 
-def _pace(constants: Constants, codec: str, warnings: list[str]) -> tuple[_Pace, dict[str, str]]:
+def _pace(constants: Constants, codec: str, global_codec: str, warnings: list[str]) -> tuple[_Pace, dict[str, str]]:
     """H, P, codec and why."""
-    widest = max(PULL_BYTES, CODECS.get(codec, 0.0))
+    pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
+    widest = max(pulled, wire)
+    busier = f"the globals ({global_codec})" if pulled >= wire else "the deltas"
 
     def load(interval: int) -> float:
         return 8 * widest * constants.params / (interval * constants.step_time) / constants.link
@@ -169,13 +194,14 @@ def _pace(constants: Constants, codec: str, warnings: list[str]) -> tuple[_Pace,
     if interval is None:
         interval = INTERVALS[-1]
         warnings.append(
-            f"even at H = {interval} globals (fp32, whatever the codec of deltas) would take {load(interval):.0%} of "
-            f"the link: it needs {load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
+            f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
+            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
         )
     most = min(interval, TENSORS_A_LAYER * layers_of(constants.params))
     hidden_s = constants.overlap_steps * constants.step_time
     tried = [
-        _fragmented(constants, interval, most, hidden_s, one) for one in (BY_CHOICE if codec == "auto" else [codec])
+        _fragmented(constants, interval, most, hidden_s, one, pulled)
+        for one in (BY_CHOICE if codec == "auto" else [codec])
     ]
 
     def beyond(pace: _Pace) -> int:
@@ -189,23 +215,23 @@ def _pace(constants: Constants, codec: str, warnings: list[str]) -> tuple[_Pace,
             f"hide behind: {beyond(pace)} more steps of each round of {interval} are overwritten"
         )
     why = {
-        "sync_interval": f"the shortest at which the globals (fp32, the busier direction) take at most "
+        "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
         f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
         "fragments": f"the fewest whose round trip ({pace.trip_s:.1f} s) hides behind {constants.overlap_steps} steps "
         f"({hidden_s:.1f} s), {most} at most",
-        "codec": _why_codec(codec, pace, tried[0], beyond(tried[0])),
+        "codec": _why_codec(codec, pace, tried[0], beyond(tried[0]), global_codec),
     }
     return pace, why
 
 
-def _why_codec(asked: str, pace: _Pace, first: _Pace, beyond: int) -> str:
+def _why_codec(asked: str, pace: _Pace, first: _Pace, beyond: int, global_codec: str) -> str:
     if asked != "auto":
         return f"as asked for: {CODECS[asked]:.3g} bytes an element"
     if pace.codec == first.codec:
         return (
             "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
             if not beyond
-            else "the paper's main setting; fewer bits would save no step of a round, for globals are fp32"
+            else f"the paper's main setting; fewer bits would save no step of a round, for globals are {global_codec}"
         )
     return (
         f"{CODECS[pace.codec]:.3g} bytes an element: with {first.codec} a round trip takes {first.trip_s:.1f} s, and "
@@ -213,19 +239,19 @@ def _why_codec(asked: str, pace: _Pace, first: _Pace, beyond: int) -> str:
     )
 
 
-def _fragmented(constants: Constants, interval: int, most: int, hidden_s: float, codec: str) -> _Pace:
+def _fragmented(constants: Constants, interval: int, most: int, hidden_s: float, codec: str, pulled: float) -> _Pace:
     """The fewest fragments whose round trip is hidden; if none, the most."""
     fitting = [p for p in FRAGMENTS if p <= most]
-    trips = {p: _round_trip_s(constants, p, CODECS[codec]) for p in fitting}
+    trips = {p: _round_trip_s(constants, p, CODECS[codec], pulled) for p in fitting}
     fragments = next((p for p, trip_s in trips.items() if trip_s <= hidden_s), fitting[-1])
     return _Pace(interval, fragments, codec, trips[fragments])
 
 
-def _round_trip_s(constants: Constants, fragments: int, wire_bytes: float) -> float:
+def _round_trip_s(constants: Constants, fragments: int, wire_bytes: float, pulled: float) -> float:
     """Upload, merge of the most learners that are recommended, and pull."""
     elements = constants.params / fragments
     merge_s = LEARNERS[-1] * elements * wire_bytes / constants.merge_rate / constants.syncer_cores
-    transfer_s = 8 * elements * (wire_bytes + PULL_BYTES) / constants.link
+    transfer_s = 8 * elements * (wire_bytes + pulled) / constants.link
     return 2 * constants.latency + transfer_s + merge_s + constants.sync_time
 
 

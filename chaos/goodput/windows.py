@@ -106,7 +106,7 @@ class Follower:
         self._gamma = constants.grace_gamma
         self._link: Link = link_of(constants)
         self._bits = constants.params * constants.wire_bits / sync.fragments
-        self._pull_bits = constants.params * 32 / sync.fragments
+        self._pull_bits = constants.params * constants.global_bits / sync.fragments
         self._merge_s = self._bits / 8 / constants.merge_rate / constants.syncer_cores
         self._sync_s = constants.sync_time
         self._parties = [
