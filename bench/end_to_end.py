@@ -77,8 +77,13 @@ class Case:
 
     @property
     def into_bytes(self) -> float:
-        """Into Redis in one round: deltas, the new global with its rest, its momentum."""
-        return self.delta_bytes + 4 * self.elements * (2 if self.momentum else 1)
+        """Into Redis in one round: deltas, and what is published."""
+        return self.delta_bytes + self.published_bytes
+
+    @property
+    def published_bytes(self) -> float:
+        """The new global with its rest, its momentum; or an update, of a version that is no key frame."""
+        return self.pull_bytes if self.global_codec == "int8" else 4 * self.elements * (2 if self.momentum else 1)
 
     @property
     def out_bytes(self) -> float:
@@ -94,7 +99,7 @@ class Case:
     def lines_s(self) -> float:
         """What one round takes on the lines at least: all deltas come by the syncer's, the global with all that goes
         beside it leaves by it, and then comes by each learner's."""
-        each = self.delta_bytes + 4 * self.elements * (2 if self.momentum else 1) + self.pull_bytes
+        each = self.delta_bytes + self.published_bytes + self.pull_bytes
         return each / (self.link_gbit * GBIT) if self.link_gbit else 0.0
 
     def sync(self) -> SyncSettings:
@@ -123,6 +128,8 @@ class Case:
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
         syncer += moving if self.global_codec != "fp32" else 0.0
         redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + whole
+        if self.global_codec == "int8":
+            redis += self.sync().key_frame_interval * ITEM["int8"] * self.params
         return self.learners * learner + syncer + redis
 
 

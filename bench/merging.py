@@ -22,10 +22,11 @@ from pipeline.codec import as_bytes, payload_digest
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.settings import SyncSettings
-from syncer.fragment import Room, outer_step
+from syncer.fragment import outer_step
 from syncer.merge import Sum, merge_shares, merge_weights
 from syncer.norms import delta_norms
 from syncer.outer import NEWTON_SCHULZ_STEPS, at_its_length
+from syncer.room import Room
 
 from .figures import Spread, alternate, spread
 from .floor import merge_traffic

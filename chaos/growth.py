@@ -34,6 +34,8 @@ class Scale:
     syncer_lives: int
     replaced: int
     """Most commits within the time that a replaced global lives on."""
+    updates: int
+    """Most of them that a head names."""
     shards: int
     """Of an epoch."""
 
@@ -49,6 +51,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "delta": deltas + left,
         "global": p + scale.replaced + staged,
         "rest": p + scale.replaced + staged,
+        "update": p * scale.updates + scale.replaced + staged,
         "momentum": p + staged,
         "initial": 1 + p * (1 + scale.lives),
         "moments": MOMENTS * p * (3 + scale.lives),

@@ -10,25 +10,26 @@ from pipeline.memory_store import MemoryStore
 
 
 class Lapses:
-    """Watches one run's merges, which are told apart by the key of the global that they stage."""
+    """Watches one run's merges, which are told apart by who makes which version."""
 
     def __init__(self, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._store, self._keys, self._now = store, keys, now
-        self._merges: set[str] = set()
+        self._merges: set[tuple[str, int, int]] = set()
+        """Nonce of the owner, fragment and version."""
 
     def found(self, nonce: str, method: str, args: tuple[Any, ...], outcome: Any) -> bool:
         """Whether a call that took effect shows that a merge has outlived its lease; once a merge."""
         if method == "commit":
-            key, lapsed = args[0].payload.key, isinstance(outcome, LeaseLost)
-        elif method == "write_chunks" and kind_of(args[0]) == "global":
-            key = args[0]
-            fragment = int(key.split(":")[-3])  # see `RunKeys.global_payload`
+            of, lapsed = (args[0].record.fragment, args[0].version), isinstance(outcome, LeaseLost)
+        elif method == "write_chunks" and kind_of(args[0]) in ("global", "update"):
+            fragment, version = (int(part) for part in args[0].split(":")[-3:-1])  # see `RunKeys.global_payload`
+            of = fragment, version
             lapsed = not self._holds(self._keys.lease(fragment), nonce)
         else:
             return False
-        if not lapsed or key in self._merges:
+        if not lapsed or (nonce, *of) in self._merges:
             return False
-        self._merges.add(key)
+        self._merges.add((nonce, *of))
         return True
 
     def _holds(self, lease: str, nonce: str) -> bool:

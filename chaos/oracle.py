@@ -28,7 +28,6 @@ from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.messages import (
-    Chunk,
     ClaimedShard,
     DeltaHeader,
     LearnerReport,
@@ -38,11 +37,13 @@ from pipeline.messages import (
     TapeRecord,
     WindowView,
 )
-from pipeline.ports import Commit, Refusal
+from pipeline.payload_messages import Chunk
+from pipeline.ports import Commit, Refusal, Republication, Rest, Staged
 from pipeline.standing import Standing
 from workers.rounds import Base
 
 from . import reference
+from .chains import badly_coded, follow
 from .link import Link
 from .plan import BLOCKS, SHARD_BLOCKS, Plan
 from .refusals import Refusals
@@ -113,6 +114,7 @@ class Oracle:
             "write_chunks": self._staged,
             "commit": self._commit,
             "refuse": self._refuse,
+            "republish": self._republish,
             "write_window": self._window,
             "write_state": self._state,
             "claim_shard": self._claimed,
@@ -246,7 +248,7 @@ class Oracle:
         if ":delta:" in key:
             of = int(key.split(":delta:")[1].split(":")[0])
             self._windows.changed(of, self.fragments[of])
-        if ":global:" in key and not isinstance(outcome, Exception):
+        if (":global:" in key or ":update:" in key) and not isinstance(outcome, Exception):
             _, p, version, _ = key.rsplit(":", 3)
             if int(version) == self.fragments[int(p)].version + 1:
                 self._check_close(int(p), self._windows.closed(link, int(p)))
@@ -292,45 +294,82 @@ class Oracle:
         if commit.version != state.version + 1:
             self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
         found = self._global(commit, p)
-        momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
         if found is None:
             return
-        theta, shown = found
+        theta, shown, momentum = found
         if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
         state.theta = theta
         state.version = commit.version
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
-        state.momentum = np.zeros_like(theta) if momentum is None else momentum
+        state.momentum = momentum
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        staged = [one for one in (commit.payload, commit.rest, commit.momentum) if one is not None]
-        if any(one.key in self._store.expiries for one in staged):
+        if any(one.key in self._store.expiries for one in commit.staged):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
-    def _global(self, commit: Commit, p: int) -> tuple[Float64, Float64] | None:
-        """The exact values of a commit, as they lie on the bus, and those that learners train from."""
-        if self._spec.sync.global_codec == "fp32":
-            exact = self._values(commit.payload.key, p, commit.digest)
+    def _global(self, commit: Commit, p: int) -> tuple[Float64, Float64, Float64] | None:
+        """The exact values of a commit, as they lie on the bus, those that learners train from, and the momentum."""
+        state, sync = self.fragments[p], self._spec.sync
+        digest = commit.digest if not commit.behind else commit.updates[-commit.behind].base
+        found = self._whole(commit.payload, commit.rest, p, digest)
+        momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
+        if found is None:
+            return None
+        momentum = np.zeros_like(found[0]) if momentum is None else momentum  # as its owner takes it
+        if sync.global_codec != "int8" or commit.expected is None:
+            return *found, momentum
+        assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
+        behind = commit.updates[len(commit.updates) - commit.behind :]
+        whole = follow(found[0].astype(np.float32), momentum, behind, self._bytes, sync)
+        one = follow(state.theta.astype(np.float32), state.momentum, commit.updates[-1:], self._bytes, sync)
+        for led in (whole, one):
+            theta = None if isinstance(led, str) else led.theta
+            if theta is None or payload_digest(memoryview(theta.tobytes()), sync.chunk_bytes) != commit.digest:
+                self.broken("updates lead to the values", f"fragment {p} version {commit.version}: {led}")
+                return None
+        assert not isinstance(whole, str)  # noqa: S101  # it led there
+        return whole.theta.astype(np.float64), whole.theta.astype(np.float64), whole.momentum
+
+    def _whole(self, payload: Staged, rest: Rest | None, p: int, digest: bytes) -> tuple[Float64, Float64] | None:
+        """Exact values as they lie on the bus, of an update its key frame's, and those that learners see."""
+        if self._spec.sync.global_codec != "bf16":
+            exact = self._values(payload.key, p, digest)
             return None if exact is None else (exact, exact)
-        halves = [self._half(one.key if one else "", p) for one in (commit.payload, commit.rest)]
+        halves = [self._half(one.key if one else "", p) for one in (payload, rest)]
         theta = reference.joined(*halves) if all(halves) else np.empty(0, np.float32)
-        if payload_digest(memoryview(theta.tobytes()), self._spec.sync.chunk_bytes) != commit.digest:
-            self.broken("a committed payload is whole", f"fragment {p} version {commit.version}: {halves}")
+        if payload_digest(memoryview(theta.tobytes()), self._spec.sync.chunk_bytes) != digest:
+            self.broken("a committed payload is whole", f"fragment {p}, {payload.key}: {halves}")
             return None
         shown = np.frombuffer(halves[0], ml_dtypes.bfloat16).astype(np.float64)
         if not np.array_equal(shown, reference.rounded(theta.astype(np.float64))):
             self.broken("learners have the nearest values", f"fragment {p}: {shown} of {theta}")
         if not np.isfinite(theta).all():
-            self.broken("arrays are finite", commit.payload.key)
+            self.broken("arrays are finite", payload.key)
         return theta.astype(np.float64), shown
+
+    def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
+        """The same values and momentum as before, in other payloads."""
+        if isinstance(outcome, Exception):
+            return
+        self._owner_write(link, p, anew.nonce, "republication")
+        state = self.fragments[p]
+        assert state.momentum is not None  # noqa: S101  # there is a version
+        found = self._whole(anew.payload, anew.rest, p, state.digests[state.version])
+        momentum = self._values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
+        if found is None or momentum is None or np.abs(momentum - state.momentum).max() > CLOSE:
+            self.broken("what is published anew is the same", f"fragment {p} version {state.version}: {momentum}")
+
+    def _bytes(self, key: str) -> bytes:
+        """A payload's, as they lie on the bus."""
+        stream = self._stream(key)
+        return b"".join(decode(Chunk, chunk).data for chunk in stream.data) if stream else b""
 
     def _half(self, key: str, p: int) -> bytes:
         """Two bytes an element, as they lie on the bus; nothing if they are not whole."""
-        stream = self._stream(key)
-        data = b"".join(decode(Chunk, chunk).data for chunk in stream.data) if stream else b""
+        data = self._bytes(key)
         return data if len(data) == 2 * self._layout.fragments[p].elements else b""
 
     def _values(self, key: str, p: int, digest: bytes | None) -> Float64 | None:
@@ -347,7 +386,7 @@ class Oracle:
             self.broken("arrays are finite", key)
         return values
 
-    def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64 | None) -> None:
+    def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64) -> None:
         state, parts, sync = self.fragments[p], commit.record.contributions, self._spec.sync
         where = f"fragment {p} version {commit.version}"
         if len({part.learner for part in parts}) != len(parts):
@@ -388,9 +427,16 @@ class Oracle:
             [part.steps for part in parts],
         )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
-        if np.abs(theta - expected).max() > scale + 1e-9:
+        if sync.global_codec == "int8":
+            wire, due = self._bytes(commit.updates[-1].payload), state.theta - expected
+            if (wrong := badly_coded(wire, due, scale + 1e-9)) is not None:
+                self.broken("an update is the nearest to its step", f"{where}: {wrong}")
+            if sync.outer == "nesterov":
+                step = reference.dequantized(wire, len(theta), "int8")
+                averaged = reference.averages(sync, state.version, [part.steps for part in parts])
+                velocity = reference.momentum_after(state.momentum, step, sync, averaged=averaged)
+        elif np.abs(theta - expected).max() > scale + 1e-9:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
-        momentum = np.zeros_like(theta) if momentum is None else momentum  # as its owner takes it
         if np.abs(momentum - velocity).max() > scale + 1e-9:
             self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
 
@@ -447,8 +493,8 @@ class Oracle:
             head = self._store.values.get(self._keys.head(p))
             decoded = stored.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
-                needed |= {decoded.payload, decoded.rest, decoded.momentum}
-        payloads = (":delta:", ":global:", ":rest:", ":momentum:", ":initial:")
+                needed |= {decoded.payload, decoded.rest, decoded.momentum, *(one.payload for one in decoded.updates)}
+        payloads = (":delta:", ":global:", ":rest:", ":update:", ":momentum:", ":initial:")
         for key in self._store.values:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)

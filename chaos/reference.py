@@ -59,7 +59,7 @@ def outer_step(
     The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum; so does one
     of contributions that all trained less than half an interval.
     """
-    if version < sync.outer_warmup or all(2 * s < interval(sync, version) for s in steps):
+    if averages(sync, version, steps):
         return theta - gradient, np.zeros_like(momentum)
     if not sync.outer_momentum:
         return theta - sync.outer_lr * gradient, np.zeros_like(momentum)
@@ -70,6 +70,21 @@ def outer_step(
             matrix = step[slot.start : slot.stop].reshape(slot.tensor.shape)
             step[slot.start : slot.stop] = orthogonalised(matrix).reshape(-1)
     return theta - sync.outer_lr * step, momentum
+
+
+def averages(sync: SyncSpec, version: int, steps: Sequence[int]) -> bool:
+    """Whether the step from this version only averages learners that trained for so many steps."""
+    return version < sync.outer_warmup or all(2 * s < interval(sync, version) for s in steps)
+
+
+def momentum_after(momentum: Float64, step: Float64, sync: SyncSpec, *, averaged: bool) -> Float64:
+    """Nesterov's momentum after a step (elements,) as it was taken: of the pseudogradient that would have made it."""
+    if averaged or not sync.outer_momentum:
+        return np.zeros_like(momentum)
+    mu = sync.outer_momentum
+    gradient = (step / sync.outer_lr - mu * mu * momentum) / (1 + mu)
+    after: Float64 = mu * momentum + gradient
+    return after
 
 
 def orthogonalised(matrix: Float64) -> Float64:

@@ -25,6 +25,7 @@ from pipeline.errors import BusError, DilocoError
 from pipeline.messages import Committed, ShardQueue
 from pipeline.redis_census import RedisCensus, connect_census
 from pipeline.waiting import first_of
+from syncer.staging import KEPT_UPDATES
 
 from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
 from .chaos_launch import StruckLauncher, patiently
@@ -172,6 +173,7 @@ def _evidence(
         lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
         syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
         replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
+        updates=max(settings.key_frame_interval, KEPT_UPDATES),
         shards=shards,
     )
     return Evidence(

@@ -83,7 +83,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
                 _READ,
                 [
                     *keys.of_run("spec", "state", "syncers", rights=read),
-                    *keys.of_groups("head:*", "global:*", "tape", rights=read),
+                    *keys.of_groups("head:*", "global:*", "update:*", "tape", rights=read),
                 ],
             ),
             # Its deltas.
@@ -119,7 +119,7 @@ def evaluator(run: str = "*") -> User:
                 _READ,
                 [
                     *keys.of_run("spec", "state", rights=read),
-                    *keys.of_groups("head:*", "global:*", "rest:*", rights=read),
+                    *keys.of_groups("head:*", "global:*", "rest:*", "update:*", rights=read),
                 ],
             ),
             ("+xadd", keys.of_run("evaluations")),

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from . import chunks
 from .buffers import take
 from .errors import BadMessage, BadPayload
-from .messages import Chunk, Committed, TapeRecord
+from .messages import Committed, TapeRecord
+from .payload_messages import Chunk
 from .quantize import Quantized, decodable, wire_bytes
 from .wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
 

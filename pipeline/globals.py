@@ -1,16 +1,20 @@
 """Global fragments on the bus. asyncio.
 
-    global_codec   the global payload, which learners pull      its rest
-    fp32           the values                                   none
-    bf16           the values, rounded (`halves`: high)         what they lack (`halves`: low)
+    global_codec   the global payload                           beside it
+    fp32           the values                                   nothing
+    bf16           the values, rounded (`halves`: high)         the rest: what they lack (`halves`: low)
+    int8           the values of a key frame                    the last updates (`updates`), of which some led to it
 
-Learners train from the rounded values: they are the base that deltas are measured from, so a delta holds what was
-trained and nothing of the rounding. Whoever keeps the values (syncers, checkpoints, the evaluator) reads both payloads
-and has them bit for bit: deltas are added to what was never rounded, and no error adds up.
+With bf16 learners train from the rounded values: they are the base that deltas are measured from, so a delta holds what
+was trained and nothing of the rounding. Whoever keeps the values (syncers, checkpoints, the evaluator) reads both
+payloads and has them bit for bit: deltas are added to what was never rounded, and no error adds up.
+
+With int8 the values are what the updates lead to, so all have the same. A learner that has one of the versions before
+pulls the updates that it lacks; whoever has none of them, or cannot get them, pulls the key frame and those after it.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +23,24 @@ from .codec import PayloadReader, as_bytes, payload_digest
 from .errors import BadPayload
 from .halves import complete, split, widened
 from .messages import Head, SyncSpec
+from .payload_messages import Update
 from .payloads import pull, push
 from .ports import Bus, Rest, Staged
+from .updates import advance, momentum_follows
+from .wire import Codec
 
 Float32 = npt.NDArray[np.float32]
 Offload = Callable[..., Awaitable[Any]]
+KEPT_S = 60.0
+"""What a pull needs lives on for so long at least."""
+
+
+class Held(NamedTuple):
+    """Values (elements,) that somebody has, by version and digest."""
+
+    version: int
+    digest: bytes
+    values: Float32
 
 
 async def push_global(
@@ -34,7 +51,7 @@ async def push_global(
     nonce: the same one and the same values may be uploaded again.
     """
     key = bus.keys.global_payload(fragment, version, nonce)
-    if sync.global_codec == "fp32":
+    if sync.global_codec != "bf16":
         return await push(bus, key, values, sync.chunk_bytes, ttl_s), None
     high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
     split(values, high, low)
@@ -43,15 +60,40 @@ async def push_global(
     return staged, Rest(rest.key, rest.chunks, payload_digest(as_bytes(high), sync.chunk_bytes))
 
 
-async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
-    """The values (elements,) at a head, bit for bit as they were merged.
+async def pull_state(
+    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
+) -> tuple[Float32, Float32 | None]:
+    """The values and the outer momentum (None: all zeros) at a head, each (elements,), as they were merged.
 
     offload: runs heavy work.
 
     Raises:
-        BadPayload: as `pull`, or they do not have the head's digest. The head may have moved: read it again.
+        BadPayload: as `pull`, or the values do not have the head's digest. The head may have moved: read it again.
     """
-    reader = await _pull(bus, head, elements, sync)
+    momentum: Float32 | None = None
+    if not momentum_follows(sync):
+        theta = await pull_exact(bus, head, elements, sync, offload)
+    else:
+        theta = (await _pull(bus, head.payload, elements, "fp32", sync)).array()
+    if head.momentum:
+        momentum = (await _pull(bus, head.momentum, elements, "fp32", sync)).array()
+    if momentum_follows(sync):
+        theta, momentum = await _follow(bus, (theta, momentum), _after_key_frame(head), sync, offload, momentum=True)
+        await _check_values(head, theta, sync, offload)
+    return theta, momentum
+
+
+async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
+    """The values (elements,) at a head, bit for bit as they were merged.
+
+    offload: as `pull_state`.
+
+    Raises:
+        BadPayload: as `pull_state`.
+    """
+    if sync.global_codec == "int8":
+        return await _pull_whole(bus, head, elements, sync, offload)
+    reader = await _pull(bus, head.payload, elements, sync.global_codec, sync)
     if not head.rest:
         _check(head, reader.digest, head.digest)
         exact: Float32 = reader.array()
@@ -63,27 +105,104 @@ async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offloa
     return values
 
 
-async def pull_shown(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload, extend_s: float) -> Float32:
-    """The values (elements,) that learners train from at a head.
+async def pull_shown(
+    bus: Bus,
+    head: Head,
+    elements: int,
+    sync: SyncSpec,
+    offload: Offload,
+    extend_s: float = KEPT_S,
+    held: Held | None = None,
+) -> Float32:
+    """The values (elements,) that learners train from at a head, in an array that nobody else has.
 
-    offload, extend_s: as `pull_exact`; as `pull`.
+    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is.
 
     Raises:
-        BadPayload: as `pull_exact`.
+        BadPayload: as `pull_state`.
     """
-    reader = await _pull(bus, head, elements, sync, extend_s)
-    _check(head, reader.digest, head.payload_digest or head.digest)
-    values: Float32 = reader.array() if sync.global_codec == "fp32" else await offload(widened, reader.array())
+    if sync.global_codec != "int8":
+        reader = await _pull(bus, head.payload, elements, sync.global_codec, sync, extend_s)
+        _check(head, reader.digest, head.payload_digest or head.digest)
+        values: Float32 = reader.array() if sync.global_codec == "fp32" else await offload(widened, reader.array())
+        return values
+    lacking = updates_after(head, held)
+    if held is not None and lacking:
+        try:
+            values, _ = await _follow(bus, (held.values, None), lacking, sync, offload, extend_s, own=False)
+            await _check_values(head, values, sync, offload)
+            return values
+        except BadPayload:
+            pass  # one of them has gone, or led elsewhere: a key frame begins anew
+    return await _pull_whole(bus, head, elements, sync, offload, extend_s)
+
+
+def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
+    """The updates that lead from what somebody holds to a head; none if it holds no base of any of them."""
+    count = 0 if held is None else head.version - held.version
+    if held is None or not 0 < count <= len(head.updates) or head.updates[-count].base != held.digest:
+        return ()
+    return head.updates[-count:]
+
+
+# --- parts -------------------------------------------------------------------------------------------
+
+
+def _after_key_frame(head: Head) -> tuple[Update, ...]:
+    return head.updates[len(head.updates) - head.behind :]
+
+
+async def _pull_whole(
+    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload, extend_s: float = KEPT_S
+) -> Float32:
+    """The key frame and the updates after it."""
+    values: Float32 = (await _pull(bus, head.payload, elements, "fp32", sync, extend_s)).array()
+    values, _ = await _follow(bus, (values, None), _after_key_frame(head), sync, offload, extend_s)
+    await _check_values(head, values, sync, offload)
     return values
 
 
-async def _pull(bus: Bus, head: Head, elements: int, sync: SyncSpec, extend_s: float = 60.0) -> PayloadReader:
-    return await pull(bus, head.payload, elements, sync.global_codec, sync.chunk_bytes, extend_s)
+async def _follow(
+    bus: Bus,
+    state: tuple[Float32, Float32 | None],
+    updates: Sequence[Update],
+    sync: SyncSpec,
+    offload: Offload,
+    extend_s: float = KEPT_S,
+    *,
+    own: bool = True,
+    momentum: bool = False,
+) -> tuple[Float32, Float32 | None]:
+    """Values and momentum after some updates.
+
+    own: the arrays may be written to. momentum: it is wanted.
+    """
+    theta, gathered = state
+    for update in updates:
+        reader = await _pull(bus, update.payload, len(theta), "int8", sync, extend_s)
+        outer = None
+        if momentum and (update.averaged or not sync.outer_momentum):
+            gathered = None
+        elif momentum:
+            outer = (sync.outer_lr, sync.outer_momentum)
+        theta, gathered = await offload(advance, theta, gathered, reader.vector(), outer, own)
+        own = True
+    return theta, gathered
+
+
+async def _pull(
+    bus: Bus, key: str, elements: int, codec: Codec, sync: SyncSpec, extend_s: float = KEPT_S
+) -> PayloadReader:
+    return await pull(bus, key, elements, codec, sync.chunk_bytes, extend_s)
 
 
 def _completed(values: Float32, low: npt.NDArray[Any], chunk_bytes: int) -> bytes:
     complete(values, low)
     return payload_digest(as_bytes(values), chunk_bytes)
+
+
+async def _check_values(head: Head, values: Float32, sync: SyncSpec, offload: Offload) -> None:
+    _check(head, await offload(payload_digest, as_bytes(values), sync.chunk_bytes), head.digest)
 
 
 def _check(head: Head, digest: bytes, due: bytes) -> None:

@@ -142,6 +142,10 @@ class RunKeys:
         """Stream of the chunks of what a global lacks of the exact values; no learner reads it."""
         return self._group(self.group(p), f"rest:{p}:{version}:{nonce}")
 
+    def update_payload(self, p: int, version: int, nonce: str) -> str:
+        """Stream of the chunks of the update that led to a version."""
+        return self._group(self.group(p), f"update:{p}:{version}:{nonce}")
+
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of an outer momentum's chunks."""
         return self._group(self.group(p), f"momentum:{p}:{version}:{nonce}")

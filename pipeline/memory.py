@@ -35,7 +35,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, Commit, MomentsBoard, Offered, Refusal, TapeEntry
+from .ports import START, Commit, MomentsBoard, Offered, Refusal, Republication, Staged, TapeEntry
 from .wire import Message
 
 __all__ = ["MemoryBus", "MemoryStore"]
@@ -360,20 +360,40 @@ class MemoryBus(MemoryShards):
         await self._turn()
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
-        replaced = [head.get(name, b"").decode() for name in (b"payload", b"rest")]
-        old_momentum = head.get(b"momentum", b"").decode()
+        replaced, old_momentum = self._replaced(head, commit)
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
         sums = self._add(head, {**totals, "rejected_tokens": 0})
-        for s in staged:
-            if (have := len(self._stream(s.key).ids)) != s.chunks:
-                raise PayloadIncomplete(f"{s.key} has {have} of {s.chunks} chunks")
-        for s in staged:
-            self.store.expiries.pop(s.key, None)
+        self._keep(staged)
         self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(headers, (*gone, old_momentum))
+
+    def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
+        return stored.replaced_by(of, [head.get(name.encode(), b"") for name in stored.NAMED])
+
+    def _keep(self, staged: Iterable[Staged]) -> None:
+        """Make payloads stay that are whole, all of them or none."""
+        for s in staged:
+            if (have := len(self._stream(s.key).ids)) != s.chunks:
+                raise PayloadIncomplete(f"{s.key} has {have} of {s.chunks} chunks")
+        for s in staged:
+            self.store.expiries.pop(s.key, None)
+
+    async def republish(self, fragment: int, anew: Republication) -> None:
+        """Name other payloads of the same version."""
+        key, staged = self.keys.head(fragment), anew.staged
+        stored.one_slot((key, *(s.key for s in staged)))
+        await self._turn()
+        head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))
+        self._expect(fragment, head, anew.expected)
+        replaced, old_momentum = self._replaced(head, anew)
+        self._keep(staged)
+        self.store.hset(key, stored.payload_fields(anew))
+        for old in replaced:
+            self._expire(old, anew.replaced_ttl_s)
+        self._delete({}, (old_momentum,))
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         """Refuse deltas."""

@@ -10,13 +10,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .payload_messages import Update
 from .wire import (
-    CHUNK_EXTRA_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_FRAGMENTS,
     MAX_LEARNERS,
     MAX_TENSORS,
+    MAX_UPDATES,
     Codec,
     Count,
     Digest,
@@ -80,6 +81,8 @@ class SyncSpec(Message):
     """`syncer.merge.merge_weights`."""
     global_codec: GlobalCodec = "fp32"
     """What learners pull (`pipeline.globals`)."""
+    key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)] = 8
+    """Outer steps of each fragment between two key frames, where globals are updates."""
     outer: OuterName = "nesterov"
 
 
@@ -149,21 +152,6 @@ class DeltaHeader(Message):
     """The learner's smoothed compute step time, for the grace window."""
 
 
-class Chunk(Message):
-    """One piece of a payload; chunk i of a payload is stream entry `{i+1}-0`."""
-
-    max_bytes: ClassVar[int] = MAX_CHUNK_BYTES + CHUNK_EXTRA_BYTES
-    max_parts: ClassVar[int] = 1
-    max_items: ClassVar[int] = 0
-
-    index: Annotated[int, Field(ge=0, le=10**6)]
-    data: Annotated[bytes, Field(min_length=1, max_length=MAX_CHUNK_BYTES)]
-    digest: Digest
-    """xxh3-128 of `data`."""
-    total: Digest | None
-    """On the last chunk only: xxh3-128 over all chunk digests in order, the payload's digest."""
-
-
 # --- heads and windows ---------------------------------------------------------------------------
 
 
@@ -199,10 +187,11 @@ class Head(Message):
     digest: Digest
     """Of the exact values, float32: by it bases are named."""
     payload: Text
-    """Key of the global payload, in the run's `global_codec`: what learners pull."""
+    """Key of the global payload, in the run's `global_codec`: what learners pull. With int8: of the key frame."""
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
-    """Key of the outer momentum payload, or "" for all zeros."""
+    """Key of the outer momentum payload, or "" for all zeros: of this version, or where it follows from the updates of
+    the key frame's (`globals`)."""
     previous_digest: Digest | None
     """Digest of version - 1: the base on which a stale delta is still on record."""
     window: WindowView
@@ -213,8 +202,18 @@ class Head(Message):
     rest: Text = ""
     payload_digest: Digest | None = None
     """Key of what the global payload lacks of the exact values, and its digest; "" and None: it is exact."""
+    updates: Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, fail_fast=True)] = ()
+    """Those that led here, oldest first, the last one to this version."""
+    behind: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
+    """How many of the last of them the key frame lacks."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
+
+    @model_validator(mode="after")
+    def _key_frame_can_be_followed(self) -> Self:
+        if self.behind > len(self.updates):
+            raise ValueError(f"the key frame is {self.behind} updates behind, and {len(self.updates)} are there")
+        return self
 
 
 class InitialUpload(Message):

@@ -40,6 +40,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
+from .payload_messages import Update
 
 START = "0"
 """Cursor before the first entry of any stream."""
@@ -73,6 +74,14 @@ class Rest(Staged):
     """Digest of the global payload beside it."""
 
 
+def named(
+    payload: Staged, rest: Rest | None, momentum: Staged | None, updates: Sequence[Update] = ()
+) -> tuple[Staged, ...]:
+    """All payloads that a head names."""
+    there = tuple(one for one in (payload, rest, momentum) if one is not None)
+    return (*there, *(Staged(update.payload, update.chunks) for update in updates))
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Everything one merge changes, in one atomic step.
@@ -102,15 +111,39 @@ class Commit:
     """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
     rest: Rest | None = None
     """None: the payload has the exact values."""
+    updates: tuple[Update, ...] = ()
+    behind: int = 0
+    """As `Head`. What the head named before may be named again: it stays."""
     replaced_ttl_s: float = 120.0
-    """How long the replaced global payload and its rest live on."""
+    """How long the global payload, rest and updates live on that the head names no more."""
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
 
     @property
     def staged(self) -> tuple[Staged, ...]:
+        """All payloads that it makes stay: those that the head will name."""
+        return named(self.payload, self.rest, self.momentum, self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Republication:
+    """The values of a head's version in payloads of their own, in the place of what it names.
+
+    Checked before the first write: the lease nonce, the head, and the lengths of the staged payloads.
+    """
+
+    nonce: str
+    expected: tuple[int, bytes]
+    """(version, digest) the head must have, and keeps."""
+    payload: Staged
+    rest: Rest | None
+    momentum: Staged | None
+    replaced_ttl_s: float = 120.0
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
         """All payloads that it makes stay."""
-        return tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
+        return named(self.payload, self.rest, self.momentum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +386,14 @@ class Bus(Protocol):
 
         Raises:
             LeaseLost, HeadMoved, PayloadIncomplete: nothing was changed.
+        """
+        ...
+
+    async def republish(self, fragment: int, anew: Republication) -> None:
+        """Have a head name other payloads of the same version; window, counters and tape stay as they are.
+
+        Raises:
+            LeaseLost, HeadMoved (or there is no head), PayloadIncomplete: nothing was changed.
         """
         ...
 

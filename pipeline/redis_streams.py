@@ -30,7 +30,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, TapeEntry
+from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, Republication, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
 from .wire import Message
 
@@ -288,9 +288,7 @@ class RedisBus:
         streams, headers = self._headers(p, commit.entries)
         # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
         # the head still names the same.
-        found = await self._redis.command("HMGET", self.keys.head(p), "payload", "rest", "momentum")
-        named = [value.decode() if value else "" for value in found]
-        replaced, old_momentum = [key for key in named[:2] if key], named[2]
+        named, replaced, old_momentum = await self._replaced(p, commit)
         keys = [*self._owned(p), *(one.key for one in commit.staged), *replaced, *streams]
         keys += [*commit.delta_payloads, *commit.retired, *([old_momentum] if old_momentum else [])]
         version, digest = commit.expected or ("", b"")
@@ -302,6 +300,24 @@ class RedisBus:
             *(len(commit.staged), *(one.chunks for one in commit.staged), len(replaced)),
             *headers,
             *(part for pair in stored.head_fields(commit).items() for part in pair),
+        )
+
+    async def _replaced(self, p: int, of: Commit | Republication) -> tuple[list[bytes], list[str], str]:
+        """What the head names in the fields `stored.NAMED`, and what of it will be replaced: see there."""
+        found = await self._redis.command("HMGET", self.keys.head(p), *stored.NAMED)
+        named = [value or b"" for value in found]
+        return named, *stored.replaced_by(of, named)
+
+    async def republish(self, fragment: int, anew: Republication) -> None:
+        """Name other payloads of the same version."""
+        named, replaced, old_momentum = await self._replaced(fragment, anew)
+        keys = [*self._owned(fragment), *(one.key for one in anew.staged), *replaced]
+        await self._redis.script(
+            "republish",
+            [*keys, *([old_momentum] if old_momentum else [])],
+            *(anew.nonce, *anew.expected, *named, to_ms(anew.replaced_ttl_s)),
+            *(len(anew.staged), *(one.chunks for one in anew.staged), len(replaced)),
+            *(part for pair in stored.payload_fields(anew).items() for part in pair),
         )
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:

@@ -22,7 +22,7 @@ from pydantic_settings import (
 from .errors import SpecMismatch, UsageError
 from .messages import SyncSpec
 from .tls import OPTIONS, with_tls
-from .wire import Codec, GlobalCodec, MergeName, OuterName
+from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName
 
 ENV_PREFIX = "DILOCO_"
 
@@ -104,7 +104,11 @@ class SyncSettings(Settings):
     )
     global_codec: GlobalCodec = Field(
         "fp32",
-        description="Globals as learners pull them: fp32, or bf16 (half of the bytes); the syncer's stay fp32",
+        description="Globals as learners pull them: fp32; bf16 (half of the bytes), and the syncer's stay fp32; int8 "
+        "(a quarter, and the syncer puts as little on the bus): as updates of the version before",
+    )
+    key_frame_interval: int = Field(
+        8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two whole ones"
     )
     merge: MergeName = Field(
         "mean",

@@ -26,7 +26,8 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, Commit, MomentsBoard, Offered
+from .payload_messages import Update, Updates
+from .ports import START, Commit, MomentsBoard, Offered, Republication
 from .wire import Message
 
 EVENTS_CAP = 10_000
@@ -49,15 +50,73 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
     return {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
-        "payload": commit.payload.key.encode(),
-        "chunks": b"%d" % commit.payload.chunks,
-        "momentum": commit.momentum.key.encode() if commit.momentum else b"",
-        "rest": commit.rest.key.encode() if commit.rest else b"",
-        "payload_digest": commit.rest.shown if commit.rest else b"",
+        **payload_fields(commit, commit.updates, commit.behind),
         "previous_digest": commit.expected[1] if commit.expected else b"",
         "window": encode(commit.window),
         "merged": encode(MergedBases(merged=commit.merged)),
     }
+
+
+def payload_fields(of: Commit | Republication, updates: tuple[Update, ...] = (), behind: int = 0) -> dict[str, bytes]:
+    """What the head's hash says of its payloads."""
+    return {
+        "payload": of.payload.key.encode(),
+        "chunks": b"%d" % of.payload.chunks,
+        "momentum": of.momentum.key.encode() if of.momentum else b"",
+        "rest": of.rest.key.encode() if of.rest else b"",
+        "payload_digest": of.rest.shown if of.rest else b"",
+        "updates": encode(Updates(updates=updates)) if updates else b"",
+        "behind": b"%d" % behind,
+    }
+
+
+NAMED = ("payload", "rest", "momentum", "updates")
+"""Fields of the head's hash that name payloads."""
+
+
+def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[list[str], str]:
+    """Payloads that a head names no more: global, rest and updates, which live on for a while; and a momentum or "".
+
+    named: what the head says in the fields `NAMED`.
+
+    Raises:
+        BadMessage: its updates do not decode.
+    """
+    kept = {one.key for one in of.staged}
+    payload, rest, momentum = (value.decode() for value in named[:3])
+    keys = [payload, rest, *(update.payload for update in decode_updates(named[3]))]
+    return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
+
+
+def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
+    """The head's `updates` field.
+
+    Raises:
+        BadMessage: it does not decode.
+    """
+    return decode(Updates, blob).updates if blob else ()
+
+
+def head_after(head: Head, commit: Commit) -> Head:
+    """What a commit makes of a head; what was refused before is not told any more."""
+    return Head(
+        fragment=head.fragment,
+        version=commit.version,
+        digest=commit.digest,
+        payload=commit.payload.key,
+        chunks=commit.payload.chunks,
+        momentum=commit.momentum.key if commit.momentum else "",
+        rest=commit.rest.key if commit.rest else "",
+        payload_digest=commit.rest.shown if commit.rest else None,
+        updates=commit.updates,
+        behind=commit.behind,
+        previous_digest=head.digest,
+        window=commit.window,
+        merged=commit.merged,
+        merged_deltas=head.merged_deltas + len(commit.entries),
+        merged_tokens=head.merged_tokens + commit.merged_tokens,
+        rejected_tokens=head.rejected_tokens,
+    )
 
 
 def refused_field(reason: str) -> str:
@@ -89,6 +148,8 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             rejected_tokens=int(fields[b"rejected_tokens"]),
             rest=fields.get(b"rest", b"").decode(),
             payload_digest=fields.get(b"payload_digest") or None,
+            updates=decode_updates(fields.get(b"updates")),
+            behind=decode_count("behind", fields.get(b"behind")),
             refused={
                 reason.value: decode_count("refusals", fields[name])
                 for reason in RefusalReason
@@ -224,6 +285,8 @@ def fragment_of(commit: Commit) -> int:
         raise ValueError(f"commit of version {commit.version} on top of version {commit.expected[0]}")
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
+    if both := {one.key for one in commit.staged} & {*commit.delta_payloads, *commit.retired}:
+        raise ValueError(f"the commit names what it deletes: {sorted(both)}")
     return commit.record.fragment
 
 

@@ -11,6 +11,7 @@ MAX_FRAGMENTS = 4096
 MAX_LEARNERS = 4096
 MAX_TENSORS = 100_000
 MAX_CHUNKS = 10**6
+MAX_UPDATES = 64
 MAX_CHUNK_BYTES = 16 * 2**20
 CHUNK_EXTRA_BYTES = 256
 """What an encoded chunk has besides its data, at most."""
@@ -18,8 +19,9 @@ CHUNK_EXTRA_BYTES = 256
 Codec = Literal["bf16", "fp32", "int8", "int4", "e3m0"]
 """How an element of a delta travels: as it is, or quantized (`quantize`). Momentum is always fp32."""
 
-GlobalCodec = Literal["fp32", "bf16"]
-"""How learners read globals: as they are, or rounded (`halves`). Syncers have them in float32 either way."""
+GlobalCodec = Literal["fp32", "bf16", "int8"]
+"""How learners read globals: as they are, rounded (`halves`), or as updates of what they have (`updates`). Syncers have
+them in float32 in any case."""
 
 PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]

@@ -30,9 +30,9 @@ from safetensors import SafetensorError
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.globals import Offload, pull_exact, push_global
+from pipeline.globals import Offload, pull_state, push_global
 from pipeline.messages import Committed, Head, Phase, RunState, ShardQueue, Spec, SyncSpec, WindowView
-from pipeline.payloads import pull, push
+from pipeline.payloads import push
 from pipeline.ports import Bus, Clock, Commit
 from pipeline.wire import Count, Digest, Message, Version
 
@@ -96,11 +96,7 @@ async def _read_fragment(
         if head is None:
             raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
         try:
-            theta = await pull_exact(bus, head, layout.elements, sync, offload)
-            if not head.momentum:
-                return head, theta, None
-            momentum = await pull(bus, head.momentum, layout.elements, "fp32", sync.chunk_bytes)
-            return head, theta, momentum.array()
+            return head, *await pull_state(bus, head, layout.elements, sync, offload)
         except BadPayload:
             if seen is not None and (seen.version, seen.digest, seen.payload) == (
                 head.version,

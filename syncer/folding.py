@@ -14,10 +14,11 @@ import structlog
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import SyncSpec
 
-from .fragment import Delta, Room
+from .fragment import Delta
 from .intake import Offload
 from .merge import Sum, merge_shares
 from .metrics import Metrics
+from .room import Room
 
 
 class Folding:

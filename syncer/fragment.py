@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.buffers import take
-from pipeline.chunks import Payload
-from pipeline.codec import Vector, as_bytes
+from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout
-from pipeline.halves import Halves
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64
 from .outer import NesterovStep, matrix_elements, muon_step
+from .room import Room
 from .window import Offer
 
 Array = npt.NDArray[Any]
@@ -69,40 +67,6 @@ class Merged:
     """As `Stepped`."""
 
 
-class Room:
-    """Memory for the values and the momentum after an outer step, and the digests of what is there already.
-
-    theta, momentum: (elements,) float32, written from front to back; momentum is None for plain SGD.
-    """
-
-    def __init__(self, elements: int, sync: SyncSpec) -> None:
-        self._chunk_bytes = sync.chunk_bytes
-        self.theta = take(elements, np.float32)
-        self.payload = Payload(as_bytes(self.theta), sync.chunk_bytes)
-        self.halves = Halves(elements, sync.chunk_bytes) if sync.global_codec == "bf16" else None
-        self.momentum: npt.NDArray[np.float32] | None = None
-        self.momentum_payload: Payload | None = None
-        self.more: Callable[[], object] = lambda: None
-        """Called after each block."""
-        self.sum: Sum | None = None
-        """What of the merge was summed in `theta` already."""
-
-    def gather(self, outer_momentum: float) -> None:
-        """Have memory for the momentum too, unless this is 0: plain SGD."""
-        if outer_momentum > 0 and self.momentum is None:
-            self.momentum = take(len(self.theta), np.float32)
-            self.momentum_payload = Payload(as_bytes(self.momentum), self._chunk_bytes)
-
-    def written(self, stop: int) -> None:
-        """All elements before `stop` are as they will be."""
-        self.payload.written(self.theta.itemsize * stop)
-        if self.halves is not None:
-            self.halves.written(self.theta, stop)
-        if self.momentum_payload is not None:
-            self.momentum_payload.written(self.theta.itemsize * stop)
-        self.more()
-
-
 class Stepped(NamedTuple):
     """Values and momentum after an outer step, and what its merge measured."""
 
@@ -145,6 +109,8 @@ def outer_step(
     lr, mu = outer
     into = room or Room(layout.elements, sync)
     into.gather(mu)
+    into.begin(theta, momentum, lr, mu, sync)
+    before = theta if into.update is None else None  # what is subtracted from it is quantized first
     sum_ = into.sum or Sum(layout, into.theta)
     if orthogonalises(layout, sync, mu):
         assert into.momentum is not None  # noqa: S101  # gathered: mu is not 0
@@ -152,7 +118,7 @@ def outer_step(
         reduced = sum_.close(deltas, norms, shares, recorded)
         orthogonal = muon_step(
             layout,
-            theta,
+            before,
             momentum,
             into.theta,
             into.momentum,
@@ -163,7 +129,7 @@ def outer_step(
         )
         return Stepped(into.theta, into.momentum, reduced, orthogonal)
     # None is gathered while it has no say: the first step with momentum is as the first of a run.
-    step = NesterovStep(theta, momentum if mu else None, into.theta, into.momentum, lr, mu)
+    step = NesterovStep(before, momentum if mu else None, into.theta, into.momentum, lr, mu)
 
     def finish(start: int, stop: int) -> None:
         step.block(start, stop)

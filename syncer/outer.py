@@ -29,7 +29,7 @@ class NesterovStep:
 
     def __init__(
         self,
-        theta: Float32,
+        theta: Float32 | None,
         momentum: Float32 | None,
         out: Float32,
         momentum_out: Float32 | None,
@@ -39,7 +39,7 @@ class NesterovStep:
         """What each block reads and writes.
 
         Args:
-            theta: (elements,) the global fragment.
+            theta: (elements,) the global fragment; None: `out` is overwritten with what would be subtracted from it.
             momentum: (elements,) b; None: zeros.
             out: (elements,) D, overwritten with the new values.
             momentum_out: (elements,), overwritten with the new b; it may be `momentum`. None: plain SGD, and mu is 0.
@@ -50,7 +50,7 @@ class NesterovStep:
             raise ValueError(f"mu={mu} needs a momentum buffer")
         self._theta, self._momentum, self._out, self._momentum_out = theta, momentum, out, momentum_out
         self._lr, self._mu = lr, mu
-        self._scratch = np.empty(min(BLOCK, len(theta)), np.float32)
+        self._scratch = np.empty(min(BLOCK, len(out)), np.float32)
 
     def block(self, start: int, stop: int) -> None:
         """Elements [start, stop), at most `BLOCK` of them."""
@@ -75,8 +75,11 @@ class NesterovStep:
 
     def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
         """The new values of elements [start, stop), lr*step further; both (stop - start,), and may be the same."""
-        np.multiply(step, self._lr, out=scratch)
-        np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
+        if self._theta is None:
+            np.multiply(step, self._lr, out=self._out[start:stop])
+        else:
+            np.multiply(step, self._lr, out=scratch)
+            np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
 
 
 def matrix_elements(layout: FragmentLayout) -> int:
@@ -104,7 +107,7 @@ def orthogonalised(matrix: Float32) -> Float32:
 
 def muon_step(
     layout: FragmentLayout,
-    theta: Float32,
+    theta: Float32 | None,
     momentum: Float32 | None,
     out: Float32,
     momentum_out: Float32,

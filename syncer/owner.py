@@ -13,11 +13,10 @@ import structlog
 from pipeline import codec
 from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
-from pipeline.globals import pull_exact
+from pipeline.globals import pull_state
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
-from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock, Commit, Offered
-from pipeline.stored import parse_offer_id
+from pipeline.stored import head_after, parse_offer_id
 from pipeline.waiting import first_of
 from pipeline.wire import Digest
 
@@ -27,6 +26,7 @@ from .fragment import Delta, FragmentState, MakeFragment, Merged
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
+from .mending import Mending
 from .metrics import Metrics
 from .recording import Recorder
 from .refusing import Refusing
@@ -75,7 +75,8 @@ class FragmentOwner:
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
         self._recorder, self._make_fragment = recorder, make_fragment
         self._refusing, self._doubts = Refusing(bus, clock, metrics, layout.id, nonce), Doubts()
-        self._staging = Staging(bus, clock, layout.id, spec.sync.chunk_bytes, random_hex)
+        self._staging = Staging(bus, clock, layout, spec.sync, random_hex)
+        self._mending = Mending(bus, clock, layout, spec.sync, nonce, random_hex)
         self.id = self._p = layout.id
         self._log = structlog.get_logger().bind(fragment=layout.id)
         self.lease = asyncio.Event()
@@ -156,6 +157,8 @@ class FragmentOwner:
         try:
             while self._serving:
                 self.wake.clear()
+                if self._clock.now() >= self._mending.due_s:
+                    await self._mend()
                 for _ in range(min(arrived.qsize(), MOST_AT_ONCE)):
                     await self._offered(arrived.get_nowait())
                 failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
@@ -175,13 +178,17 @@ class FragmentOwner:
                     self._start_downloads()
                 elif arrived.empty():
                     self._fold()
-                    await self._sleep(reader, decision.until, look_again)
+                    await self._sleep(reader, decision.until, look_again, self._mending.due_s)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             self._folding.close()
             await self._intake.close()
             self._window = None
+
+    async def _mend(self) -> None:
+        assert self._fragment is not None and self._head is not None  # noqa: S101, PT018  # loaded before the loop
+        self._head = await self._mending.look(self._head, self._fragment, self._watch)
 
     async def _sleep(self, reader: asyncio.Task[None], *until: float | None) -> None:
         first = min((at for at in until if at is not None), default=None)
@@ -213,9 +220,8 @@ class FragmentOwner:
             await self._bus.write_window(self._p, self._nonce, (head.version, head.digest), IDLE_VIEW, record)
             head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
-            theta = await pull_exact(self._bus, head, self._layout.elements, sync, self._offload)
-            momentum = (await self._pull(head.momentum)).array() if head.momentum else None
-            self._fragment = self._make_fragment(self._layout, sync, head.version, head.digest, theta, momentum)
+            state = await pull_state(self._bus, head, self._layout.elements, sync, self._offload)
+            self._fragment = self._make_fragment(self._layout, sync, head.version, head.digest, *state)
             if self._recorder is not None:
                 await self._offload(self._recorder.loaded, self._fragment)
         self._head = head
@@ -233,9 +239,6 @@ class FragmentOwner:
         sync = self._spec.sync
         chunks = codec.chunk_count(self._layout.elements, sync.codec, sync.chunk_bytes)
         return Window.at(head, self._layout_digest, sync.codec, chunks, self._clock.now())
-
-    async def _pull(self, key: str) -> codec.PayloadReader:
-        return await pull(self._bus, key, self._layout.elements, "fp32", self._spec.sync.chunk_bytes)
 
     # --- offers -----------------------------------------------------------------------------------------
 
@@ -398,7 +401,8 @@ class FragmentOwner:
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
         room = await self._folding.room(deltas)
-        room.gather(fragment.outer(deltas)[1])
+        outer_momentum = fragment.outer(deltas)[1]
+        room.gather(outer_momentum)
 
         async def merging() -> Merged:
             merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)
@@ -406,7 +410,7 @@ class FragmentOwner:
                 await self._offload(self._recorder.merge, fragment, deltas, merged)
             return merged
 
-        merged, payload, rest, momentum = await self._staging.stage(fragment.version + 1, room, merging())
+        merged, published = await self._staging.stage(head, room, not outer_momentum, merging())
         now = self._clock.now()
         opened, quorum, fixed = (
             t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)
@@ -432,9 +436,11 @@ class FragmentOwner:
             expected=(fragment.version, fragment.digest),
             version=merged.version,
             digest=merged.digest,
-            payload=payload,
-            rest=rest,
-            momentum=momentum,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.momentum,
+            updates=published.updates,
+            behind=published.behind,
             window=IDLE_VIEW,
             merged=merged.merged,
             record=record,
@@ -442,7 +448,7 @@ class FragmentOwner:
             delta_payloads=tuple(self._key(o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),
             replaced_ttl_s=REPLACED_TTL_S,
-            retired=self._staging.retire(head, merged.theta.nbytes),
+            retired=self._staging.retire(head, published),
         )
         await self._bus.commit(commit)
         self._grace.observe_quorum(record.quorum_s)
@@ -466,22 +472,7 @@ class FragmentOwner:
     async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:
         """The head moved: a new window, into which late offers are replayed."""
         self._intake.forget(commit.entries)
-        self._head = Head(
-            fragment=self._p,
-            version=commit.version,
-            digest=commit.digest,
-            payload=commit.payload.key,
-            chunks=commit.payload.chunks,
-            momentum=commit.momentum.key if commit.momentum else "",
-            rest=commit.rest.key if commit.rest else "",
-            payload_digest=commit.rest.shown if commit.rest else None,
-            previous_digest=head.digest,
-            window=IDLE_VIEW,
-            merged=commit.merged,
-            merged_deltas=head.merged_deltas + len(commit.entries),
-            merged_tokens=head.merged_tokens + commit.merged_tokens,
-            rejected_tokens=head.rejected_tokens,
-        )
+        self._head = head_after(head, commit)
         self._view = IDLE_VIEW
         self._window = self._new_window(self._head)
         self._refusing.new_window()

@@ -40,6 +40,7 @@ from pipeline.messages import (
     ShardQueue,
     WindowChanged,
 )
+from pipeline.payload_messages import Chunk, Update, Updates
 from pipeline.wire import Codec, Message
 from syncer.norms import BLOCK, delta_norms
 from tests.samples import encode_chunks
@@ -63,6 +64,7 @@ LAYOUT = layout_of(
 CONTRIBUTION = Contribution(
     learner="l0", incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=1.0, norm=1.0
 )
+UPDATE = Update(payload="update", chunks=2, base=bytes(16), averaged=False)
 BASE = MergedBase(learner="l0", incarnation="0" * 8, base_version=3, tokens=400)
 SHARD = Shard(epoch=0, index=1, start=8, stop=16)
 SPEC = samples.spec()
@@ -73,8 +75,15 @@ EXAMPLES: dict[type[Message], Message] = {
         SPEC.sync,
         SPEC.tensors[0],
         samples.header(),
-        messages.Chunk(index=0, data=b"data", digest=bytes(16), total=bytes(16)),
-        samples.head(merged=(BASE,), window=samples.IDLE.model_copy(update={"members": ("l0", "l1")})),
+        UPDATE,
+        Updates(updates=(UPDATE, UPDATE)),
+        Chunk(index=0, data=b"data", digest=bytes(16), total=bytes(16)),
+        samples.head(
+            merged=(BASE,),
+            updates=(UPDATE,),
+            behind=1,
+            window=samples.IDLE.model_copy(update={"members": ("l0", "l1")}),
+        ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
         stored.MergedBases(merged=(BASE, BASE)),

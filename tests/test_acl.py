@@ -20,7 +20,7 @@ from pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from pipeline.keys import RunKeys
 from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard
 from pipeline.payloads import pull, push
-from pipeline.ports import START, Bus, Refusal
+from pipeline.ports import START, Bus, Refusal, Republication
 from pipeline.redis_calls import connect_calls
 from pipeline.redis_streams import RedisBus, connect
 from pipeline.standing import read_standing
@@ -29,7 +29,7 @@ from pipeline.stored import parse_offer_id
 
 from . import samples
 from .backdoor import RedisBackdoor
-from .test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage
+from .test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage, update_to
 
 pytestmark = pytest.mark.redis
 
@@ -165,9 +165,14 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.count_chunks(delta) == 2
     await syncer.write_window(0, NONCE, expected, samples.IDLE, None)
     await syncer.refuse(0, Refusal(NONCE, expected, (bad,), (), (rejected("l0", 5),), 5))
-    rest = await rest_of(syncer, 1)
-    await syncer.commit(await commit_on(syncer, expected, rest=rest, entries=(entry,), delta_payloads=(delta,)))
+    rest, update = await rest_of(syncer, 1), await update_to(syncer, 1)
+    given = {"rest": rest, "updates": (update,), "entries": (entry,), "delta_payloads": (delta,)}
+    await syncer.commit(await commit_on(syncer, expected, **given))
     assert await syncer.count_chunks(delta) == 0
+    for party in (learner, evaluator):
+        assert await party.read_chunks(update.payload, 0, 10, extend_s=60) == [b"chunk"] * 3
+    payload = await stage(syncer, keys.global_payload(0, 1, "ee" * 4))
+    await syncer.republish(0, Republication(NONCE, (1, bytes([2]) * 16), payload, rest, None))
     # A slow pull of a global that was replaced: a learner cannot let it live on, and reads it all the same.
     assert await learner.read_chunks(head.payload, 0, 10, extend_s=600) == [b"chunk"] * 2
     # Evaluating, looking.
@@ -219,6 +224,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "lease": keys.lease(0),
         "global_payload": keys.global_payload(0, 0, "00000000"),
         "rest_payload": keys.rest_payload(0, 0, "00000000"),
+        "update_payload": keys.update_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
         "state": keys.state,
@@ -247,6 +253,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     syncer = parties["syncer"]
     expected = await first_head(syncer)
     await rest_of(syncer, 0)
+    await update_to(syncer, 0)
     await syncer.announce_syncer(NONCE, "s0", 60)
     await syncer.write_state(samples.run_state())
     for name in LEARNERS:
@@ -334,6 +341,9 @@ Step = Callable[[Bus, RunKeys, tuple[int, bytes]], Awaitable[object]]
 
 SCRIPTED: dict[str, Step] = {
     "commit": lambda bus, keys, at: bus.commit(COMMITS[keys.run]),
+    "republish": lambda bus, keys, at: bus.republish(
+        0, Republication(NONCE, at, COMMITS[keys.run].payload, None, COMMITS[keys.run].momentum)
+    ),
     "refuse": lambda bus, keys, at: bus.refuse(0, Refusal(NONCE, at, (), (), (rejected("l1"),))),
     "write_window": lambda bus, keys, at: bus.write_window(0, NONCE, at, samples.IDLE, None),
     "acquire_lease": lambda bus, keys, at: bus.acquire_lease(0, NONCE, 60),

@@ -20,7 +20,7 @@ from . import samples
 
 LAYOUT = layout_of([TensorSpec(name="a", shape=(10,), dtype="float32", rule="rda", fragment=0)])
 A, B = ("a", "a" * 8), ("b", "b" * 8)
-SCALE = Scale(learners=2, fragments=1, chunks=1, lives=3, syncer_lives=2, replaced=4, shards=2)
+SCALE = Scale(learners=2, fragments=1, chunks=1, lives=3, syncer_lives=2, replaced=4, updates=4, shards=2)
 
 
 def digest(version: int, branch: int = 0) -> bytes:
@@ -203,5 +203,11 @@ def test_every_key_of_a_run_has_a_bound() -> None:
     fixed = [getattr(keys, name) for name, kind in vars(RunKeys).items() if isinstance(kind, property)]
     made = [keys.deltas(0, "l"), keys.delta_payload(0, "l", "0" * 8, 1), keys.head(0), keys.lease(0), keys.tape(0)]
     made += [keys.global_payload(0, 1, "n"), keys.momentum_payload(0, 1, "n"), keys.initial_payload(0, "n")]
-    made += [keys.rest_payload(0, 1, "n"), keys.moments_payload(0, "exp_avg", "n"), keys.senders(0), keys.arrivals(0)]
+    made += [
+        keys.rest_payload(0, 1, "n"),
+        keys.update_payload(0, 1, "n"),
+        keys.moments_payload(0, "exp_avg", "n"),
+        keys.senders(0),
+        keys.arrivals(0),
+    ]
     assert {key.split("}:")[1].split(":")[0] for key in (*fixed, *made)} == set(bounds(SCALE))

@@ -21,7 +21,8 @@ from pipeline.codec import (
     payload_digest,
 )
 from pipeline.errors import BadMessage, BadPayload
-from pipeline.messages import Chunk, DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.messages import DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.payload_messages import Chunk
 from pipeline.quantize import GROUP, wire_bytes
 from pipeline.quantize import KINDS as QUANTIZED
 from pipeline.quantize import encode as encode_delta

@@ -20,7 +20,8 @@ from pipeline.messages import (
     WindowChanged,
     WindowView,
 )
-from pipeline.ports import START, Bus, Commit, Refusal, Rest, Staged
+from pipeline.payload_messages import Update
+from pipeline.ports import START, Bus, Commit, Refusal, Republication, Rest, Staged
 
 from . import samples
 from .backdoor import Backdoor
@@ -172,6 +173,75 @@ async def test_the_rest_of_the_present_global_does_not_expire(bus: Bus, backdoor
     assert await bus.count_chunks(head.rest) == 2
 
 
+async def update_to(bus: Bus, version: int) -> Update:
+    """The update that leads to a version, staged."""
+    staged = await stage(bus, bus.keys.update_payload(0, version, f"{version:08x}"), 3)
+    return Update(payload=staged.key, chunks=3, base=bytes([version]) * 16, averaged=version == 1)
+
+
+async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, backdoor: Backdoor) -> None:
+    """Each commit says all that it leads to; what it names no more lives on for a while, a momentum goes at once."""
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None))
+    (frame,) = await bus.read_heads([0])
+    assert frame is not None
+    key_frame, momentum = Staged(frame.payload, 2), Staged(frame.momentum, 3)
+    updates: tuple[Update, ...] = ()
+    for version in (1, 2, 3):
+        updates = (*updates, await update_to(bus, version))[-2:]
+        of = {"payload": key_frame, "momentum": momentum, "updates": updates, "behind": min(version, 2)}
+        await bus.commit(replace(await commit_on(bus, (version - 1, bytes([version]) * 16)), **of, replaced_ttl_s=30.0))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.payload, head.momentum) == (3, frame.payload, frame.momentum)
+    assert (head.updates, head.behind) == (updates, 2)
+    assert [update.base for update in head.updates] == [bytes([2]) * 16, bytes([3]) * 16]
+    there = (head.payload, head.momentum, *(update.payload for update in updates))
+    assert [backdoor.ttl_s(key) for key in there] == [None] * 4
+    assert 20 < (backdoor.ttl_s(bus.keys.update_payload(0, 1, "00000001")) or 0) <= 30
+    # The next key frame, with the update that leads there.
+    await bus.commit(
+        replace(await commit_on(bus, (3, bytes([4]) * 16)), updates=(updates[1], await update_to(bus, 4)), behind=0)
+    )
+    (after,) = await bus.read_heads([0])
+    assert after is not None
+    assert (after.payload, after.behind) == (bus.keys.global_payload(0, 4, "00000004"), 0)
+    assert [update.payload for update in after.updates] == [
+        updates[1].payload,
+        bus.keys.update_payload(0, 4, "00000004"),
+    ]
+    for key in (frame.payload, updates[0].payload):
+        assert 20 < (backdoor.ttl_s(key) or 0) <= 120
+    assert await bus.count_chunks(frame.momentum) == 0
+    assert await bus.count_chunks(after.momentum) == 3
+
+
+async def test_a_global_is_published_anew_at_its_version(bus: Bus, backdoor: Backdoor) -> None:
+    """Version, digest, window, counters and tape stay; what was named before goes as replaced."""
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None))
+    (first,) = await bus.read_heads([0])
+    assert first is not None
+    update, at = await update_to(bus, 1), (1, bytes([2]) * 16)
+    of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3), "updates": (update,), "behind": 1}
+    await bus.commit(replace(await commit_on(bus, (0, bytes([1]) * 16)), **of))
+    (before,) = await bus.read_heads([0])
+    assert before is not None
+    tape = await bus.read_tape({0: START})
+    backdoor.delete(update.payload)
+    payload = await stage(bus, bus.keys.global_payload(0, 1, "dd" * 4), 4)
+    await bus.republish(0, Republication(NONCE, at, payload, await rest_of(bus, 1), None, 30.0))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    named = {"payload": payload.key, "chunks": 4, "momentum": "", "updates": (), "behind": 0}
+    rest = {"rest": bus.keys.rest_payload(0, 1, "00000001"), "payload_digest": bytes([101]) * 16}
+    assert head == before.model_copy(update=named | rest)
+    assert await bus.read_tape({0: START}) == tape
+    assert [backdoor.ttl_s(key) for key in (head.payload, head.rest)] == [None, None]
+    assert 20 < (backdoor.ttl_s(first.payload) or 0) <= 30
+    assert await bus.count_chunks(first.momentum) == 0
+
+
 async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
     expected = await first_head(bus)
     one = await commit_on(bus, expected)
@@ -289,6 +359,12 @@ async def refusing(bus: Bus, commit: Commit) -> None:
     await bus.refuse(0, refusal)
 
 
+async def republishing(bus: Bus, commit: Commit) -> None:
+    assert commit.expected is not None
+    anew = Republication(commit.nonce, commit.expected, commit.payload, commit.rest, commit.momentum)
+    await bus.republish(0, anew)
+
+
 async def publishing(bus: Bus, commit: Commit) -> None:
     assert commit.expected is not None
     window = IDLE.model_copy(update={"attempt": 9})
@@ -323,8 +399,7 @@ REMOVING_STEP = [
     Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"many")),
     Case("total out of bounds", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"%d" % 2**62)),
 ]
-COMMIT_STEP = [
-    Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
+STAGED_STEP = [
     Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
     Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),
     Case("payload long", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 1))),
@@ -346,7 +421,6 @@ COMMIT_STEP = [
         BadMessage,
         lambda b, bus: b.plant(bus.keys.momentum_payload(0, 1, "00000001"), "hash"),
     ),
-    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "merged_tokens", b"1.5")),
     Case("lease before head", LeaseLost, change=lambda c: replace(c, nonce=OTHER, expected=(0, bytes(16)))),
     Case(
         "head before payload",
@@ -355,6 +429,24 @@ COMMIT_STEP = [
         lambda c: replace(c, expected=(0, bytes(16))),
     ),
 ]
+COMMIT_STEP = [
+    Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
+    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "merged_tokens", b"1.5")),
+    Case("update missing", PayloadIncomplete, change=lambda c: with_update(c, "gone", 3)),
+    Case("update short", PayloadIncomplete, change=lambda c: with_update(c, "00000001", 4)),
+    Case(
+        "update of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.update_payload(0, 1, "00000001"), "hash"),
+        lambda c: with_update(c, "00000001", 3),
+    ),
+]
+
+
+def with_update(commit: Commit, nonce: str, chunks: int) -> Commit:
+    key = commit.payload.key.replace("global:0:1:00000001", f"update:0:1:{nonce}")
+    update = Update(payload=key, chunks=chunks, base=FIRST, averaged=False)
+    return replace(commit, updates=(update,))
 
 
 def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
@@ -363,8 +455,9 @@ def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
 
 
 CASES = [
-    *((step, case) for step in (committing, refusing, publishing) for case in ANY_STEP),
+    *((step, case) for step in (committing, refusing, publishing, republishing) for case in ANY_STEP),
     *((step, case) for step in (committing, refusing) for case in REMOVING_STEP),
+    *((step, case) for step in (committing, republishing) for case in STAGED_STEP),
     *((committing, case) for case in COMMIT_STEP),
 ]
 
@@ -378,6 +471,7 @@ async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step
     await stage(bus, delta)
     entry = await bus.offer(samples.header("l0"))
     commit = await commit_on(bus, expected, rest=await rest_of(bus, 1), entries=(entry,), delta_payloads=(delta,))
+    await update_to(bus, 1)
     case.plant(backdoor, bus)
     before = backdoor.dump()
     with pytest.raises(case.error):
@@ -430,4 +524,13 @@ async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
     before = backdoor.dump()
     with pytest.raises(ValueError, match="commit"):
         await bus.commit(commit)
+    assert backdoor.dump() == before
+
+
+async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus: Bus, backdoor: Backdoor) -> None:
+    commit = await commit_on(bus, await first_head(bus), updates=(await update_to(bus, 1),))
+    before = backdoor.dump()
+    for key in (commit.payload.key, commit.updates[0].payload):
+        with pytest.raises(ValueError, match="names what it deletes"):
+            await bus.commit(replace(commit, retired=(key,)))
     assert backdoor.dump() == before

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pipeline import messages, moments_messages, stored
 from pipeline.codec import PayloadReader, decode
 from pipeline.errors import BadMessage, BadPayload
-from pipeline.messages import Chunk, DeltaHeader, LearnerReport
+from pipeline.messages import DeltaHeader, LearnerReport
+from pipeline.payload_messages import Chunk
 from pipeline.wire import MAX_CHUNKS, Codec, Message
 from tests.samples import encode_chunks
 

@@ -11,7 +11,8 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.codec import decode
-from pipeline.messages import Chunk, Committed, RefusalReason, Rejected, WindowView
+from pipeline.messages import Committed, RefusalReason, Rejected, WindowView
+from pipeline.payload_messages import Chunk
 from pipeline.quantize import BLOCK
 from syncer.doubts import DOUBTED_AFTER, Doubts
 from syncer.grace import GraceEstimator

@@ -7,9 +7,10 @@ from chaos.lab.fragment import LabFragment, Stale
 from chaos.lab.outer import RULES, Memory, Merge
 from chaos.lab.settings import LabRun
 from pipeline.fragments import layout_of
-from syncer.fragment import Delta, FragmentState, Room
+from syncer.fragment import Delta, FragmentState
 from syncer.merge import Sum
 from syncer.norms import delta_norms
+from syncer.room import Room
 from syncer.window import Offer
 
 from . import samples

@@ -32,7 +32,7 @@ from pipeline.errors import (
     outage_event,
 )
 from pipeline.fragments import Layout
-from pipeline.globals import pull_shown
+from pipeline.globals import Held, pull_shown
 from pipeline.messages import (
     Committed,
     DeltaHeader,
@@ -65,6 +65,7 @@ DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
+LEAST_WAIT_S = 1e-3
 SLOW_PULL_S = 60.0
 LOOK_FOR_SYNCERS_S = 10.0
 
@@ -169,8 +170,9 @@ class Exchange:
         await self._begin(self._incarnation, initial)
         while missing := [p for p in fragments if p not in self._latest]:
             for head in await self._retry(self._bus.read_heads, missing):
-                if head is not None:
-                    await self._retry(self._pull, head)
+                if head is not None and not await self._retry(self._pull, head):
+                    await self._retry(self._tell)  # its owner sees that there is somebody who cannot
+                    await asyncio.sleep(POLL_S)
         joined = Event(name="learner_joined", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
         await self._retry(self._bus.add_event, joined)
         self._outages = 0  # those until here lost nothing: nothing was published
@@ -324,28 +326,38 @@ class Exchange:
         return None not in heads
 
     async def _pull_wanted(self) -> None:
+        again: dict[int, tuple[float, float]] = {}  # what could not be pulled: when to try it again, and the wait then
         while True:
             self._pull_wake.clear()
-            while self._wanted:
-                p = min(self._wanted)
-                head = self._wanted[p]
-                pulled = await self._pull(head)
-                wanted = self._wanted.get(p)
-                if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
-                    del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
-                if not pulled:
-                    await self._look([p])
-            await self._pull_wake.wait()
+            now = self._clock.now()
+            due = {p: again[p][0] if p in again else now for p in self._wanted}
+            if not due or (first := min(due.values())) > now:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(LEAST_WAIT_S, first - now) if due else None):
+                        await self._pull_wake.wait()
+                continue
+            p = min(p for p in due if due[p] <= now)
+            head = self._wanted[p]
+            pulled = await self._pull(head)
+            wanted = self._wanted.get(p)
+            if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
+                del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
+            wait_s = again.pop(p, (0.0, POLL_S))[1]
+            if not pulled:
+                again[p] = self._clock.now() + wait_s, min(2 * wait_s, BACKOFF_S[1])
+                await self._look([p])
 
     async def _pull(self, head: Head) -> bool:
         """Fetch a head's global and hand it over; False if it was replaced meanwhile."""
         assert self._spec is not None  # noqa: S101  # set by join
         p, elements = head.fragment, self._fragments[head.fragment].elements
+        sync, held = self._spec.sync, None
+        if sync.global_codec == "int8" and (base := self._bases.get(p)) is not None:
+            held = Held(base.version, base.digest, await self._offload(self._encoder.read, base.values))
         try:
-            pulled = await pull_shown(self._bus, head, elements, self._spec.sync, self._offload, SLOW_PULL_S)
+            pulled = await pull_shown(self._bus, head, elements, sync, self._offload, SLOW_PULL_S, held)
         except BadPayload as error:
             self._log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
-            await asyncio.sleep(POLL_S)
             return False
         values = await self._offload(self._encoder.keep, pulled)
         if p in self._latest and head.version <= self._latest[p][0]:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.messages import MergedBase
-from syncer.fragment import Delta, FragmentState, Merged, Room, Stepped
+from syncer.fragment import Delta, FragmentState, Merged, Stepped
 from syncer.merge import Sum
 from syncer.norms import delta_norms
+from syncer.room import Room
 
 from .outer import RULES, Memory, Merge
 from .settings import LabRun
