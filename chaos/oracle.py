@@ -17,12 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pipeline import stored
-from pipeline.codec import DTYPES, PayloadReader, chunk_count, decode, payload_digest
+from pipeline.codec import DTYPES, chunk_count, decode
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
@@ -38,12 +37,12 @@ from pipeline.messages import (
     WindowView,
 )
 from pipeline.payload_messages import Chunk
-from pipeline.ports import Commit, Refusal, Republication, Rest, Staged
+from pipeline.ports import Commit, Refusal, Republication
 from pipeline.standing import Standing
 from workers.rounds import Base
 
 from . import reference
-from .chains import badly_coded, follow
+from .globals import Globals, badly_coded
 from .link import Link
 from .plan import BLOCKS, SHARD_BLOCKS, Plan
 from .refusals import Refusals
@@ -107,6 +106,7 @@ class Oracle:
         self._windows = Windows(
             plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
+        self._globals = Globals(store, layout, plan.spec.sync, self.broken)
         self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
@@ -293,7 +293,7 @@ class Oracle:
         state = self.fragments[p]
         if commit.version != state.version + 1:
             self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
-        found = self._global(commit, p)
+        found = self._globals.of(commit, state)
         if found is None:
             return
         theta, shown, momentum = found
@@ -310,46 +310,6 @@ class Oracle:
         if any(one.key in self._store.expiries for one in commit.staged):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
-    def _global(self, commit: Commit, p: int) -> tuple[Float64, Float64, Float64] | None:
-        """The exact values of a commit, as they lie on the bus, those that learners train from, and the momentum."""
-        state, sync = self.fragments[p], self._spec.sync
-        digest = commit.digest if not commit.behind else commit.updates[-commit.behind].base
-        found = self._whole(commit.payload, commit.rest, p, digest)
-        momentum = self._values(commit.momentum.key, p, None) if commit.momentum else None
-        if found is None:
-            return None
-        momentum = np.zeros_like(found[0]) if momentum is None else momentum  # as its owner takes it
-        if sync.global_codec != "int8" or commit.expected is None:
-            return *found, momentum
-        assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
-        behind = commit.updates[len(commit.updates) - commit.behind :]
-        whole = follow(found[0].astype(np.float32), momentum, behind, self._bytes, sync)
-        one = follow(state.theta.astype(np.float32), state.momentum, commit.updates[-1:], self._bytes, sync)
-        for led in (whole, one):
-            theta = None if isinstance(led, str) else led.theta
-            if theta is None or payload_digest(memoryview(theta.tobytes()), sync.chunk_bytes) != commit.digest:
-                self.broken("updates lead to the values", f"fragment {p} version {commit.version}: {led}")
-                return None
-        assert not isinstance(whole, str)  # noqa: S101  # it led there
-        return whole.theta.astype(np.float64), whole.theta.astype(np.float64), whole.momentum
-
-    def _whole(self, payload: Staged, rest: Rest | None, p: int, digest: bytes) -> tuple[Float64, Float64] | None:
-        """Exact values as they lie on the bus, of an update its key frame's, and those that learners see."""
-        if self._spec.sync.global_codec != "bf16":
-            exact = self._values(payload.key, p, digest)
-            return None if exact is None else (exact, exact)
-        halves = [self._half(one.key if one else "", p) for one in (payload, rest)]
-        theta = reference.joined(*halves) if all(halves) else np.empty(0, np.float32)
-        if payload_digest(memoryview(theta.tobytes()), self._spec.sync.chunk_bytes) != digest:
-            self.broken("a committed payload is whole", f"fragment {p}, {payload.key}: {halves}")
-            return None
-        shown = np.frombuffer(halves[0], ml_dtypes.bfloat16).astype(np.float64)
-        if not np.array_equal(shown, reference.rounded(theta.astype(np.float64))):
-            self.broken("learners have the nearest values", f"fragment {p}: {shown} of {theta}")
-        if not np.isfinite(theta).all():
-            self.broken("arrays are finite", payload.key)
-        return theta.astype(np.float64), shown
-
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
         """The same values and momentum as before, in other payloads."""
         if isinstance(outcome, Exception):
@@ -357,34 +317,10 @@ class Oracle:
         self._owner_write(link, p, anew.nonce, "republication")
         state = self.fragments[p]
         assert state.momentum is not None  # noqa: S101  # there is a version
-        found = self._whole(anew.payload, anew.rest, p, state.digests[state.version])
-        momentum = self._values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
+        found = self._globals.whole(anew.payload, anew.rest, p, state.digests[state.version])
+        momentum = self._globals.values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
         if found is None or momentum is None or np.abs(momentum - state.momentum).max() > CLOSE:
             self.broken("what is published anew is the same", f"fragment {p} version {state.version}: {momentum}")
-
-    def _bytes(self, key: str) -> bytes:
-        """A payload's, as they lie on the bus."""
-        stream = self._stream(key)
-        return b"".join(decode(Chunk, chunk).data for chunk in stream.data) if stream else b""
-
-    def _half(self, key: str, p: int) -> bytes:
-        """Two bytes an element, as they lie on the bus; nothing if they are not whole."""
-        data = self._bytes(key)
-        return data if len(data) == 2 * self._layout.fragments[p].elements else b""
-
-    def _values(self, key: str, p: int, digest: bytes | None) -> Float64 | None:
-        """A payload as it lies on the bus."""
-        stream, sync = self._stream(key), self._spec.sync
-        reader = PayloadReader(self._layout.fragments[p].elements, "fp32", sync.chunk_bytes)
-        for chunk in stream.data if stream else ():
-            reader.feed(chunk)
-        if not reader.complete or (digest is not None and reader.digest != digest):
-            self.broken("a committed payload is whole", f"{key}: {reader.received} of {reader.expected} chunks")
-            return None
-        values: Float64 = reader.array().astype(np.float64)
-        if not np.isfinite(values).all():
-            self.broken("arrays are finite", key)
-        return values
 
     def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64) -> None:
         state, parts, sync = self.fragments[p], commit.record.contributions, self._spec.sync
@@ -428,7 +364,7 @@ class Oracle:
         )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if sync.global_codec == "int8":
-            wire, due = self._bytes(commit.updates[-1].payload), state.theta - expected
+            wire, due = self._globals.bytes_of(commit.updates[-1].payload), state.theta - expected
             if (wrong := badly_coded(wire, due, scale + 1e-9)) is not None:
                 self.broken("an update is the nearest to its step", f"{where}: {wrong}")
             if sync.outer == "nesterov":

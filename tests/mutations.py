@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
+from pipeline import globals as globals_
+from pipeline import stored
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
+from pipeline.updates import Updating
 from syncer import fragment, outer
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
 from syncer.owner import FragmentOwner
+from syncer.room import Room
+from syncer.staging import Staging
 from syncer.window import Window
 from workers.exchange import Exchange
 from workers.rounds import Rounds
@@ -55,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "what is committed goes on expiring",
         MemoryBus,
-        "commit",
+        "_keep",
         (("self.store.expiries.pop(s.key, None)", "pass"),),
     ),
     Mutation(
@@ -260,6 +265,43 @@ MUTATIONS = [
         MemoryBus,
         "commit",
         (("for old in replaced:", "for old in replaced[:1]:"),),
+    ),
+    Mutation(
+        "an owner's values are what the step was, not what its update says",
+        Updating,
+        "stepped",
+        (("np.subtract(self._theta[piece], step, out=", "np.subtract(self._theta[piece], steps[piece], out="),),
+    ),
+    Mutation(
+        "an owner's momentum is of the step before it was quantized",
+        Room,
+        "begin",
+        (("if self.momentum is not None and momentum_follows(sync):", "if False:"),),
+    ),
+    Mutation(
+        "who takes over leaves the momentum where the key frame was",
+        globals_,
+        "_follow",
+        (("elif momentum:", "elif False:"),),
+    ),
+    Mutation(
+        "a head names too few updates for its key frame",
+        Staging,
+        "_published",
+        (("[-max(behind, KEPT_UPDATES) :]", "[-KEPT_UPDATES:]"),),
+    ),
+    Mutation(
+        "a learner takes updates for any values, and looks at no digest",
+        globals_,
+        "updates_after",
+        ((" or head.updates[-count].base != held.digest", ""),),
+        (Mutation("", globals_, "_check", (("if digest != due:", "if False:"),)),),
+    ),
+    Mutation(
+        "updates that a head names no more stay",
+        stored,
+        "replaced_by",
+        (("*(update.payload for update in decode_updates(named[3]))", ""),),
     ),
     Mutation(
         "the momentum is not carried on",
