@@ -171,6 +171,17 @@ def test_a_run_with_rounded_globals_is_replayed_bit_for_bit(tmp_path, codec: str
     assert outcome.merges == outcome.repeated >= 10
 
 
+@pytest.mark.parametrize("outer", ["nesterov", "muon"])
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer: str, rewind: bool) -> None:
+    """The quantized steps are made again, warm-up and the last ones, which only average, included."""
+    given = {"outer_momentum": 0.9, "outer": outer, "outer_warmup": 2, "tokens": 12_000, "key_frame_interval": 3}
+    commits = record_run(tmp_path, rewind=rewind, global_codec="int8", **given)
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.merges == outcome.repeated >= 10
+
+
 def test_a_replay_weighs_as_the_run_did(tmp_path) -> None:
     """Equal weights, although the quicker learner has more tokens in each delta; and ramps."""
     commits = record_run(tmp_path, weights="equal", outer_momentum=0.9, outer_warmup=2, first_interval=1)
@@ -193,12 +204,15 @@ def test_both_histories_of_a_rewound_run_are_replayed(tmp_path) -> None:
     assert outcome.repeated == outcome.merges == sum(bool(c.contributions) for c in commits)
 
 
-def test_a_take_over_records_values_that_must_be_met(tmp_path) -> None:
-    """A second syncer begins from the bus; its recorded momentum is compared with the one replayed."""
+@pytest.mark.parametrize("global_codec", ["fp32", "int8"])
+def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str) -> None:
+    """A second syncer begins from the bus; its recorded momentum, which it follows along updates, is compared with
+    the one replayed."""
     commits: list[Committed] = []
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=4000, outer_momentum=0.5), record_deltas=tmp_path)
+        sync = sync_spec(tokens=4000, outer_momentum=0.5, global_codec=global_codec)
+        world = VirtualRun(sync, record_deltas=tmp_path)
         world.start_syncer()
         learner = VirtualLearner("l", world).start()
         await world.until_version(3)

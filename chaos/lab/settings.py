@@ -89,7 +89,9 @@ class LabRun(BaseModel):
     overlap_steps: int = Field(2, ge=0, description="tau")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
     codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
-    global_codec: GlobalCodec | None = Field(None, description="Globals as learners pull them; off: fp32")
+    global_codec: GlobalCodec | None = Field(
+        None, description="Globals as learners pull them; off: fp32. int8: updates"
+    )
     merge: MergeName = Field(
         "mean", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
     )
@@ -145,6 +147,8 @@ class LabRun(BaseModel):
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
+        if self.global_codec == "int8" and self.outer is not None:
+            raise ValueError("global_codec='int8' publishes production's outer step: it goes with no other 'outer'")
         if self.scavengers is not None and not self.elastic:
             raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
         return self
