@@ -225,6 +225,7 @@ class FragmentOwner:
             if self._recorder is not None:
                 await self._offload(self._recorder.loaded, self._fragment)
         self._head = head
+        self._mending.due_s = self._clock.now()  # a commit may have been refused because something has gone
         self._window = self._new_window(head)
         self._view = head.window
         return True

@@ -14,7 +14,7 @@ from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.globals import Held, pull_exact, pull_shown, pull_state, updates_after
 from pipeline.memory import MemoryBus
-from pipeline.messages import Head, SyncSpec, TensorSpec
+from pipeline.messages import Committed, Head, Rejected, SyncSpec, TensorSpec
 from pipeline.payload_messages import Update
 from pipeline.payloads import push
 from pipeline.ports import Staged
@@ -475,6 +475,23 @@ def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
                 owner._fragment.theta.tobytes(),
                 owner._fragment.momentum.tobytes(),
             )
+
+    in_a_run(story, key_frame_interval=64)
+
+
+def test_what_is_lost_while_merges_go_on_holds_them_up_for_a_moment() -> None:
+    """The next commit is refused; what it would name is published anew, and the same deltas are merged."""
+
+    async def story(world: VirtualRun) -> None:
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(9)
+        for head in await world.heads():
+            world.store.delete(head.updates[-2].payload)
+        await world.until_version(12, LOOK_S / 2)
+        await settled(world, learner)
+        merged = [one for one in await world.tape() if isinstance(one, Committed) and one.contributions]
+        assert not any(isinstance(one, Rejected) for one in await world.tape())
+        assert len({(one.fragment, one.version) for one in merged}) == len(merged)
 
     in_a_run(story, key_frame_interval=64)
 
