@@ -64,7 +64,7 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings]\nmethod = 'magic'", "Input should be 'data-parallel'"),
         ("[settings]\nlr = []", "lr is an empty list"),
         ("lr = 1", "unknown 'lr' at the top"),
-        ("[settings]\nglobal_codec = 'int8'\nouter = 'muon'", "goes with no other 'outer'"),
+        ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),
         ("question = 1", "question must be a str"),
         ("reference = 'x'", "reference='x' is no variant"),
         ("best_of = ['x']", "best_of names 'x'"),

@@ -52,6 +52,8 @@ PURE = (
     "workers/schedule.py",
     "workers/encoding.py",
     "workers/feedback.py",
+    "workers/agreement.py",
+    "workers/retries.py",
     "workers/encoding.py",
     "chaos/audit.py",
     "chaos/growth.py",

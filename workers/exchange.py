@@ -27,7 +27,6 @@ from pipeline.errors import (
     BusUnavailable,
     PayloadIncomplete,
     PeerError,
-    SpecMismatch,
     UsageError,
     outage_event,
 )
@@ -45,9 +44,11 @@ from pipeline.messages import (
 from pipeline.payloads import push, push_growing
 from pipeline.ports import Bus, Clock
 
+from .agreement import compare
 from .claims import ShardClaims
 from .encoding import Encoder, OnHost
 from .feedback import ErrorFeedback
+from .retries import Retries
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
 
@@ -65,41 +66,8 @@ DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
-LEAST_WAIT_S = 1e-3
 SLOW_PULL_S = 60.0
 LOOK_FOR_SYNCERS_S = 10.0
-
-
-def compare(spec: Spec, held: Spec) -> None:
-    """Compare this learner's spec with the run's.
-
-    Raises:
-        SpecMismatch: showing what differs.
-    """
-    if spec == held:
-        return
-    lines = [
-        f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
-        for part, mine, theirs in (
-            ("sync", spec.sync.model_dump(), held.sync.model_dump()),
-            ("trainer", spec.trainer, held.trainer),
-        )
-        for name in sorted({*mine, *theirs})
-        if mine.get(name) != theirs.get(name)
-    ]
-    ours, runs = ({t.name: t for t in s.tensors} for s in (spec, held))
-    for name in sorted({*ours, *runs}):
-        if ours.get(name) != runs.get(name):
-            described = [
-                f"{list(t.shape)} {t.dtype} fragment {t.fragment}" if t else "absent"
-                for t in (ours.get(name), runs.get(name))
-            ]
-            lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
-    more = f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else ""
-    raise SpecMismatch(
-        "this learner and the run disagree:\n" + "\n".join(lines[:20]) + more + "\n"
-        "Give all learners the same model and settings, or choose another run name."
-    )
 
 
 class Exchange:
@@ -326,25 +294,22 @@ class Exchange:
         return None not in heads
 
     async def _pull_wanted(self) -> None:
-        again: dict[int, tuple[float, float]] = {}  # what could not be pulled: when to try it again, and the wait then
+        retries = Retries(POLL_S, BACKOFF_S[1])
         while True:
             self._pull_wake.clear()
-            now = self._clock.now()
-            due = {p: again[p][0] if p in again else now for p in self._wanted}
-            if not due or (first := min(due.values())) > now:
+            p, wait_s = retries.choose(self._wanted, self._clock.now())
+            if p is None:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(max(LEAST_WAIT_S, first - now) if due else None):
+                    async with asyncio.timeout(wait_s):
                         await self._pull_wake.wait()
                 continue
-            p = min(p for p in due if due[p] <= now)
             head = self._wanted[p]
             pulled = await self._pull(head)
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
                 del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
-            wait_s = again.pop(p, (0.0, POLL_S))[1]
+            retries.tried(p, pulled, self._clock.now())
             if not pulled:
-                again[p] = self._clock.now() + wait_s, min(2 * wait_s, BACKOFF_S[1])
                 await self._look([p])
 
     async def _pull(self, head: Head) -> bool:

@@ -46,10 +46,18 @@ class Global(NamedTuple):
     pulled: float
     """By each learner."""
     rest: float
-    """What the syncer writes beside it, so that the values stay exact."""
+    """What the syncer writes beside it, so that the values stay exact; of key frames on the average."""
+    there: float
+    """On the bus, with what was replaced last."""
 
 
-GLOBALS = {"fp32": Global(4.0, 0.0), "bf16": Global(2.0, 2.0)}
+KEY_FRAMES = 8
+"""Versions from one to the next."""
+GLOBALS = {
+    "fp32": Global(4.0, 0.0, 8.0),
+    "bf16": Global(2.0, 2.0, 8.0),
+    "int8": Global(1 + SCALE_BYTES, 4 / KEY_FRAMES, 8.0 + KEY_FRAMES * (1 + SCALE_BYTES)),
+}
 MOMENTUM_BYTES = 4.0
 """Of an element, in fp32 with any codec."""
 BY_CHOICE = ("bf16", "int8", "e3m0")
@@ -135,10 +143,10 @@ def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: st
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     round_s = interval * constants.step_time
     up_bytes_per_s, down_bytes_per_s = (b * constants.params / round_s for b in (wire_bytes, shown.pulled))
-    own_bytes_per_s = constants.params * (sum(shown) + MOMENTUM_BYTES) / round_s  # of the syncers
+    own_bytes_per_s = constants.params * (shown.pulled + shown.rest + MOMENTUM_BYTES) / round_s  # of the syncers
     traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
     traffic += constants.params * shown.rest / round_s
-    redis_memory = constants.params * (2 * sum(shown) + 2 * MOMENTUM_BYTES + wire_bytes * learners)
+    redis_memory = constants.params * (shown.there + 2 * MOMENTUM_BYTES + wire_bytes * learners)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
     why["redis_nodes"] = (

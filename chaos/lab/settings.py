@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeline.errors import UsageError
 from pipeline.messages import SyncSpec
 from pipeline.wire import Codec, GlobalCodec, MergeName
+from pipeline.wire import OuterName as Production
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
 OuterName = Literal["nesterov", "muon", "delayed", "agreement", "extrapolated", "schedule-free"]
@@ -147,7 +148,7 @@ class LabRun(BaseModel):
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
-        if self.global_codec == "int8" and self.outer is not None:
+        if self.global_codec == "int8" and self.outer not in get_args(Production):
             raise ValueError("global_codec='int8' publishes production's outer step: it goes with no other 'outer'")
         if self.scavengers is not None and not self.elastic:
             raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
