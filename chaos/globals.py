@@ -54,7 +54,11 @@ def follow(
             return f"{update.payload} has {len(wire)} bytes"
         step = reference.dequantized(wire, len(theta), "int8")
         theta = theta - step.astype(np.float32)
-        if sync.outer == "nesterov":
+        if update.merged and not update.averaged:
+            if len(wire := read(update.merged)) != blocks * 258:
+                return f"{update.merged} has {len(wire)} bytes"
+            momentum = sync.outer_momentum * momentum + reference.dequantized(wire, len(theta), "int8")
+        else:
             momentum = reference.momentum_after(momentum, step, sync, averaged=update.averaged)
     return Followed(theta, momentum)
 

@@ -52,6 +52,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "global": p + scale.replaced + staged,
         "rest": p + scale.replaced + staged,
         "update": p * scale.updates + scale.replaced + staged,
+        "merged": p * scale.updates + scale.replaced + staged,
         "momentum": p + staged,
         "initial": 1 + p * (1 + scale.lives),
         "moments": MOMENTS * p * (3 + scale.lives),

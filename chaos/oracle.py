@@ -353,6 +353,15 @@ class Oracle:
             deltas.append(self._published_as(header))
         assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
+        averaged = reference.averages(sync, state.version, [part.steps for part in parts])
+        matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
+        coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
+        if coded:  # Newton-Schulz tells apart what its code does not
+            wire = self._globals.bytes_of(commit.updates[-1].merged)
+            if not wire or (wrong := badly_coded(wire, gradient, CLOSE * float(np.abs(gradient).max()) + 1e-9)):
+                self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
+                return
+            gradient = reference.dequantized(wire, len(gradient), "int8")
         expected, velocity = reference.outer_step(
             self._layout.fragments[p],
             state.theta,
@@ -367,9 +376,8 @@ class Oracle:
             wire, due = self._globals.bytes_of(commit.updates[-1].payload), state.theta - expected
             if (wrong := badly_coded(wire, due, scale + 1e-9)) is not None:
                 self.broken("an update is the nearest to its step", f"{where}: {wrong}")
-            if sync.outer == "nesterov":
+            if not coded:
                 step = reference.dequantized(wire, len(theta), "int8")
-                averaged = reference.averages(sync, state.version, [part.steps for part in parts])
                 velocity = reference.momentum_after(state.momentum, step, sync, averaged=averaged)
         elif np.abs(theta - expected).max() > scale + 1e-9:
             self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
@@ -429,8 +437,13 @@ class Oracle:
             head = self._store.values.get(self._keys.head(p))
             decoded = stored.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
-                needed |= {decoded.payload, decoded.rest, decoded.momentum, *(one.payload for one in decoded.updates)}
-        payloads = (":delta:", ":global:", ":rest:", ":update:", ":momentum:", ":initial:")
+                needed |= {
+                    decoded.payload,
+                    decoded.rest,
+                    decoded.momentum,
+                    *(k for u in decoded.updates for k in (u.payload, u.merged)),
+                }
+        payloads = (":delta:", ":global:", ":rest:", ":update:", ":merged:", ":momentum:", ":initial:")
         for key in self._store.values:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)

@@ -26,7 +26,7 @@ from .messages import Head, SyncSpec
 from .payload_messages import Update
 from .payloads import pull, push
 from .ports import Bus, Rest, Staged
-from .updates import advance, momentum_follows
+from .updates import advance, gather, momentum_follows
 from .wire import Codec
 
 Float32 = npt.NDArray[np.float32]
@@ -185,6 +185,9 @@ async def _follow(
             gathered = None
         elif momentum:
             outer = (sync.outer_lr, sync.outer_momentum)
+        if outer and update.merged:
+            merged = await _pull(bus, update.merged, len(theta), "int8", sync, extend_s)
+            gathered, outer = await offload(gather, gathered, merged.vector(), sync.outer_momentum), None
         theta, gathered = await offload(advance, theta, gathered, reader.vector(), outer, own)
         own = True
     return theta, gathered

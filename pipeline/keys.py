@@ -146,6 +146,10 @@ class RunKeys:
         """Stream of the chunks of the update that led to a version."""
         return self._group(self.group(p), f"update:{p}:{version}:{nonce}")
 
+    def merged_payload(self, p: int, version: int, nonce: str) -> str:
+        """Stream of the chunks of the pseudogradient that led to a version, for whoever follows the momentum."""
+        return self._group(self.group(p), f"merged:{p}:{version}:{nonce}")
+
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of an outer momentum's chunks."""
         return self._group(self.group(p), f"momentum:{p}:{version}:{nonce}")

@@ -32,6 +32,8 @@ class Update(Message):
     """Of the values from which it leads on."""
     averaged: bool
     """It only averaged learners: no momentum is left after it."""
+    merged: Text = ""
+    """Key of the pseudogradient, quantized, in as many chunks: by it the momentum goes on. "": the update tells it."""
 
 
 class Updates(Message):

@@ -79,7 +79,8 @@ def named(
 ) -> tuple[Staged, ...]:
     """All payloads that a head names."""
     there = tuple(one for one in (payload, rest, momentum) if one is not None)
-    return (*there, *(Staged(update.payload, update.chunks) for update in updates))
+    led = ((key, update.chunks) for update in updates for key in (update.payload, update.merged) if key)
+    return (*there, *(Staged(*one) for one in led))
 
 
 @dataclass(frozen=True, slots=True)

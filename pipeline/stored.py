@@ -84,7 +84,7 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[lis
     """
     kept = {one.key for one in of.staged}
     payload, rest, momentum = (value.decode() for value in named[:3])
-    keys = [payload, rest, *(update.payload for update in decode_updates(named[3]))]
+    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in (one.payload, one.merged))]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
 
 

@@ -10,8 +10,8 @@ With Nesterov's step s = lr (D + mu b'), b' = mu b + D (`syncer.outer`), the mom
     D = (s/lr - mu^2 b) / (1 + mu)   so   b' = (mu b + s/lr) / (1 + mu)
 
 with the quantized s. So momentum goes with the steps that were taken, and costs nothing beside them. A step that only
-averaged leaves none. An orthogonalised step (Muon) does not say what it was made from: there b' is exact, and goes to
-the bus with every version.
+averaged leaves none. An orthogonalised step (Muon) does not say what it was made from: there the pseudogradient D is
+quantized first, and lies on the bus beside the update, for whoever follows the momentum: b' = mu b + D.
 """
 
 import numpy as np
@@ -27,8 +27,21 @@ Float32 = npt.NDArray[np.float32]
 
 
 def momentum_follows(sync: SyncSpec) -> bool:
-    """Whether a version's momentum is told by the one before and the update."""
-    return sync.global_codec == "int8" and sync.outer == "nesterov"
+    """Whether a version's momentum is told by the one before and what led from there."""
+    return sync.global_codec == "int8"
+
+
+def gather(momentum: Float32 | None, merged: Vector, mu: float) -> Float32:
+    """The momentum (elements,) after a pseudogradient as it came, in new memory; as `syncer.outer`. None: zeros."""
+    gathered = take(len(merged), np.float32)
+    for start in range(0, len(merged), GROUP):
+        out = gathered[start : start + GROUP]
+        if momentum is None:
+            out.fill(0)
+        else:
+            np.multiply(momentum[start : start + GROUP], mu, out=out)
+        np.add(out, merged[start : start + GROUP], out=out)
+    return gathered
 
 
 def follow(before: Float32 | None, step: Float32, out: Float32, lr: float, mu: float) -> None:
@@ -76,6 +89,21 @@ def advance(
             assert gathered is not None  # noqa: S101  # taken
             follow(None if momentum is None else momentum[piece], step, gathered[piece], *outer)
     return values, gathered
+
+
+class Coded:
+    """A pseudogradient that is quantized where it lies."""
+
+    def __init__(self, elements: int, chunk_bytes: int) -> None:
+        wire = take(wire_bytes(elements, "int8"), np.uint8)
+        self._encoding, self._elements = Encoding(elements, "int8", wire), elements
+        self.payload = Payload(as_bytes(wire), chunk_bytes)
+
+    def replace(self, values: Float32) -> None:
+        """Make values (elements,) what their code stands for."""
+        for start in range(0, self._elements, GROUP):
+            piece = values[start : start + GROUP]
+            self.payload.written(self._encoding.add(piece, decoded=piece))
 
 
 class Updating:

@@ -72,7 +72,8 @@ class Mending:
 
     async def _lacking(self, head: Head) -> str:
         """What of a head's payloads is not there; "" if nothing."""
-        due = {head.payload: head.chunks} | {update.payload: update.chunks for update in head.updates}
+        due = {head.payload: head.chunks}
+        due |= {key: one.chunks for one in head.updates for key in (one.payload, one.merged) if key}
         due |= {head.rest: head.chunks} if head.rest else {}
         if head.momentum:
             due[head.momentum] = chunk_count(self._layout.elements, "fp32", self._sync.chunk_bytes)

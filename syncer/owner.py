@@ -22,7 +22,7 @@ from pipeline.wire import Digest
 
 from .doubts import Doubts
 from .folding import Folding
-from .fragment import Delta, FragmentState, MakeFragment, Merged
+from .fragment import Delta, FragmentState, MakeFragment, Merged, orthogonalises
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, commit_initial
 from .intake import Intake, Offload, Outcome
@@ -403,7 +403,7 @@ class FragmentOwner:
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
         room = await self._folding.room(deltas)
         outer_momentum = fragment.outer(deltas)[1]
-        room.gather(outer_momentum)
+        room.gather(outer_momentum, orthogonalises(self._layout, self._spec.sync, outer_momentum))
 
         async def merging() -> Merged:
             merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)

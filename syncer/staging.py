@@ -106,6 +106,8 @@ class Staging:
         found: dict[str, tuple[Payload, Callable[[int, int, str], str]]] = {}
         if room.update is not None:
             found["update"] = room.update.payload, keys.update_payload
+        if room.merged is not None:
+            found["merged"] = room.merged.payload, keys.merged_payload
         if room.halves is not None:
             found |= {
                 "global": (room.halves.high, keys.global_payload),
@@ -127,7 +129,8 @@ class Staging:
         if room.update is None:
             return Published(staged["global"], rest, momentum)
         led = staged["update"]
-        update = Update(payload=led.key, chunks=led.chunks, base=head.digest, averaged=averaged)
+        merged = staged["merged"].key if "merged" in staged else ""
+        update = Update(payload=led.key, chunks=led.chunks, base=head.digest, averaged=averaged, merged=merged)
         behind = 0 if whole else head.behind + 1
         if not whole and momentum_follows(self._sync) and head.momentum:
             momentum = Staged(head.momentum, chunk_count(self._elements, "fp32", self._sync.chunk_bytes))
@@ -141,7 +144,8 @@ class Staging:
         """
         kept, now = published.keys, self._clock.now()
         update_bytes = payload_bytes(self._elements, "int8")
-        sizes = {update.payload: update_bytes for update in head.updates if update.payload not in kept}
+        led = (key for update in head.updates for key in (update.payload, update.merged) if key)
+        sizes = {key: update_bytes for key in led if key not in kept}
         if head.payload not in kept:
             sizes |= {head.payload: 4 * self._elements} | ({head.rest: 0} if head.rest else {})
         self._replaced.append((tuple(sizes), now, nbytes := sum(sizes.values())))

@@ -12,7 +12,7 @@ from pipeline import globals as globals_
 from pipeline import stored
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
-from pipeline.updates import Updating
+from pipeline.updates import Coded, Updating
 from syncer import fragment, outer
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
@@ -277,6 +277,12 @@ MUTATIONS = [
         Room,
         "begin",
         (("if self.momentum is not None and momentum_follows(sync):", "if False:"),),
+    ),
+    Mutation(
+        "a pseudogradient is merged as it was before its code",
+        Coded,
+        "replace",
+        (("decoded=piece", "decoded=piece.copy()"),),
     ),
     Mutation(
         "who takes over leaves the momentum where the key frame was",

@@ -225,6 +225,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "global_payload": keys.global_payload(0, 0, "00000000"),
         "rest_payload": keys.rest_payload(0, 0, "00000000"),
         "update_payload": keys.update_payload(0, 0, "00000000"),
+        "merged_payload": keys.merged_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
         "state": keys.state,
@@ -254,6 +255,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     expected = await first_head(syncer)
     await rest_of(syncer, 0)
     await update_to(syncer, 0)
+    await stage(syncer, server.keys.merged_payload(0, 0, "00000000"))
     await syncer.announce_syncer(NONCE, "s0", 60)
     await syncer.write_state(samples.run_state())
     for name in LEARNERS:
@@ -471,7 +473,7 @@ async def test_a_learner_does_not_come_by_what_others_trained(server: Server, pa
     """Neither their headers nor their payloads; an outer momentum is the syncer's alone, and what a global lacks."""
     await story(server, parties)
     client = server.raw("learner-l0")
-    for name in ("deltas", "delta_payload", "momentum_payload", "rest_payload"):
+    for name in ("deltas", "delta_payload", "momentum_payload", "rest_payload", "merged_payload"):
         for command in (("XREAD", "STREAMS", families(server.keys)[name], "0"), ("XLEN", families(server.keys)[name])):
             with pytest.raises(rx.NoPermissionError):
                 client.execute_command(*command)

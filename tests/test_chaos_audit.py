@@ -206,6 +206,7 @@ def test_every_key_of_a_run_has_a_bound() -> None:
     made += [
         keys.rest_payload(0, 1, "n"),
         keys.update_payload(0, 1, "n"),
+        keys.merged_payload(0, 1, "n"),
         keys.moments_payload(0, "exp_avg", "n"),
         keys.senders(0),
         keys.arrivals(0),
