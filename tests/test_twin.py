@@ -78,7 +78,7 @@ MUTATIONS = {
         "for i = entries, fields - 1, 2 do",
         "for i = entries + 2, fields - 1, 2 do",
     ),
-    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[10])\n", ""),
+    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[11])\n", ""),
     "a commit that leaves payloads behind": (
         "commit",
         "for i = from_gone, #KEYS do",
