@@ -276,7 +276,7 @@ MUTATIONS = [
         "an owner's momentum is of the step before it was quantized",
         Room,
         "begin",
-        (("if self.momentum is not None and momentum_follows(sync):", "if False:"),),
+        (("if self.momentum is not None and self.merged is None:", "if False:"),),
     ),
     Mutation(
         "a pseudogradient is merged as it was before its code",
@@ -307,7 +307,7 @@ MUTATIONS = [
         "updates that a head names no more stay",
         stored,
         "replaced_by",
-        (("*(update.payload for update in decode_updates(named[3]))", ""),),
+        (("*(key for one in decode_updates(named[3]) for key in (one.payload, one.merged))", ""),),
     ),
     Mutation(
         "the momentum is not carried on",
