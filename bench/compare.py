@@ -53,8 +53,8 @@ class Comparison:
     """Of each system in each pass."""
     passes: int = 2
     warm: int = 3
-    """Rounds before them that do not count, and one more for each further fragment: memory is touched for the first
-    time in these, which takes longer than all else."""
+    """Rounds before them that do not count, at least; and two for each fragment: memory is touched for the first time
+    in these, which takes longer than all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ def measure(given: Comparison, starts: Mapping[str, Start], missing: Mapping[str
 def _rounds(given: Comparison, size: Size, start: Start, found: dict[str, list[float]], hello: dict[str, Any]) -> None:
     with start(size) as running:
         hello |= {name: running.hello[name] for name in ("versions", "settings") if name in running.hello}
-        for _ in range(given.warm + running.turns - 1):
+        for _ in range(max(given.warm, 2 * running.turns)):
             running.warm_up()
         for _ in range(given.rounds):
             for name, value in running.round().items():

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 from urllib.parse import urlparse
 
 from rich.console import Console
@@ -40,7 +40,8 @@ from .plain import Plain
 
 ITEM = {codec: payload_bytes(GROUP, codec) / GROUP for codec in get_args(Codec)}
 """Bytes of an element on the wire."""
-JOIN_S, ROUND_S = 120.0, 120.0
+DType = Literal["fp32", "bf16"]
+BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2}
 ROOT = Path(__file__).resolve().parents[1]
 PROCESS_BYTES = 0.4e9
 """Of a learner beside its parameters: the interpreter and torch."""
@@ -64,6 +65,15 @@ class Case:
     global_codec: str = "fp32"
     link_gbit: float = 0.0
     """Each party's line to Redis, in each direction; 0: as fast as it is."""
+    dtype: DType = "fp32"
+    """Of the learners' parameters; bases and globals are fp32."""
+    warm_up: int | None = None
+    """Rounds before those that count, in which memory is touched for the first time. None: each fragment has two."""
+
+    @property
+    def unmeasured(self) -> int:
+        """Rounds before those that count."""
+        return 2 * (self.fragments if self.in_turn else 1) if self.warm_up is None else self.warm_up
 
     @property
     def elements(self) -> float:
@@ -124,7 +134,7 @@ class Case:
     def memory_bytes(self) -> float:
         """What it takes at most, all processes together: see docs/performance.md."""
         whole, moving = 4.0 * self.params, 4.0 * self.elements
-        learner = 2 * whole + 3 * moving + PROCESS_BYTES
+        learner = (1 + BYTES[self.dtype] / 4) * whole + 3 * moving + PROCESS_BYTES
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
         syncer += moving if self.global_codec != "fp32" else 0.0
         redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + whole
@@ -272,6 +282,7 @@ class Fleet:
                     "run": self.run,
                     "url": urls[name],
                     "params": self._case.params,
+                    "dtype": self._case.dtype,
                     "sync": sync,
                     "delay_s": self._case.spread_s * number / max(1, self._case.learners - 1),
                 }
@@ -299,21 +310,23 @@ class Fleet:
 def measure(
     case: Case, console: Console, redis_url: str | None = None, aof: bool = False
 ) -> tuple[Measured, dict[str, Any]]:
-    """All rounds of one case, after one that does not count; what was measured, and with which server and client."""
+    """All rounds of one case, after those that do not count; what was measured, and with which server and client."""
     if redis_url is not None and case.link_gbit:
         raise UsageError("--link is for the embedded Redis, on whose socket the lines end")
     need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {case.learners} learners")
     found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
     with server(redis_url, aof) as url, Plain(url) as redis, progress(console) as bar:
-        task = bar.add_task("starting Redis, syncer, learners", total=case.rounds + 1)
+        task = bar.add_task("starting Redis, syncer, learners", total=case.unmeasured + case.rounds)
         redis_pid = int(redis.info("process_id")) if redis_url is None else None
         with Fleet(case, url) as fleet:
-            for number in range(case.rounds + 1):
-                bar.update(task, completed=number, description=f"round {number} of {case.rounds}")
+            for done in range(case.unmeasured + case.rounds):
+                number = done + 1 - case.unmeasured
+                what = f"round {number} of {case.rounds}" if number > 0 else "rounds that do not count"
+                bar.update(task, completed=done, description=what)
                 one = one_round(case, fleet, redis_pid)
                 one |= _floor(case, url, benchmark, memory, one["publish_to_adopted_s"])
                 redis.ask("UNLINK", floor.KEY)
-                if number:
+                if number > 0:
                     for name, value in one.items():
                         getattr(found, name).append(value)
             commits = [one for one in asyncio.run(_commits(url, fleet.run)) if one.version > 1]

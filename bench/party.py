@@ -18,21 +18,21 @@ from workers.learner import Learner
 POLL_S = 0.0005
 """How often it is looked whether a fragment has come; a trainer looks at each of its steps."""
 TENSORS = 64
-MOVED = 1e-3
-"""By this share of itself each weight is moved in a round."""
+MOVED = 1e-2
+"""By this share of itself each weight is moved in a round: more than the step between two bf16 values."""
 
 
 class Weights(nn.Module):
     """An embedding of a tenth, and equal matrices."""
 
-    def __init__(self, elements: int, tensors: int) -> None:
+    def __init__(self, elements: int, tensors: int, dtype: torch.dtype) -> None:
         super().__init__()
         width = 64
         rows = max(1, elements // width)
-        self.embedding = nn.Embedding(max(1, rows // 10), width)
+        self.embedding = nn.Embedding(max(1, rows // 10), width, dtype=dtype)
         rest = [(rows - rows // 10) // tensors] * tensors
         rest[0] += rows - rows // 10 - sum(rest)
-        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width)) for n in rest)
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width, dtype=dtype)) for n in rest)
         for number, tensor in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
             with torch.no_grad():
@@ -52,7 +52,8 @@ class Party:
         torch.set_num_threads(1)
         self.number: int = given["number"]
         self.delay_s: float = given["delay_s"]
-        self.weights = Weights(given["params"], max(TENSORS, 2 * given["sync"]["fragments"]))
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
+        self.weights = Weights(given["params"], max(TENSORS, 2 * given["sync"]["fragments"]), dtype)
         self.learner = Learner(
             self.weights,
             run=given["run"],

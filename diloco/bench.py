@@ -42,7 +42,7 @@ Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model,
 Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8, int4 or e3m0")]
-Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 or bf16")]
+Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
 Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
@@ -144,6 +144,13 @@ def end_to_end(
     link: Annotated[
         float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
     ] = 0.0,
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Type of the learners' parameters; globals are fp32 in any case")
+    ] = "fp32",
+    warm_up: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds before those that count; default: two for each fragment", show_default=False),
+    ] = None,
     aof: Aofs = "off",
     redis_url: Url = None,
     json_file: Json = None,
@@ -161,7 +168,7 @@ def end_to_end(
     measuring = importlib.import_module("bench.end_to_end")
     case = measuring.Case(
         *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
-        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link),
+        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up),
     )
     ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
     passes = {way: measuring.measure(case, out.console, redis_url, way == "on") for way in ways}
@@ -169,6 +176,7 @@ def end_to_end(
     found, note = next(iter(by_way.values())), passes[ways[0]][1]
     what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
     what += f", globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
+    what += ", parameters in bf16" if dtype == "bf16" else ""
     title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
     out.show(title, by_way)
     out.console.print(f"floor: {note['floor_client']}", highlight=False)

@@ -4,12 +4,16 @@ Fresh memory costs as much as the work done in it: the kernel clears each page w
 through arrays of a few sizes over and over, so what one round leaves is what the next one takes. Nobody gives anything
 back: an array's memory is free once the array, and all that views it, are gone. No more is held than a quarter above
 what was ever in use at once: before new memory is made, free memory is let go of, oldest first.
+
+Fragments differ a little in size, so each array is made with address space for one that is a quarter larger: only what
+was touched is memory.
 """
 
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +23,22 @@ Bytes = npt.NDArray[np.uint8]
 LEAST_BYTES = 2**20
 """Smaller arrays are left to the allocator."""
 ROOM = 1.25
-"""Free memory is taken for anything down to its size over this; and as much is held over the most that was in use."""
+"""Free memory is taken for what is larger or smaller by this factor; and as much is held over the most in use."""
+
+
+class _Piece(NamedTuple):
+    """Memory of the allocator's, of which the first `touched` bytes are more than addresses."""
+
+    raw: Bytes
+    touched: int
 
 
 class Buffers:
     """A pool; any thread may take from it."""
 
     def __init__(self) -> None:
-        self._free: list[Bytes] = []
-        self._back: deque[Bytes] = deque()
+        self._free: list[_Piece] = []
+        self._back: deque[_Piece] = deque()
         """Filled by finalizers, which may run anywhere, so without a lock."""
         self._lock = threading.Lock()
         self._held = self._most_used = 0
@@ -35,7 +46,7 @@ class Buffers:
     @property
     def free_bytes(self) -> int:
         """Held, and in nobody's use."""
-        return sum(raw.nbytes for raw in (*self._free, *self._back))
+        return _touched((*self._free, *self._back))
 
     def take(self, nbytes: int) -> Bytes:
         """An array (nbytes,) of uint8 with anything in it."""
@@ -44,25 +55,32 @@ class Buffers:
         with self._lock:
             while self._back:
                 self._free.append(self._back.popleft())
-            raw = self._fitting(nbytes)
-            if raw is None:
-                raw = np.empty(nbytes, np.uint8)
-                self._held += nbytes
-            self._most_used = max(self._most_used, self._held - sum(free.nbytes for free in self._free))
+            found = self._fitting(nbytes) or _Piece(np.empty(int(ROOM * nbytes), np.uint8), 0)
+            piece = _Piece(found.raw, max(found.touched, nbytes))
+            self._held += piece.touched - found.touched
+            self._most_used = max(self._most_used, self._held - _touched(self._free))
         # Its base is no array: so numpy keeps this very object alive for every view of it.
-        handed: Bytes = np.frombuffer(memoryview(raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # as its stubs say
-        weakref.finalize(handed, self._back.append, raw).atexit = False
+        handed: Bytes = np.frombuffer(memoryview(piece.raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # its stubs
+        weakref.finalize(handed, self._back.append, piece).atexit = False
         return handed
 
-    def _fitting(self, nbytes: int) -> Bytes | None:
-        """The smallest free one that will do; else lets go of what would be held in excess with a new one."""
-        fitting = [(raw.nbytes, at) for at, raw in enumerate(self._free) if nbytes <= raw.nbytes <= ROOM * nbytes]
+    def _fitting(self, nbytes: int) -> _Piece | None:
+        """A free one that will do, of all the one with the least to touch or to leave; else makes way for a new one."""
+        fitting = [
+            (touched < nbytes, abs(touched - nbytes), at)
+            for at, (raw, touched) in enumerate(self._free)
+            if nbytes <= raw.nbytes and touched <= ROOM * nbytes
+        ]
         if fitting:
-            return self._free.pop(min(fitting)[1])
-        used = self._held - sum(raw.nbytes for raw in self._free)
+            return self._free.pop(min(fitting)[-1])
+        used = self._held - _touched(self._free)
         while self._free and self._held + nbytes > ROOM * max(self._most_used, used + nbytes):
-            self._held -= self._free.pop(0).nbytes
+            self._held -= self._free.pop(0).touched
         return None
+
+
+def _touched(pieces: Iterable[_Piece]) -> int:
+    return sum(piece.touched for piece in pieces)
 
 
 _buffers = Buffers()

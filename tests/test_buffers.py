@@ -51,7 +51,23 @@ def test_it_does_for_less_but_not_for_much_less():
     assert address(less) == at
     del less
     much_less = buffers.take(SIZE // 2)
-    assert much_less.base.obj.nbytes == SIZE // 2
+    assert much_less.base.obj.nbytes == int(ROOM * (SIZE // 2))
+
+
+def test_arrays_of_nearly_one_size_go_round_in_the_same_memory():
+    """As fragments do: whichever comes, nothing new is made, and only what was touched counts as held."""
+    buffers = Buffers()
+    sizes = [int(SIZE * factor) for factor in (1.0, 1.1, 0.95, 1.15)]
+    first = buffers.take(sizes[0])
+    at = address(first)
+    del first
+    for size in sizes * 3:
+        taken = buffers.take(size)
+        assert len(taken) == size
+        taken[:] = 1
+        assert address(taken) == at
+        del taken
+    assert buffers.free_bytes == max(sizes)
 
 
 def test_small_arrays_are_the_allocators():
