@@ -31,6 +31,7 @@ from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
 from pipeline.wire import Codec
+from syncer.staging import REPLACED_BYTES
 
 from . import floor
 from .figures import Spread, progress, spread
@@ -137,7 +138,8 @@ class Case:
         learner = (1 + BYTES[self.dtype] / 4) * whole + 3 * moving + PROCESS_BYTES
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
         syncer += moving if self.global_codec != "fp32" else 0.0
-        redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + whole
+        replaced = min((self.unmeasured + self.rounds) * moving, max(whole, self.fragments * REPLACED_BYTES))
+        redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + replaced
         if self.global_codec == "int8":
             redis += self.sync().key_frame_interval * ITEM["int8"] * self.params
         return self.learners * learner + syncer + redis

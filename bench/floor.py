@@ -116,7 +116,7 @@ def _drive(link: socket.socket, command: bytes, reply: int, count: int) -> None:
 class Memory:
     """Copies between large arrays on all cores at once: what anything that touches memory takes at least."""
 
-    def __init__(self, megabytes: int = 256) -> None:
+    def __init__(self, megabytes: int = 64) -> None:
         self._pairs = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for size in _shares(megabytes * 2**20)]
 
     def rate(self) -> float:

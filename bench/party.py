@@ -23,15 +23,16 @@ MOVED = 1e-2
 
 
 class Weights(nn.Module):
-    """An embedding of a tenth, and equal matrices."""
+    """An embedding of a tenth, or of one fragment if that is less, and equal matrices."""
 
-    def __init__(self, elements: int, tensors: int, dtype: torch.dtype) -> None:
+    def __init__(self, elements: int, fragments: int, dtype: torch.dtype) -> None:
         super().__init__()
-        width = 64
+        width, tensors = 64, max(TENSORS, 2 * fragments)
         rows = max(1, elements // width)
-        self.embedding = nn.Embedding(max(1, rows // 10), width, dtype=dtype)
-        rest = [(rows - rows // 10) // tensors] * tensors
-        rest[0] += rows - rows // 10 - sum(rest)
+        embedded = rows // max(10, fragments)
+        self.embedding = nn.Embedding(max(1, embedded), width, dtype=dtype)
+        rest = [(rows - embedded) // tensors] * tensors
+        rest[0] += rows - embedded - sum(rest)
         self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width, dtype=dtype)) for n in rest)
         for number, tensor in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
@@ -53,7 +54,7 @@ class Party:
         self.number: int = given["number"]
         self.delay_s: float = given["delay_s"]
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
-        self.weights = Weights(given["params"], max(TENSORS, 2 * given["sync"]["fragments"]), dtype)
+        self.weights = Weights(given["params"], given["sync"]["fragments"], dtype)
         self.learner = Learner(
             self.weights,
             run=given["run"],

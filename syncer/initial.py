@@ -1,4 +1,6 @@
-"""Version 0 of a fragment, from a learner's complete upload. asyncio."""
+"""Version 0 of each fragment, from a learner's complete upload. asyncio."""
+
+import asyncio
 
 import numpy as np
 import structlog
@@ -6,7 +8,7 @@ import structlog
 from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Committed, InitialUpload, SyncSpec, WindowView
+from pipeline.messages import Committed, SyncSpec, WindowView
 from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock, Commit, Rest, Staged
 
@@ -15,62 +17,60 @@ from .staging import STAGED_TTL_S
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
 
-async def commit_initial(
-    bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, *, nonce: str, syncer: str
-) -> bool:
-    """Commit version 0 if a sound upload is there; False if there is none (yet).
+AT_ONCE = 2
+"""Fragments that get their version 0 at a time: each is on the bus twice meanwhile."""
 
-    Raises:
-        BusError: as the bus; a commit that was refused changed nothing.
-    """
-    upload = await bus.read_initial()
-    if upload is None:
-        return False
-    key = bus.keys.initial_payload(layout.id, upload.nonce)
-    try:
-        payload = await pull(bus, key, layout.elements, "fp32", sync.chunk_bytes)
-        if not np.isfinite(payload.array()).all():
-            raise BadPayload("the initial parameters have elements that are not finite")
-    except BadPayload as error:
-        structlog.get_logger().error(
-            "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
+
+class Beginning:
+    """What all fragments of one syncer begin with."""
+
+    def __init__(self, bus: Bus, clock: Clock, sync: SyncSpec, *, nonce: str, syncer: str) -> None:
+        self._bus, self._clock, self._sync, self._nonce, self._syncer = bus, clock, sync, nonce, syncer
+        self.turns = asyncio.Semaphore(AT_ONCE)
+        """To be held for `commit`."""
+
+    async def commit(self, layout: FragmentLayout) -> bool:
+        """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
+
+        Raises:
+            BusError: as the bus; a commit that was refused changed nothing.
+        """
+        upload = await self._bus.read_initial()
+        if upload is None:
+            return False
+        key = self._bus.keys.initial_payload(layout.id, upload.nonce)
+        try:
+            payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
+            values = payload.array()
+            if not np.isfinite(values).all():
+                raise BadPayload("the initial parameters have elements that are not finite")
+        except BadPayload as error:
+            structlog.get_logger().error(
+                "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
+            )
+            return False
+        # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
+        staged, rest = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
+        await self._bus.commit(self._first(layout.id, payload.digest, staged, rest, upload.learner, key))
+        return True
+
+    def _first(
+        self, fragment: int, digest: bytes, payload: Staged, rest: Rest | None, learner: str, key: str
+    ) -> Commit:
+        """key: of the learner's upload, which goes with the commit."""
+        reason = f"initial parameters of {learner}"
+        return Commit(
+            nonce=self._nonce,
+            expected=None,
+            version=0,
+            digest=digest,
+            payload=payload,
+            rest=rest,
+            momentum=None,
+            window=IDLE_VIEW,
+            merged=(),
+            record=Committed.installed(
+                fragment, 0, digest, reason=reason, syncer=self._syncer, unix_s=self._clock.unix()
+            ),
+            delta_payloads=(key,),
         )
-        return False
-    # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
-    staged, rest = await push_global(bus, layout.id, 0, upload.nonce, payload.array(), sync, STAGED_TTL_S)
-    await bus.commit(_first_commit(upload, key, layout.id, payload.digest, staged, rest, nonce, syncer, clock))
-    return True
-
-
-def _first_commit(
-    upload: InitialUpload,
-    key: str,
-    fragment: int,
-    digest: bytes,
-    payload: Staged,
-    rest: Rest | None,
-    nonce: str,
-    syncer: str,
-    clock: Clock,
-) -> Commit:
-    record = Committed.installed(
-        fragment,
-        0,
-        digest,
-        reason=f"initial parameters of {upload.learner}",
-        syncer=syncer,
-        unix_s=clock.unix(),
-    )
-    return Commit(
-        nonce=nonce,
-        expected=None,
-        version=0,
-        digest=digest,
-        payload=payload,
-        rest=rest,
-        momentum=None,
-        window=IDLE_VIEW,
-        merged=(),
-        record=record,
-        delta_payloads=(key,),
-    )

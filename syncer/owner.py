@@ -24,7 +24,7 @@ from .doubts import Doubts
 from .folding import Folding
 from .fragment import Delta, FragmentState, MakeFragment, Merged, orthogonalises
 from .grace import GraceEstimator
-from .initial import IDLE_VIEW, commit_initial
+from .initial import IDLE_VIEW, Beginning
 from .intake import Intake, Offload, Outcome
 from .mending import Mending
 from .metrics import Metrics
@@ -62,6 +62,7 @@ class FragmentOwner:
         layout_digest: Digest,
         watch: RunWatch,
         metrics: Metrics,
+        beginning: Beginning,
         *,
         nonce: str,
         syncer: str,
@@ -73,7 +74,7 @@ class FragmentOwner:
         self._bus, self._clock, self._spec, self._layout = bus, clock, spec, layout
         self._layout_digest, self._watch, self._metrics = layout_digest, watch, metrics
         self._nonce, self._syncer, self._offload = nonce, syncer, offload
-        self._recorder, self._make_fragment = recorder, make_fragment
+        self._beginning, self._recorder, self._make_fragment = beginning, recorder, make_fragment
         self._refusing, self._doubts = Refusing(bus, clock, metrics, layout.id, nonce), Doubts()
         self._staging = Staging(bus, clock, layout, spec.sync, random_hex)
         self._mending = Mending(bus, clock, layout, spec.sync, nonce, random_hex)
@@ -205,11 +206,11 @@ class FragmentOwner:
         """Make the cached state equal to the head on the bus; False if told to stop before version 0."""
         sync = self._spec.sync
         while (head := (await self._bus.read_heads([self._p]))[0]) is None:
-            if not self._serving:
-                return False
-            if not await commit_initial(
-                self._bus, self._clock, self._layout, sync, nonce=self._nonce, syncer=self._syncer
-            ):
+            async with self._beginning.turns:
+                if not self._serving:
+                    return False
+                begun = await self._beginning.commit(self._layout)
+            if not begun:
                 await asyncio.sleep(INITIAL_POLL_S)
         cached = self._fragment
         if cached is not None and cached.version > head.version:

@@ -29,6 +29,7 @@ from .archive import TapeArchive
 from .checkpoint import is_saved, save_checkpoint
 from .closing import POLL_S, finish_run
 from .fragment import FragmentState, MakeFragment
+from .initial import Beginning
 from .intake import Offload
 from .leases import Leases, holding, release_all
 from .metrics import Metrics
@@ -102,6 +103,7 @@ class SyncerService:
         recorder = None
         if self.settings.record_deltas:
             recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
+        beginning = Beginning(self.bus, self.clock, spec.sync, nonce=self.nonce, syncer=self.id)
         self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s, self.settings.drain_s)
         self.owners = [
             FragmentOwner(
@@ -112,6 +114,7 @@ class SyncerService:
                 layout.digest,
                 watch,
                 self.metrics,
+                beginning,
                 nonce=self.nonce,
                 syncer=self.id,
                 offload=self._offload,

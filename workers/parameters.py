@@ -180,7 +180,10 @@ class FragmentTensors:
 
     def _flat(self, p: int) -> torch.Tensor:
         layout = self._layout.fragments[p]
-        flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
+        if self.device.type == "cpu":
+            flat = torch.from_numpy(take(layout.elements, np.float32))
+        else:  # torch uses memory of other devices again by itself
+            flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
         return flat
