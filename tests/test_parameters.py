@@ -135,6 +135,16 @@ def test_half_precision_parameters_travel_as_float32() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
+def test_snapshots_go_round_in_the_same_memory() -> None:
+    """In any precision: fresh memory costs several times as much as the copy."""
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = fragments_of(nn.Linear(1024, 1024).to(dtype), count=1)
+        found = set()
+        for _ in range(4):
+            found.add(parameters.snapshot(0).numpy().__array_interface__["data"][0])
+        assert len(found) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_snapshot_is_not_torn_by_the_next_step() -> None:

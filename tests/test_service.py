@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
 from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
+from pipeline.ports import Commit
 from syncer.checkpoint import load_checkpoint
+from syncer.initial import AT_ONCE
 from syncer.start import RESERVE_BYTES, check_memory
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -65,6 +69,38 @@ def test_a_redis_too_small_for_the_model_and_two_offers_of_moments_is_refused(
         else:
             with pytest.raises(UsageError, match="2 offers of moments"):
                 await check_memory(bus, layout)
+
+    run_virtual(main())
+
+
+def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fragment's upload goes as its copy is committed; the next ones are copied then."""
+    copied: set[int] = set()
+    most = []
+
+    async def write_chunks(self: MemoryBus, key: str, *args: Any) -> None:
+        if found := re.search(r"global:(\d+):0:", key):
+            copied.add(int(found[1]))
+            most.append(len(copied))
+            await asyncio.sleep(0.01)
+        await written(self, key, *args)
+
+    async def commit(self: MemoryBus, commit: Commit) -> None:
+        await committed(self, commit)
+        copied.discard(commit.record.fragment)
+
+    written, committed = MemoryBus.write_chunks, MemoryBus.commit
+    monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
+    monkeypatch.setattr(MemoryBus, "commit", commit)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=8))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(1)
+        assert len(most) >= 8
+        assert max(most) == AT_ONCE
+        await learner.kill()
 
     run_virtual(main())
 
