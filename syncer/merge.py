@@ -5,9 +5,10 @@ the speed of whole-array numpy. Sums run in the order of the given list, so equa
 of them were summed (`Sum.add`) before the last one was here.
 
 Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
-bits on every machine, and so are sums of one element after the other (a row's length). Any other reduction (a tensor's
-length) sums in an order that the machine's libraries choose: the same to about 1e-7. Such reductions enter the
-elementwise work as factors, so a merge can be repeated bit for bit from recorded ones.
+bits on every machine, and so are numpy's sums of a row's elements (its length), in numpy's own order
+(`tests/test_merge.py` has it). Any other reduction (a tensor's length) sums in an order that the machine's libraries
+choose: the same to about 1e-7. Such reductions enter the elementwise work as factors, so a merge can be repeated bit
+for bit from recorded ones.
 """
 
 import math
@@ -27,6 +28,9 @@ _NO_DIRECTION = 1e-30
 
 _CANCELLED = 1e-6
 """Unit vectors whose weighted mean is shorter than this cancel: what is left is rounding noise."""
+
+ROWS_BLOCK = 32 * 1024
+"""Elements of whole rows that are merged at a time, in float64: a few arrays of so many stay in the cache."""
 
 MOST_SHARE = 2.0**20
 """No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
@@ -84,8 +88,8 @@ def _factors(slot: Slot, lengths: Sequence[float], shares: Sequence[float]) -> l
 
 
 def _row_lengths(rows: Float64) -> Float64:
-    """L2 norm (rows,) of rows (rows, columns), summed from left to right: the same bits on every machine."""
-    lengths: Float64 = np.sqrt(np.add.accumulate(np.square(rows), axis=1)[:, -1])
+    """L2 norm (rows,) of rows (rows, columns): the same bits on every machine."""
+    lengths: Float64 = np.sqrt(np.add.reduce(np.square(rows), axis=1))
     return lengths
 
 
@@ -144,7 +148,7 @@ class Sum:
                 columns = _columns(slot)
                 if t not in self._rows:
                     self._rows[t] = _Rows.zero((slot.stop - slot.start) // columns, columns)
-                for start, stop in _blocks(slot.start, slot.stop, columns * max(1, BLOCK // columns)):
+                for start, stop in _blocks(slot.start, slot.stop, columns * max(1, ROWS_BLOCK // columns)):
                     rows = self._rows[t].part((start - slot.start) // columns, (stop - slot.start) // columns)
                     rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)
             else:
@@ -238,7 +242,7 @@ class Sum:
     ) -> float:
         """RDA of each row of a tensor; the sum of its squares."""
         found, columns = 0.0, _columns(slot)
-        for start, stop in _blocks(slot.start, slot.stop, columns * max(1, BLOCK // columns)):
+        for start, stop in _blocks(slot.start, slot.stop, columns * max(1, ROWS_BLOCK // columns)):
             first, last = (start - slot.start) // columns, (stop - slot.start) // columns
             rows = self._rows[t].part(first, last) if done else _Rows.zero(last - first, columns)
             rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)

@@ -253,3 +253,28 @@ def test_a_merge_scales_by_recorded_lengths_and_measures_its_own():
     assert second.directions.tolist() == first.directions.tolist()
     np.testing.assert_allclose(other[:300], 2 * out[:300], rtol=1e-6)
     assert other[300:].tobytes() == out[300:].tobytes()
+
+
+def in_pairs(values: Sequence[float]) -> float:
+    """A sum in numpy's order: eight at a time up to 128, halves above."""
+    n = len(values)
+    if n > 128:
+        half = n // 2 - n // 2 % 8
+        return in_pairs(values[:half]) + in_pairs(values[half:])
+    whole = n - n % 8
+    if not whole:
+        return sum(values)
+    eight = list(values[:8])
+    for at in range(8, whole, 8):
+        eight = [one + other for one, other in zip(eight, values[at : at + 8], strict=True)]
+    found = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]))
+    for value in values[whole:]:
+        found += value
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 21, 128, 129, 300, 768, 5000])
+def test_a_rows_length_is_summed_in_one_order_on_every_machine(columns: int) -> None:
+    """Or merges by rows would not replay bit for bit elsewhere. A numpy that sums otherwise is told here."""
+    squares = np.square(np.random.default_rng(columns).standard_normal((6, columns)))
+    assert np.add.reduce(squares, axis=1).tolist() == [in_pairs(row) for row in squares.tolist()]
