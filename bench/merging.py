@@ -4,6 +4,7 @@ All but the orthogonalisation is elementwise, with Nesterov's step. orthogonal_s
 fragment's tensors are square matrices, on all cores, since the products are BLAS's; beside one product of two such
 matrices.
 
+rows_s: the same as merge_s, with RDA of each row instead of each tensor, in rows as long as those matrices are wide.
 merge_s: all deltas are here at once. folding_s and closing_s: they came one after another, and all but the last were
 summed before. Rates are bytes of deltas per second. The floor is a copy between large arrays by one thread, for the
 bytes that a merge must read and write.
@@ -46,7 +47,7 @@ class Sizes:
     momentum: float = 0.9
     repeats: int = 7
     side: int = 768
-    """Rows and columns of a matrix that is orthogonalised."""
+    """Rows and columns of a matrix that is orthogonalised, or merged by rows."""
 
 
 class Work:
@@ -63,6 +64,16 @@ class Work:
             TensorSpec(name=f"t{i}", shape=(n,), dtype="float32", rule="mean" if i == 0 else "rda", fragment=0)
             for i, n in enumerate(each)
         ).fragments[0]
+        side = min(sizes.side, sizes.elements)
+        rows = sizes.elements // side
+        self.by_rows = layout_of(
+            (
+                TensorSpec(name="t0", shape=(rows, side), dtype="float32", rule="rda-row", fragment=0),
+                TensorSpec(
+                    name="t1", shape=(sizes.elements - rows * side,), dtype="float32", rule="mean", fragment=0
+                ),
+            )
+        ).fragments[0]
         rng = np.random.default_rng(0)
         dtype = np.dtype(ml_dtypes.bfloat16) if sizes.wire == "bf16" else np.dtype(np.float32)
         self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
@@ -77,11 +88,10 @@ class Work:
         )
         self._copy = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
 
-    def step(self) -> Any:
+    def step(self, layout: FragmentLayout | None = None) -> Any:
         """Merge and outer step, as the syncer makes them."""
-        return outer_step(
-            self.layout, self.sync, self.outer, self.theta, self.momentum, self.deltas, self.norms, self.shares
-        )
+        given = self.theta, self.momentum, self.deltas, self.norms, self.shares
+        return outer_step(layout or self.layout, self.sync, self.outer, *given)
 
     def room(self, summed: int) -> Room:
         """Room in which the first so many deltas are summed already, each as it came."""
@@ -167,6 +177,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
 
     ways = {
         "merge_s": timed(work.step),
+        "rows_s": timed(lambda: work.step(work.by_rows)),
         "plain_numpy_s": timed(work.plain),
         "memory_floor_s": timed(work.copied),
         "norms_s": timed(work.judged),
@@ -178,7 +189,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         ways |= {"folding_s": timed(lambda: work.room(sizes.learners - 1)), "closing_s": closing}
     found = alternate(ways, sizes.repeats, console, "merging")
     report = {name: spread(values) for name, values in found.items()}
-    for name in ("merge", "plain_numpy", "memory_floor", "norms"):
+    for name in ("merge", "rows", "plain_numpy", "memory_floor", "norms"):
         report[f"{name}_gb_per_s"] = spread(deltas / 1e9 / value for value in found[f"{name}_s"])
     flops = 2e-9 * sizes.side**3
     products = 3 * NEWTON_SCHULZ_STEPS * len(work.matrices)

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.buffers import take
 from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout, Slot
 
@@ -103,7 +104,9 @@ class _Rows(NamedTuple):
 
     @classmethod
     def zero(cls, rows: int, columns: int) -> "_Rows":
-        return cls(np.zeros((rows, columns), np.float64), np.zeros(rows, np.float64))
+        directions = take(rows * columns, np.float64).reshape(rows, columns)
+        directions.fill(0)
+        return cls(directions, np.zeros(rows, np.float64))
 
     def part(self, start: int, stop: int) -> "_Rows":
         """Rows [start, stop), sharing memory."""
