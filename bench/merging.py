@@ -69,9 +69,7 @@ class Work:
         self.by_rows = layout_of(
             (
                 TensorSpec(name="t0", shape=(rows, side), dtype="float32", rule="rda-row", fragment=0),
-                TensorSpec(
-                    name="t1", shape=(sizes.elements - rows * side,), dtype="float32", rule="mean", fragment=0
-                ),
+                TensorSpec(name="t1", shape=(sizes.elements - rows * side,), dtype="float32", rule="mean", fragment=0),
             )
         ).fragments[0]
         rng = np.random.default_rng(0)
