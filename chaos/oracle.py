@@ -441,7 +441,7 @@ class Oracle:
                     decoded.payload,
                     decoded.rest,
                     decoded.momentum,
-                    *(k for u in decoded.updates for k in (u.payload, u.merged)),
+                    *(key for update in decoded.updates for key in update.payloads),
                 }
         payloads = (":delta:", ":global:", ":rest:", ":update:", ":merged:", ":momentum:", ":initial:")
         for key in self._store.values:

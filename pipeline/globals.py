@@ -26,7 +26,7 @@ from .messages import Head, SyncSpec
 from .payload_messages import Update
 from .payloads import pull, push
 from .ports import Bus, Rest, Staged
-from .updates import advance, gather, momentum_follows
+from .updates import advance, gather
 from .wire import Codec
 
 Float32 = npt.NDArray[np.float32]
@@ -70,17 +70,10 @@ async def pull_state(
     Raises:
         BadPayload: as `pull`, or the values do not have the head's digest. The head may have moved: read it again.
     """
-    momentum: Float32 | None = None
-    if not momentum_follows(sync):
-        theta = await pull_exact(bus, head, elements, sync, offload)
-    else:
-        theta = (await _pull(bus, head.payload, elements, "fp32", sync)).array()
-    if head.momentum:
-        momentum = (await _pull(bus, head.momentum, elements, "fp32", sync)).array()
-    if momentum_follows(sync):
-        theta, momentum = await _follow(bus, (theta, momentum), _after_key_frame(head), sync, offload, momentum=True)
-        await _check_values(head, theta, sync, offload)
-    return theta, momentum
+    if sync.global_codec == "int8":
+        return await _pull_whole(bus, head, elements, sync, offload, momentum=True)
+    theta = await pull_exact(bus, head, elements, sync, offload)
+    return theta, await _pull_momentum(bus, head, elements, sync)
 
 
 async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
@@ -92,7 +85,7 @@ async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offloa
         BadPayload: as `pull_state`.
     """
     if sync.global_codec == "int8":
-        return await _pull_whole(bus, head, elements, sync, offload)
+        return (await _pull_whole(bus, head, elements, sync, offload))[0]
     reader = await _pull(bus, head.payload, elements, sync.global_codec, sync)
     if not head.rest:
         _check(head, reader.digest, head.digest)
@@ -134,7 +127,7 @@ async def pull_shown(
             return values
         except BadPayload:
             pass  # one of them has gone, or led elsewhere: a key frame begins anew
-    return await _pull_whole(bus, head, elements, sync, offload, extend_s)
+    return (await _pull_whole(bus, head, elements, sync, offload, extend_s))[0]
 
 
 def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
@@ -153,13 +146,26 @@ def _after_key_frame(head: Head) -> tuple[Update, ...]:
 
 
 async def _pull_whole(
-    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload, extend_s: float = KEPT_S
-) -> Float32:
-    """The key frame and the updates after it."""
-    values: Float32 = (await _pull(bus, head.payload, elements, "fp32", sync, extend_s)).array()
-    values, _ = await _follow(bus, (values, None), _after_key_frame(head), sync, offload, extend_s)
-    await _check_values(head, values, sync, offload)
-    return values
+    bus: Bus,
+    head: Head,
+    elements: int,
+    sync: SyncSpec,
+    offload: Offload,
+    extend_s: float = KEPT_S,
+    *,
+    momentum: bool = False,
+) -> tuple[Float32, Float32 | None]:
+    """The key frame and the updates after it; the momentum too, where it is wanted."""
+    theta: Float32 = (await _pull(bus, head.payload, elements, "fp32", sync, extend_s)).array()
+    begun = theta, await _pull_momentum(bus, head, elements, sync) if momentum else None
+    state = await _follow(bus, begun, _after_key_frame(head), sync, offload, extend_s, momentum=momentum)
+    await _check_values(head, state[0], sync, offload)
+    return state
+
+
+async def _pull_momentum(bus: Bus, head: Head, elements: int, sync: SyncSpec) -> Float32 | None:
+    """That which the head names; None: all zeros."""
+    return (await _pull(bus, head.momentum, elements, "fp32", sync)).array() if head.momentum else None
 
 
 async def _follow(

@@ -35,6 +35,11 @@ class Update(Message):
     merged: Text = ""
     """Key of the pseudogradient, quantized, in as many chunks: by it the momentum goes on. "": the update tells it."""
 
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """Keys of what lies on the bus of it, each in `chunks`."""
+        return (self.payload, self.merged) if self.merged else (self.payload,)
+
 
 class Updates(Message):
     """The head's `updates` field as stored."""

@@ -14,7 +14,7 @@ Promises that every `Bus` keeps (the contract tests run on all adapters):
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from .chunks import Encoded
 from .keys import RunKeys
@@ -79,7 +79,7 @@ def named(
 ) -> tuple[Staged, ...]:
     """All payloads that a head names."""
     there = tuple(one for one in (payload, rest, momentum) if one is not None)
-    led = ((key, update.chunks) for update in updates for key in (update.payload, update.merged) if key)
+    led = ((key, update.chunks) for update in updates for key in update.payloads)
     return (*there, *(Staged(*one) for one in led))
 
 
@@ -140,6 +140,9 @@ class Republication:
     rest: Rest | None
     momentum: Staged | None
     replaced_ttl_s: float = 120.0
+    updates: ClassVar[tuple[Update, ...]] = ()
+    behind: ClassVar[int] = 0
+    """It is a key frame."""
 
     @property
     def staged(self) -> tuple[Staged, ...]:

@@ -6,7 +6,7 @@ Pure: bytes in, messages out, and the checks that need no server.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -50,23 +50,34 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
     return {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
-        **payload_fields(commit, commit.updates, commit.behind),
+        **payload_fields(commit),
         "previous_digest": commit.expected[1] if commit.expected else b"",
         "window": encode(commit.window),
         "merged": encode(MergedBases(merged=commit.merged)),
     }
 
 
-def payload_fields(of: Commit | Republication, updates: tuple[Update, ...] = (), behind: int = 0) -> dict[str, bytes]:
-    """What the head's hash says of its payloads."""
+def names(of: Commit | Republication) -> dict[str, Any]:
+    """What a head says of its payloads, by the names of its fields."""
     return {
-        "payload": of.payload.key.encode(),
-        "chunks": b"%d" % of.payload.chunks,
-        "momentum": of.momentum.key.encode() if of.momentum else b"",
-        "rest": of.rest.key.encode() if of.rest else b"",
-        "payload_digest": of.rest.shown if of.rest else b"",
-        "updates": encode(Updates(updates=updates)) if updates else b"",
-        "behind": b"%d" % behind,
+        "payload": of.payload.key,
+        "chunks": of.payload.chunks,
+        "momentum": of.momentum.key if of.momentum else "",
+        "rest": of.rest.key if of.rest else "",
+        "payload_digest": of.rest.shown if of.rest else None,
+        "updates": of.updates,
+        "behind": of.behind,
+    }
+
+
+def payload_fields(of: Commit | Republication) -> dict[str, bytes]:
+    """The same, as its hash has it."""
+    said = names(of)
+    return {
+        **{name: said[name].encode() for name in ("payload", "momentum", "rest")},
+        **{name: b"%d" % said[name] for name in ("chunks", "behind")},
+        "payload_digest": said["payload_digest"] or b"",
+        "updates": encode(Updates(updates=of.updates)) if of.updates else b"",
     }
 
 
@@ -84,7 +95,7 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[lis
     """
     kept = {one.key for one in of.staged}
     payload, rest, momentum = (value.decode() for value in named[:3])
-    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in (one.payload, one.merged))]
+    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
 
 
@@ -103,13 +114,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         fragment=head.fragment,
         version=commit.version,
         digest=commit.digest,
-        payload=commit.payload.key,
-        chunks=commit.payload.chunks,
-        momentum=commit.momentum.key if commit.momentum else "",
-        rest=commit.rest.key if commit.rest else "",
-        payload_digest=commit.rest.shown if commit.rest else None,
-        updates=commit.updates,
-        behind=commit.behind,
+        **names(commit),
         previous_digest=head.digest,
         window=commit.window,
         merged=commit.merged,

@@ -20,15 +20,9 @@ import numpy.typing as npt
 from .buffers import take
 from .chunks import Payload
 from .codec import Vector, as_bytes
-from .messages import SyncSpec
 from .quantize import GROUP, Encoding, wire_bytes
 
 Float32 = npt.NDArray[np.float32]
-
-
-def momentum_follows(sync: SyncSpec) -> bool:
-    """Whether a version's momentum is told by the one before and what led from there."""
-    return sync.global_codec == "int8"
 
 
 def gather(momentum: Float32 | None, merged: Vector, mu: float) -> Float32:

@@ -14,6 +14,7 @@ from pipeline.globals import push_global
 from pipeline.messages import Head, SyncSpec
 from pipeline.payloads import push
 from pipeline.ports import Bus, Clock, Republication
+from pipeline.stored import names
 
 from .fragment import FragmentState
 from .staging import REPLACED_TTL_S, STAGED_TTL_S, RandomHex
@@ -73,7 +74,7 @@ class Mending:
     async def _lacking(self, head: Head) -> str:
         """What of a head's payloads is not there; "" if nothing."""
         due = {head.payload: head.chunks}
-        due |= {key: one.chunks for one in head.updates for key in (one.payload, one.merged) if key}
+        due |= {key: one.chunks for one in head.updates for key in one.payloads}
         due |= {head.rest: head.chunks} if head.rest else {}
         if head.momentum:
             due[head.momentum] = chunk_count(self._layout.elements, "fp32", self._sync.chunk_bytes)
@@ -91,13 +92,4 @@ class Mending:
         at = (head.version, head.digest)
         anew = Republication(self._nonce, at, payload, rest, momentum, REPLACED_TTL_S)
         await bus.republish(p, anew)
-        named = {
-            "payload": payload.key,
-            "chunks": payload.chunks,
-            "rest": rest.key if rest else "",
-            "payload_digest": rest.shown if rest else None,
-            "momentum": momentum.key if momentum else "",
-            "updates": (),
-            "behind": 0,
-        }
-        return head.model_copy(update=named)
+        return head.model_copy(update=names(anew))

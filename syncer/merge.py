@@ -77,6 +77,12 @@ def _blocks(start: int, stop: int, size: int = BLOCK) -> Iterator[tuple[int, int
     return ((at, min(at + size, stop)) for at in range(start, stop, size))
 
 
+def _row_blocks(slot: Slot) -> Iterator[tuple[int, int]]:
+    """Whole rows."""
+    columns = _columns(slot)
+    return _blocks(slot.start, slot.stop, columns * max(1, ROWS_BLOCK // columns))
+
+
 def _columns(slot: Slot) -> int:
     return (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
 
@@ -151,7 +157,7 @@ class Sum:
                 columns = _columns(slot)
                 if t not in self._rows:
                     self._rows[t] = _Rows.zero((slot.stop - slot.start) // columns, columns)
-                for start, stop in _blocks(slot.start, slot.stop, columns * max(1, ROWS_BLOCK // columns)):
+                for start, stop in _row_blocks(slot):
                     rows = self._rows[t].part((start - slot.start) // columns, (stop - slot.start) // columns)
                     rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)
             else:
@@ -245,7 +251,7 @@ class Sum:
     ) -> float:
         """RDA of each row of a tensor; the sum of its squares."""
         found, columns = 0.0, _columns(slot)
-        for start, stop in _blocks(slot.start, slot.stop, columns * max(1, ROWS_BLOCK // columns)):
+        for start, stop in _row_blocks(slot):
             first, last = (start - slot.start) // columns, (stop - slot.start) // columns
             rows = self._rows[t].part(first, last) if done else _Rows.zero(last - first, columns)
             rows.add([delta[start:stop].reshape(-1, columns) for delta in deltas], shares)

@@ -14,7 +14,6 @@ from pipeline.messages import Head, SyncSpec
 from pipeline.payload_messages import Update
 from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock, Rest, Staged, named
-from pipeline.updates import momentum_follows
 
 from .room import Room
 
@@ -115,7 +114,7 @@ class Staging:
             }
         elif whole:
             found["global"] = room.payload, keys.global_payload
-        if room.momentum_payload is not None and (whole or not momentum_follows(self._sync)):
+        if room.momentum_payload is not None and whole:
             found["momentum"] = room.momentum_payload, keys.momentum_payload
         return found
 
@@ -132,7 +131,7 @@ class Staging:
         merged = staged["merged"].key if "merged" in staged else ""
         update = Update(payload=led.key, chunks=led.chunks, base=head.digest, averaged=averaged, merged=merged)
         behind = 0 if whole else head.behind + 1
-        if not whole and momentum_follows(self._sync) and head.momentum:
+        if not whole and head.momentum:
             momentum = Staged(head.momentum, chunk_count(self._elements, "fp32", self._sync.chunk_bytes))
         payload = staged["global"] if whole else Staged(head.payload, head.chunks)
         return Published(payload, None, momentum, (*head.updates, update)[-max(behind, KEPT_UPDATES) :], behind)
@@ -144,7 +143,7 @@ class Staging:
         """
         kept, now = published.keys, self._clock.now()
         update_bytes = payload_bytes(self._elements, "int8")
-        led = (key for update in head.updates for key in (update.payload, update.merged) if key)
+        led = (key for update in head.updates for key in update.payloads)
         sizes = {key: update_bytes for key in led if key not in kept}
         if head.payload not in kept:
             sizes |= {head.payload: 4 * self._elements} | ({head.rest: 0} if head.rest else {})

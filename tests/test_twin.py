@@ -43,8 +43,8 @@ MUTATIONS = {
     ),
     "a commit that does not check the head": (
         "commit",
-        "if (now[i] or '') ~= ARGV[i + 1]",
-        "if false",
+        "wrong = head_names_otherwise(head, 2)\n",
+        "wrong = nil\n",
     ),
     "a commit that deletes the headers before its checks": (
         "commit",

@@ -24,6 +24,23 @@ local function head_moved(key, version, digest)
   if now[1] ~= version or now[2] ~= digest then return {'HEAD', key, now[1]} end
 end
 
+-- Nil if a fragment's head names what ARGV says from `at` on: version ('' for no head), digest, payload, rest, momentum,
+-- updates.
+local function head_names_otherwise(key, at)
+  local now = redis.call('HMGET', key, 'version', 'digest', 'payload', 'rest', 'momentum', 'updates')
+  for i = 1, 6 do
+    if (now[i] or '') ~= ARGV[at + i - 1] then return {'HEAD', key, now[1]} end
+  end
+end
+
+-- Nil if `count` payloads from KEYS[first] on have as many chunks as ARGV says from `at` on.
+local function incomplete(first, count, at)
+  for i = 0, count - 1 do
+    local have = redis.call('XLEN', KEYS[first + i])
+    if have ~= tonumber(ARGV[at + i]) then return {'PAYLOAD', KEYS[first + i], have} end
+  end
+end
+
 -- Whether the work queue has its consumer group.
 local function has_group(key)
   return redis.call('EXISTS', key) == 1 and #redis.call('XINFO', 'GROUPS', key) > 0

@@ -19,18 +19,11 @@ for i = 4, from_replaced - 1 do wrong = wrong or mistyped(KEYS[i], 'stream') end
 for i = from_streams, from_gone - 1 do wrong = wrong or mistyped(KEYS[i], 'stream') end
 if wrong then return wrong end
 if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end
-local now = redis.call('HMGET', head, 'version', 'digest', 'payload', 'rest', 'momentum', 'updates')
-for i = 1, 6 do
-  if (now[i] or '') ~= ARGV[i + 1] then return {'HEAD', head, now[1]} end
-end
-if ARGV[2] == '' and redis.call('EXISTS', head) == 1 then return {'HEAD', head, now[1]} end
-wrong = bad_total(head, 'merged_deltas', ARGV[9]) or bad_total(head, 'merged_tokens', ARGV[10])
-  or bad_total(head, 'rejected_tokens', '0')
+wrong = head_names_otherwise(head, 2)
+if ARGV[2] == '' and redis.call('EXISTS', head) == 1 then wrong = wrong or {'HEAD', head} end
+wrong = wrong or bad_total(head, 'merged_deltas', ARGV[9]) or bad_total(head, 'merged_tokens', ARGV[10])
+  or bad_total(head, 'rejected_tokens', '0') or incomplete(4, count, 13)
 if wrong then return wrong end
-for i = 1, count do
-  local have = redis.call('XLEN', KEYS[3 + i])
-  if have ~= tonumber(ARGV[12 + i]) then return {'PAYLOAD', KEYS[3 + i], have} end
-end
 
 for i = 4, from_replaced - 1 do redis.call('PERSIST', KEYS[i]) end
 for i = fields, #ARGV, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end

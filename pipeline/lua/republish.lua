@@ -12,15 +12,8 @@ local wrong = mistyped(lease, 'string', head, 'hash', KEYS[3], 'stream')
 for i = 4, from_replaced - 1 do wrong = wrong or mistyped(KEYS[i], 'stream') end
 if wrong then return wrong end
 if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end
-local now = redis.call('HMGET', head, 'version', 'digest', 'payload', 'rest', 'momentum', 'updates')
-if not now[1] then return {'HEAD', head, now[1]} end
-for i = 1, 6 do
-  if (now[i] or '') ~= ARGV[i + 1] then return {'HEAD', head, now[1]} end
-end
-for i = 1, count do
-  local have = redis.call('XLEN', KEYS[3 + i])
-  if have ~= tonumber(ARGV[9 + i]) then return {'PAYLOAD', KEYS[3 + i], have} end
-end
+wrong = head_names_otherwise(head, 2) or incomplete(4, count, 10)
+if wrong then return wrong end
 
 for i = 4, from_replaced - 1 do redis.call('PERSIST', KEYS[i]) end
 for i = 11 + count, #ARGV, 2 do redis.call('HSET', head, ARGV[i], ARGV[i + 1]) end
