@@ -307,7 +307,7 @@ MUTATIONS = [
         "updates that a head names no more stay",
         stored,
         "replaced_by",
-        (("*(key for one in decode_updates(named[3]) for key in (one.payload, one.merged))", ""),),
+        (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),
     Mutation(
         "the momentum is not carried on",
