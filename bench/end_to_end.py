@@ -261,7 +261,7 @@ class Fleet:
             stack.callback(self._clean)
             kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
             path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
-            kept |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+            kept |= {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
             learners = [f"learner-{number}" for number in range(self._case.learners if self._case else 0)]
             urls = dict.fromkeys(("syncer", *learners), self.url)
             if self._case and self._case.link_gbit:

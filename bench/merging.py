@@ -1,7 +1,7 @@
 """The merge and the outer step of one fragment in memory, on one core: production code beside whole-array numpy.
 
 All but the orthogonalisation is elementwise, with Nesterov's step. orthogonal_s: what a Muon step adds where the
-fragment's tensors are square matrices, on all cores, since the products are BLAS's; beside one product of two such
+fragment's tensors are square matrices, in one thread as a syncer's (`pipeline.cores`); beside one product of two such
 matrices.
 
 rows_s: the same as merge_s, with RDA of each row instead of each tensor, in rows as long as those matrices are wide.
@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeline.codec import as_bytes, payload_digest
+from pipeline.cores import one_blas_thread
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.settings import SyncSettings
@@ -156,6 +157,7 @@ class Work:
 
 def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     """Seconds of each way, and the rates that follow."""
+    one_blas_thread()
     item = 2 if sizes.wire == "bf16" else 4
     need_memory(sizes.elements * (sizes.learners * (item + 8) + 36) + 2**29, f"a merge of {sizes.elements:,} elements")
     work = Work(sizes)

@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import multiprocessing
-import os
 import signal
 import time
 from collections import Counter
@@ -15,6 +14,8 @@ from typing import Any
 
 import structlog
 import xxhash
+
+from pipeline.cores import one_blas_thread
 
 from .oracle import Violation
 from .world import Result, run_seed
@@ -63,6 +64,7 @@ def run_one(seed: int) -> Line:
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it keeps what is done
+    one_blas_thread()
     gc.freeze()
     gc.disable()  # a world's garbage is small: it goes between worlds
     quiet()
@@ -108,7 +110,6 @@ def done_before(file: Path) -> list[Line]:
 def campaign(seeds: Iterable[int], jobs: int, file: Path) -> Iterator[Line]:
     """Run the seeds that are not in `file` yet; yields each result once it is in the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # in the processes below: a BLAS thread that waits takes another's core
     with (
         multiprocessing.get_context("spawn").Pool(jobs, initializer=_begin) as pool,
         file.open("a", encoding="utf-8") as out,

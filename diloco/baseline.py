@@ -14,6 +14,7 @@ from typing import Any
 from pipeline import lifecycle
 from pipeline.errors import DilocoError
 from pipeline.messages import Evaluation, LearnerReport
+from pipeline.shares import shares
 from pipeline.standing import Standing
 
 from .display import Screen
@@ -59,6 +60,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, An
         "budget_tokens": budget,
         "progress": min(1.0, last["tokens"] / budget),
         "merged_tokens": last["tokens"],
+        "merged_share": shares((), (0.0, last["tokens"], last["tokens"])),
         "outer_steps": 0,
         "refused": {},
         "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},

@@ -52,6 +52,16 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def merged_share(shares: dict[str, Any]) -> str:
+    """'82% (3% pending, 84% in the last 5:00)': of the trained tokens (`pipeline.shares`); '-' before the first."""
+    if shares["since_start"] is None:
+        return "-"
+    more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
+    if shares["recent"] is not None:
+        more.append(f"{shares['recent']:.0%} in the last {duration(shares['recent_s'])}")
+    return f"{shares['since_start']:.0%}" + (f" ({', '.join(more)})" if more else "")
+
+
 def time_left(status: Status) -> float | None:
     """Seconds to the budget at the live learners' present speed; None if nobody trains."""
     speed = sum(learner["tokens_per_s"] for learner in status["learners"] if learner["live"])
@@ -142,7 +152,7 @@ def _summary(status: Status) -> Table:
     evaluation = status["evaluation"]
     facts = [
         ("outer steps", str(status["outer_steps"])),
-        ("merged", f"{count(status['merged_tokens'])} tokens"),
+        ("merged", f"{count(status['merged_tokens'])} tokens, {merged_share(status['merged_share'])}"),
         ("lost", f"{count(lost)} tokens"),
         ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
     ]
@@ -194,6 +204,7 @@ def plain_line(status: Status) -> str:
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",
+        f"merged {merged_share(status['merged_share'])}",
         *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),
         *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
         f"{duration(status['elapsed_s'])} gone",

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from pipeline.cores import usable_cores
 from pipeline.errors import DilocoError
 from pipeline.lifecycle import die_with_parent
 from pipeline.settings import ENV_PREFIX
@@ -43,11 +44,6 @@ def die_with_launcher() -> None:
 def threads_for(learners: int, asked: int | None) -> int:
     """Torch threads of each learner: all learners together use the cores once, or else they stall each other."""
     return asked or max(1, usable_cores() // learners)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment(threads: int, redis_url: str | None) -> dict[str, str]:

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pipeline.cores import one_blas_thread
 from pipeline.errors import UsageError
 from pipeline.messages import Committed, TapeRecord
 from pipeline.settings import BusSettings
@@ -33,6 +34,7 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
         UsageError: there is no recording or no tape, or the run's checkpoint is damaged.
         BadMessage: the tape or the recording's spec is damaged.
     """
+    one_blas_thread()  # the run may still go on here
     # Before the tape is read: a live run goes on meanwhile.
     saved, before = _saved(folder, recording.absolute().parent), list_recording(recording)
     commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]

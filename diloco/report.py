@@ -16,11 +16,13 @@ from pipeline.ledger import (
     problems,
     surviving,
     totals,
+    whole_tokens,
 )
 from pipeline.messages import Evaluation, Event, LearnerReport, Rejected, TapeRecord
+from pipeline.shares import RECENT_S, shares
 from pipeline.standing import Standing
 
-from .display import count, duration
+from .display import count, duration, merged_share
 
 Report = dict[str, Any]
 
@@ -166,6 +168,22 @@ def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], l
     return section
 
 
+def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> dict[str, Any]:
+    """As the status has it, of the whole run and of its last minutes; these from the tape."""
+    trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
+    if not outcome.progress or outcome.layout is None:
+        return shares((), (0.0, trained, merged), sums.lost["pending"])
+    end_s = outcome.progress[-1][0]
+    begin_s = max(outcome.started_unix_s, end_s - RECENT_S)
+    commits, _ = surviving(outcome.records, outcome.standing.heads)
+    late = [0] * len(outcome.layout.fragments)
+    for commit in commits:
+        if commit.unix_s > begin_s:
+            late[commit.fragment] += sum(part.tokens for part in commit.contributions)
+    before = begin_s, tokens_at(outcome.progress, begin_s), max(0, merged - whole_tokens(late, outcome.layout))
+    return shares((before,), (end_s, trained, merged), sums.lost["pending"])
+
+
 def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float | None:
     final = next((one for one in reversed(evaluations) if one.final), None)
     if final is not None:
@@ -202,6 +220,7 @@ def build(outcome: Outcome) -> Report:
         "global_val_loss": loss,
         "tokens": sums.tokens + (base.tokens if base else 0),
         "merged_tokens": sums.merged + (base.merged_tokens if base else 0),
+        "merged_share": _shares(outcome, sums, base),
         "tokens_lost": sums.lost,
         "token_elements": sums.elements,
         "wall_s": outcome.wall_s,
@@ -264,6 +283,7 @@ def summary(report: Report) -> str:
         f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
         f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
         f"tokens: {ledger_line(report)}",
+        *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     lines += _demo_lines(report["demo"]) if report["demo"] else []

@@ -88,6 +88,7 @@ class Spawner:
         with self._log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "diloco.spawner", str(theirs.fileno()), self._text],
+                # BLAS starts its threads when it is loaded; with any, nothing could be forked.
                 env=self._environ | {"OPENBLAS_NUM_THREADS": "1", LAUNCHER_PID: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

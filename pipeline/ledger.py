@@ -268,5 +268,9 @@ def not_merged_by_fragment(part: Account, layout: Layout) -> dict[str, int]:
 
 def share_of_tokens(by_fragment: Sequence[int], tensors: Sequence[TensorSpec]) -> int:
     """Tokens of the whole model that tokens of each fragment (by id) amount to."""
-    layout = layout_of(tensors)
+    return whole_tokens(by_fragment, layout_of(tensors))
+
+
+def whole_tokens(by_fragment: Sequence[int], layout: Layout) -> int:
+    """The same, of a layout."""
     return sum(by_fragment[fragment.id] * fragment.elements for fragment in layout.fragments) // layout.elements

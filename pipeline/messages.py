@@ -29,6 +29,7 @@ from .wire import (
     Nonce,
     OuterName,
     PartyId,
+    Samples,
     Seconds,
     SignedCount,
     Text,
@@ -168,6 +169,8 @@ class WindowView(Message):
     deadline_unix_s: UnixSeconds | None
     doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
     """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
+    merge_s: Seconds = 0.0
+    """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
 
 
 class MergedBase(Message):
@@ -259,6 +262,8 @@ class LearnerReport(Message):
     """Counts this incarnation's reports, so that an older one never replaces a newer."""
     outages: Count = 0
     """Calls to the bus that failed: it may have lost what it had acknowledged."""
+    threads: tuple[Count, Count] = (0, 0)
+    """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
 
 
 class SeenReport(Message):
@@ -320,6 +325,7 @@ class RunState(Message):
     reason: Text
     manifest: Annotated[tuple[tuple[int, bytes], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Once finished: (version, digest) of every fragment."""
+    samples: Samples = ()
 
 
 # --- data shards ---------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from typing import Any
 from .codec import decode
 from .fragments import Layout, layout_of
 from .messages import Evaluation, Head, Phase, RunState, SeenReport, Spec
+from .pacing import Pace, slow_merges
 from .ports import START, Bus, Clock
+from .shares import shares
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live."""
@@ -70,8 +72,33 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
             "reason": window.reason,
             "doubted": list(window.doubted),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
+            "merge_s": window.merge_s,
         },
     }
+
+
+def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
+    """Merged tokens of the whole model: a fragment counts by its share of it."""
+    elements = [fragment.elements for fragment in layout.fragments]
+    return sum(head.merged_tokens * elements[head.fragment] for head in heads) // layout.elements
+
+
+def _crowded(reports: Sequence[SeenReport]) -> list[str]:
+    """Machines on which learners have more threads together than there are cores."""
+    by_host: dict[str, list[SeenReport]] = {}
+    for seen in reports:
+        if all(seen.report.threads):
+            by_host.setdefault(seen.report.host, []).append(seen)
+    found = []
+    for host, here in sorted(by_host.items()):
+        threads, cores = sum(seen.report.threads[0] for seen in here), max(seen.report.threads[1] for seen in here)
+        if len(here) > 1 and threads > cores:
+            each = max(1, cores // len(here))
+            found.append(
+                f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
+                f"start each with --threads {each}"
+            )
+    return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
 
 
 def _tokens(
@@ -84,7 +111,7 @@ def _tokens(
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]
         total = layout.elements
-        merged = min(tokens, sum(head.merged_tokens * elements[head.fragment] for head in heads) // total)
+        merged = min(tokens, merged_tokens(layout, heads))
         rejected = min(tokens, sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total)
         overwritten = sum(seen.report.overwritten for seen in reports) // total
         dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
@@ -148,6 +175,12 @@ def build_status(
     doubted = sorted({learner for head in present for learner in head.window.doubted})
     if doubted and (state is None or state.phase is not Phase.FINISHED):
         warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")
+    if spec is not None and (state is None or state.phase is Phase.RUNNING):
+        here = [seen for seen in reports if _is_live(seen, live_s)]
+        paces = [Pace(head.fragment, head.version, head.window.merge_s) for head in present]
+        slow = slow_merges(spec.sync, paces, [seen.report.step_s for seen in here], len(syncers or {}))
+        warnings += [slow] if slow else []
+        warnings += _crowded(here)
     refused: Counter[str] = Counter()
     for head in present:
         refused.update(head.refused)
@@ -159,6 +192,7 @@ def build_status(
         "budget_tokens": budget,
         "progress": min(1.0, tokens / budget) if budget else 0.0,
         "merged_tokens": merged,
+        "merged_share": shares(() if state is None else state.samples, (now_unix_s, tokens, merged), lost["pending"]),
         "outer_steps": sum(head.version for head in present),
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),

@@ -4,6 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .shares import MOST_SAMPLES
+
 FORMAT = 1
 """Version of the wire format. A party that meets another one says so and stops."""
 
@@ -33,6 +35,9 @@ Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 Text = Annotated[str, Field(max_length=512)]
+
+Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
+"""(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
 
 MergeRule = Literal["rda", "rda-row", "mean"]
 """`syncer.merge.merge`."""

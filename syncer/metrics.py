@@ -1,5 +1,7 @@
 """The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, `owner` and `service` feed it)."""
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pipeline.messages import Committed
@@ -18,6 +20,14 @@ class Metrics:
         self.merged_tokens = Counter(
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
+        self.merged_share = Gauge(
+            "diloco_merged_share", "Merged over trained tokens of the run, up to 15 s ago", registry=registry
+        )
+        self.recent_merged_share = Gauge(
+            "diloco_merged_share_recent", "The same of the last five minutes", registry=registry
+        )
+        for share in (self.merged_share, self.recent_merged_share):
+            share.set(math.nan)
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
         self.doubted_learners = Gauge(
             "diloco_doubted_learners", "Learners not waited for: their last deltas were refused", registry=registry

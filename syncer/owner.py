@@ -15,6 +15,7 @@ from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, Paylo
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
+from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Commit, Offered
 from pipeline.stored import head_after, parse_offer_id
 from pipeline.waiting import first_of
@@ -94,6 +95,12 @@ class FragmentOwner:
         self._folding = Folding(layout, spec.sync, offload, metrics)
         self._grace = GraceEstimator()
         self._view = IDLE_VIEW
+        self._merges = LastMerges()
+
+    @property
+    def pace(self) -> Pace | None:
+        """How long merges take; None before the fragment is loaded."""
+        return None if self._fragment is None else Pace(self._p, self._fragment.version, self._merges.merge_s)
 
     @property
     def doubted(self) -> frozenset[str]:
@@ -373,6 +380,7 @@ class FragmentOwner:
             members=window.members,
             expected=len(self._conditions().expected),
             doubted=tuple(sorted(self._doubts.learners))[:DOUBTED_SHOWN],
+            merge_s=self._merges.merge_s,
             reason=decision.reason[:500],
             deadline_unix_s=None if deadline is None else self._clock.unix() + deadline - now,
         )
@@ -432,6 +440,7 @@ class FragmentOwner:
             syncer=self._syncer,
             unix_s=self._clock.unix(),
         )
+        self._merges.took(record.merge_s)
         offers = decision.contributions
         commit = Commit(
             nonce=self._nonce,
@@ -443,7 +452,7 @@ class FragmentOwner:
             momentum=published.momentum,
             updates=published.updates,
             behind=published.behind,
-            window=IDLE_VIEW,
+            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),
             merged=merged.merged,
             record=record,
             entries=tuple(o.entry_id for o in offers),
@@ -475,7 +484,7 @@ class FragmentOwner:
         """The head moved: a new window, into which late offers are replayed."""
         self._intake.forget(commit.entries)
         self._head = head_after(head, commit)
-        self._view = IDLE_VIEW
+        self._view = commit.window
         self._window = self._new_window(self._head)
         self._refusing.new_window()
         for offer in window.late:

@@ -7,6 +7,7 @@ are injected, so that the same code runs in virtual time.
 """
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -21,9 +22,11 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError, outage_event
 from pipeline.fragments import layout_of
 from pipeline.messages import Phase, RunState, Spec
+from pipeline.pacing import slow_merges
 from pipeline.ports import Bus, Clock
 from pipeline.settings import SyncerProcess
-from pipeline.status import read_status
+from pipeline.shares import recent_share, sample_due, with_sample
+from pipeline.status import merged_tokens, read_status
 
 from .archive import TapeArchive
 from .checkpoint import is_saved, save_checkpoint
@@ -128,6 +131,8 @@ class SyncerService:
         self.metrics.doubted_learners.set_function(
             lambda: len({learner for owner in self.owners if owner.lease.is_set() for learner in owner.doubted})
         )
+        self.metrics.merged_share.set_function(partial(_share, watch))
+        self.metrics.recent_merged_share.set_function(partial(_share, watch, recent=True))
         self.spec = spec
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         self._leases = leases = Leases(self.bus, self.clock, self.owners, self.nonce, self.id, self.settings.lease_s)
@@ -244,7 +249,7 @@ class SyncerService:
     async def _keep_watch(self) -> None:
         watch = self._watch
         assert watch is not None  # noqa: S101  # set before the background starts
-        warned = ""
+        warned, was_slow = "", False
         while not self._closing.is_set():
             began = self.clock.now()
             reports = await self.bus.read_reports()
@@ -260,6 +265,13 @@ class SyncerService:
             if watch.quorum_warning and watch.quorum_warning != warned:
                 self._log.warning("quorum_short", detail=watch.quorum_warning)
             warned = watch.quorum_warning
+            # It has passed once merges take no more than half a round.
+            slow = None if watch.draining else self._slow_merges(watch, 0.5 if was_slow else 1.0)
+            if slow and not was_slow:
+                self._log.warning("merges_slow", detail=slow)
+            elif was_slow and not slow:
+                self._log.info("merges_in_time")
+            was_slow = slow is not None
             await asyncio.sleep(WATCH_S)
 
     async def _watch_bus(self) -> None:
@@ -286,6 +298,9 @@ class SyncerService:
                 manifest=(),
             )
         update: dict[str, Any] = {"tokens": max(state.tokens, watch.tokens())}
+        if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self.clock.unix()):
+            merged = await self._merged_tokens()
+            update["samples"] = with_sample(state.samples, (unix_s, update["tokens"], min(merged, update["tokens"])))
         if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         state = state.model_copy(update=update)
@@ -294,6 +309,18 @@ class SyncerService:
             if overdue or await self._drained(watch):
                 state = state.model_copy(update={"phase": Phase.CLOSING})
         return state if state.phase is Phase.FINISHED else await self.bus.write_state(state)
+
+    async def _merged_tokens(self) -> int:
+        assert self.spec is not None  # noqa: S101  # known before the background starts
+        heads = await self.bus.read_heads(range(len(self.owners)))
+        return merged_tokens(layout_of(self.spec.tensors), [head for head in heads if head is not None])
+
+    def _slow_merges(self, watch: RunWatch, allowed: float) -> str | None:
+        """What `pacing.slow_merges` says of the fragments that this syncer serves."""
+        assert self._leases is not None  # noqa: S101  # set before the background starts
+        steps = [seen.report.step_s for seen in watch.live()]
+        paces = [owner.pace for owner in self.owners if owner.lease.is_set()]
+        return slow_merges(watch.sync, [p for p in paces if p], steps, len(self._leases.syncers), allowed)
 
     async def _drained(self, watch: RunWatch) -> bool:
         """Everybody has left (or died), and nothing is pending."""
@@ -335,6 +362,16 @@ class SyncerService:
         except OSError as error:
             self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
             self.in_order = False
+
+
+def _share(watch: RunWatch, recent: bool = False) -> float:
+    """The merged share as of the lead's last sample; NaN if it is not known."""
+    samples = () if watch.state is None else watch.state.samples
+    if not samples or not samples[-1][1]:
+        return math.nan
+    _, trained, merged = samples[-1]
+    share = recent_share(samples, samples[-1])[0] if recent else merged / trained
+    return math.nan if share is None else share
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]] | list[asyncio.Future[Any]]) -> None:
@@ -380,8 +417,10 @@ async def serve(settings: SyncerProcess) -> int:
 def main(settings: SyncerProcess) -> int:
     """Entry point of `diloco syncer`: the exit status."""
     from pipeline import logs
+    from pipeline.cores import one_blas_thread
 
     logs.configure(settings.log_level)
+    one_blas_thread()
     try:
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             return runner.run(serve(settings))

@@ -40,6 +40,8 @@ PURE = (
     "pipeline/stored.py",
     "pipeline/census.py",
     "pipeline/ramps.py",
+    "pipeline/shares.py",
+    "pipeline/pacing.py",
     "syncer/window.py",
     "syncer/grace.py",
     "syncer/merge.py",

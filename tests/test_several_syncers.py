@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from chaos.virtual_time import run_virtual
 from diloco.tape import read_archive
@@ -13,6 +15,8 @@ from pipeline.errors import BusUnavailable
 from pipeline.messages import Committed, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus
 from pipeline.redis_calls import CONTROL_S
+from pipeline.shares import RECENT_S, SAMPLE_S
+from pipeline.status import read_status
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 from syncer.leases import holding
 from syncer.service import SyncerService
@@ -792,3 +796,65 @@ def test_several_syncers_may_be_told_to_resume_the_same_checkpoint(tmp_path: Pat
         assert all(now > was for now, was in zip(await world.versions(), before, strict=True))
 
     run_virtual(main())
+
+
+# --- waste -----------------------------------------------------------------------------------------------
+
+
+def test_the_recent_merged_share_outlives_the_lead() -> None:
+    """Samples are in the run's state: who leads next goes on with them, and whoever looks finds the same share."""
+
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), lease_s=LEASE_S)
+        first, second = Syncer(world, "a"), Syncer(world, "b")
+        learners = learners_of(world)
+        await asyncio.sleep(100)
+        lead, other = (first, second) if 0 in first.held else (second, first)
+        await lead.kill()
+        await asyncio.sleep(300)
+        assert 0 in other.held
+        state = await world.bus.read_state()
+        assert state is not None
+        times = [unix_s for unix_s, _, _ in state.samples]
+        gaps = [b - a for a, b in pairwise(times)]
+        assert max(gaps) <= SAMPLE_S + 2 * LEASE_S + 1  # one of them while nobody led
+        assert times[-1] - times[0] + SAMPLE_S >= RECENT_S
+        status = await read_status(world.bus, world.clock)
+        share = status["merged_share"]
+        assert share["recent"] == pytest.approx(share["since_start"], abs=0.1)
+        assert share["recent"] > 0.5
+        for gauge, key in (("merged_share", "since_start"), ("recent_merged_share", "recent")):
+            shown = getattr(other.service.metrics, gauge).collect()[0].samples[0].value
+            assert shown == pytest.approx(share[key], abs=0.1)
+        await other.end()
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(scenario())
+
+
+def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_time() -> None:
+    """A line an episode, not a line a merge; each reader of the status sees it too, and what helps."""
+
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(tokens=ENDLESS), lease_s=LEASE_S)
+        syncer = Syncer(world, "a")
+        slow_merges(syncer, 3.0)  # a round is 4 steps of 0.1 s
+        learners = learners_of(world)
+        with capture_logs() as lines:
+            await asyncio.sleep(60)
+            warnings = (await read_status(world.bus, world.clock))["warnings"]
+            assert [text for text in warnings if "longer than a round" in text], warnings
+            slow_merges(syncer, 0.0)
+            for owner in syncer.service.owners:
+                owner._offload = syncer.service._offload
+            await asyncio.sleep(60)
+            assert (await read_status(world.bus, world.clock))["warnings"] == []
+        told = [line["event"] for line in lines if line["event"] in ("merges_slow", "merges_in_time")]
+        assert told == ["merges_slow", "merges_in_time"]
+        assert sum(line["event"] == "fragment_merged" for line in lines) > 20
+        await syncer.end()
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(scenario())

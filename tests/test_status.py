@@ -58,10 +58,11 @@ def test_the_shape_is_the_documented_one_and_json():
             "reason": "grace: 1 in",
             "doubted": [],
             "deadline_in_s": 2.5,
+            "merge_s": 0.0,
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
-    for name in ("learner", "overwritten", "published", "number", "outages"):
+    for name in ("learner", "overwritten", "published", "number", "outages", "threads"):
         del learner[name]
     assert status["learners"] == [learner]
     empty = build(spec=None, state=None, reports=[], heads=[])
@@ -106,6 +107,40 @@ def test_merged_tokens_count_each_fragment_by_its_share():
     status = build(heads=heads)
     assert status["merged_tokens"] == 800  # 750 + 50.75, floored
     assert status["outer_steps"] == 7
+
+
+def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_it():
+    """1000 trained since the first sample, of which 500 merged; 2000 of 4000 in all."""
+    heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]
+    state = samples.run_state(samples=((910.0, 3000, 1500),))
+    found = build(state=state, reports=[samples.seen(tokens=4000, overwritten=800_000)], heads=heads)["merged_share"]
+    assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0}
+
+
+def test_merges_that_take_longer_than_a_round_are_warned_of_while_the_run_goes_on():
+    """A round is 4 steps of 0.1 s; a finished run, and one whose learners are gone, has no round."""
+    slow = [samples.head(0, window=samples.IDLE.model_copy(update={"merge_s": 7.5})), samples.head(1)]
+    [warning] = build(heads=slow)["warnings"]
+    assert "fragment 0 7.5 s" in warning
+    assert build(heads=slow)["fragments"][0]["window"]["merge_s"] == 7.5
+    assert build(heads=slow, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
+    gone = build(heads=slow, reports=[samples.seen(age_s=60.0)])["warnings"]
+    assert [text for text in gone if "round" in text] == []
+
+
+def test_learners_with_more_threads_than_cores_are_told_what_to_do():
+    """Each takes all cores if nobody tells it otherwise. Those of two machines, or of other devices, are none too many."""
+    four = [samples.seen(f"l{n}", threads=(2, 2)) for n in range(4)]
+    [warning] = build(reports=four)["warnings"]
+    assert "8 threads on 2 cores" in warning
+    assert "--threads 1" in warning
+    for fine in (
+        [samples.seen("a", threads=(2, 2), host="x"), samples.seen("b", threads=(2, 2), host="y")],
+        [samples.seen("a", threads=(1, 2)), samples.seen("b", threads=(1, 2))],
+        [samples.seen("a"), samples.seen("b")],
+        [samples.seen("a", threads=(2, 2)), samples.seen("b", 60.0, threads=(2, 2))],
+    ):
+        assert build(reports=fine)["warnings"] == []
 
 
 def test_merged_tokens_are_never_above_tokens():

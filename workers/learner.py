@@ -34,6 +34,7 @@ from torch import nn
 
 from pipeline import codec, logs
 from pipeline.clock import LoopClock, fast_loop
+from pipeline.cores import usable_cores
 from pipeline.errors import BusUnavailable, UsageError, outage_event
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec
@@ -409,4 +410,5 @@ class Learner:
             left=left,
             host=socket.gethostname(),
             device=str(self.device),
+            threads=(torch.get_num_threads(), usable_cores()) if self.device.type == "cpu" else (0, 0),
         )

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 
+from pipeline.cores import usable_cores
 from pipeline.errors import SpecMismatch, UsageError
 from pipeline.lifecycle import SIGNALS, exit_at_once
 from pipeline.settings import TrainerSettings
@@ -41,8 +42,7 @@ def choose_device(name: str) -> torch.device:
 
 def use_threads(threads: int | None) -> None:
     """Set torch's threads; by default one for each core this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or cores)
+    torch.set_num_threads(threads or usable_cores())
 
 
 def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: str = "inductor") -> nn.Module:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from pipeline.cores import one_blas_thread
 from pipeline.errors import DilocoError
 
 from .settings import LabRun
@@ -59,7 +60,7 @@ def sweep(
     context = multiprocessing.get_context("spawn")
     stop, news = context.Event(), context.Queue()
     # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
-    os.environ.update(OMP_NUM_THREADS=str(threads), OPENBLAS_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+    os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     with (
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
         _interrupted(stop),
@@ -126,6 +127,7 @@ def _begin(stop: Any, news: Any, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    one_blas_thread()
     _stop, _news = stop, news
 
 
