@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 from rich.console import Console
 
 from pipeline import lifecycle
+from pipeline.clock import LoopClock
 from pipeline.codec import payload_bytes
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
@@ -30,6 +31,7 @@ from pipeline.ports import START
 from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
+from pipeline.status import read_status
 from pipeline.wire import Codec
 from syncer.staging import REPLACED_BYTES
 
@@ -338,6 +340,7 @@ def measure(
                 "floor_client": floor.client_name(benchmark),
                 "run": fleet.run,
                 "lines_s": case.lines_s,
+                "merged_share": asyncio.run(_merged_share(url, fleet.run)),
             }
             note["redis_peak_mb"] = round(int(redis.info("used_memory_peak")) / 1e6, 1)
     return found, note
@@ -351,6 +354,16 @@ async def _commits(url: str, run: str) -> list[Committed]:
     finally:
         await bus.close()
     return [entry.record for entry in entries if isinstance(entry.record, Committed) and entry.record.contributions]
+
+
+async def _merged_share(url: str, run: str) -> float | None:
+    """Of all rounds' tokens, those that do not count included."""
+    bus = await connect(url, run)
+    try:
+        share: float | None = (await read_status(bus, LoopClock()))["merged_share"]["since_start"]
+    finally:
+        await bus.close()
+    return share
 
 
 def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:

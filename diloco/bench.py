@@ -179,7 +179,8 @@ def end_to_end(
     what += ", parameters in bf16" if dtype == "bf16" else ""
     title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
     out.show(title, by_way)
-    out.console.print(f"floor: {note['floor_client']}", highlight=False)
+    share = "not known" if note["merged_share"] is None else f"{note['merged_share']:.0%}"
+    out.console.print(f"floor: {note['floor_client']}; merged share of what was trained: {share}", highlight=False)
     if link:
         out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
     more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}

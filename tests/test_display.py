@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.display import Screen, compact_versions, count, duration, plain_line, render, time_left
+from diloco.display import Screen, compact_versions, count, duration, merged_share, plain_line, render, time_left
 
 
 def learner(name: str, **changes: Any) -> dict[str, Any]:
@@ -52,6 +52,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "budget_tokens": 2_500_000,
         "progress": 0.648,
         "merged_tokens": 1_500_000,
+        "merged_share": {"since_start": 0.926, "pending": 0.049, "recent": 0.97, "recent_s": 305.0},
         "outer_steps": 104,
         "tokens_lost": {"overwritten": 21_000, "rejected": 0, "died": 3000, "pending": 80_000},
         "elapsed_s": 81.0,
@@ -131,6 +132,15 @@ def test_the_plain_line_says_it_all_in_one_line():
     assert "\n" not in line
     for part in ("running 65%", "1.62M of 2.50M", "2 learners live at 10.0k tokens/s", "2.1874", "1:28 left", "quorum"):
         assert part in line
+
+
+def test_the_merged_share_is_shown_with_what_is_pending_and_that_of_the_last_minutes():
+    """A healthy young run has much pending, and is not taken for a bad one."""
+    assert "merged 93% (5% pending, 97% in the last 5:05)" in plain_line(status())
+    assert "93% (5% pending, 97% in the last 5:05)" in text_of(status(), 200)
+    young = {"since_start": 0.0, "pending": 0.98, "recent": None, "recent_s": 9.0}
+    assert merged_share(young) == "0% (98% pending)"
+    assert merged_share({"since_start": None, "pending": None, "recent": None, "recent_s": 0.0}) == "-"
 
 
 def test_time_left_needs_somebody_who_trains():

@@ -160,6 +160,26 @@ def test_the_report_holds_what_others_rely_on_and_is_json():
     assert built["warnings"] == []
 
 
+def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():
+    """By the tape: what was merged in these minutes, over what was trained in them."""
+    records = [
+        committed(0, 1, (*A, 100), unix_s=1100.0),
+        committed(1, 1, (*A, 100), unix_s=1100.0),
+        committed(0, 2, (*B, 60), unix_s=1900.0),
+        committed(1, 2, (*B, 60), unix_s=1900.0),
+    ]
+    built = build(outcome(records=records, progress=[(1000.0, 0), (1700.0, 80), (2000.0, 180)]))
+    assert built["merged_share"] == {
+        "since_start": pytest.approx(160 / 180),
+        "pending": 0.0,
+        "recent": pytest.approx(60 / 100),
+        "recent_s": 300.0,
+    }
+    assert "merged share 89% (60% in the last 5:00)" in summary(built)
+    resumed = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
+    assert resumed["merged_share"]["since_start"] == pytest.approx(205 / 230)
+
+
 def test_a_missing_final_evaluation_is_said():
     built = build(outcome(evaluations=[evaluation(50, 3.0, 4.0)]))
     assert built["global_val_loss"] == 4.0

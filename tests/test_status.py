@@ -129,7 +129,7 @@ def test_merges_that_take_longer_than_a_round_are_warned_of_while_the_run_goes_o
 
 
 def test_learners_with_more_threads_than_cores_are_told_what_to_do():
-    """Each takes all cores if nobody tells it otherwise. Those of two machines, or of other devices, are none too many."""
+    """Each takes all cores if nobody tells it otherwise. On machines of their own they may."""
     four = [samples.seen(f"l{n}", threads=(2, 2)) for n in range(4)]
     [warning] = build(reports=four)["warnings"]
     assert "8 threads on 2 cores" in warning
