@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pipeline.census import Census
 from pipeline.fragments import Layout
 from pipeline.ledger import accounts, problems, surviving
-from pipeline.messages import Committed, Rewound, ShardQueue, TapeRecord
+from pipeline.messages import Committed, Rewound, TapeRecord
+from pipeline.shard_messages import ShardQueue
 from pipeline.standing import Standing
 
 from .growth import Scale, grown

@@ -22,8 +22,9 @@ from pipeline.census import Census
 from pipeline.codec import chunk_count
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusError, DilocoError
-from pipeline.messages import Committed, ShardQueue
+from pipeline.messages import Committed
 from pipeline.redis_census import RedisCensus, connect_census
+from pipeline.shard_messages import ShardQueue
 from pipeline.waiting import first_of
 from syncer.staging import KEPT_UPDATES
 

@@ -7,7 +7,7 @@ from .codec import encode
 from .errors import UsageError
 from .memory_calls import MemoryCalls
 from .memory_store import EntryId, Hash, Stream
-from .messages import ClaimedShard, Shard, ShardQueue
+from .shard_messages import ClaimedShard, Shard, ShardQueue
 
 RELEASED = "released"
 """Holder of what was given back: no consumer's name, since those have a dot before the incarnation."""

@@ -19,7 +19,6 @@ from typing import ClassVar, Protocol
 from .chunks import Encoded
 from .keys import RunKeys
 from .messages import (
-    ClaimedShard,
     Committed,
     DeltaHeader,
     Evaluation,
@@ -33,14 +32,13 @@ from .messages import (
     Rewound,
     RunState,
     SeenReport,
-    Shard,
-    ShardQueue,
     TapeRecord,
     WindowChanged,
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
 from .payload_messages import Update
+from .shard_messages import ClaimedShard, Shard, ShardQueue
 
 START = "0"
 """Cursor before the first entry of any stream."""

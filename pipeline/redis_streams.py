@@ -14,7 +14,6 @@ from .codec import decode, decode_tape, encode
 from .errors import BusUnavailable, NotPermitted, UsageError
 from .keys import RunKeys
 from .messages import (
-    ClaimedShard,
     DeltaHeader,
     Evaluation,
     Event,
@@ -24,14 +23,13 @@ from .messages import (
     Rewound,
     RunState,
     SeenReport,
-    Shard,
-    ShardQueue,
     WindowChanged,
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
 from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, Republication, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
+from .shard_messages import ClaimedShard, Shard, ShardQueue
 from .wire import Message
 
 T = TypeVar("T", bound=Message)

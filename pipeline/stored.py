@@ -13,21 +13,11 @@ from pydantic import Field
 from .chunks import Encoded
 from .codec import decode, encode
 from .errors import BadMessage, BusError
-from .messages import (
-    DeltaHeader,
-    Head,
-    LearnerReport,
-    MergedBase,
-    RefusalReason,
-    RunState,
-    SeenReport,
-    Shard,
-    ShardQueue,
-    WindowView,
-)
+from .messages import DeltaHeader, Head, LearnerReport, MergedBase, RefusalReason, RunState, SeenReport, WindowView
 from .moments_messages import MomentsOffer, MomentsWish
 from .payload_messages import Update, Updates
 from .ports import START, Commit, MomentsBoard, Offered, Republication
+from .shard_messages import Shard, ShardQueue
 from .wire import Message
 
 EVENTS_CAP = 10_000

@@ -31,9 +31,10 @@ from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.globals import Offload, pull_state, push_global
-from pipeline.messages import Committed, Head, Phase, RunState, ShardQueue, Spec, SyncSpec, WindowView
+from pipeline.messages import Committed, Head, Phase, RunState, Spec, SyncSpec, WindowView
 from pipeline.payloads import push
 from pipeline.ports import Bus, Clock, Commit
+from pipeline.shard_messages import ShardQueue
 from pipeline.wire import Count, Digest, Message, Version
 
 from .scratch import scratch_folder

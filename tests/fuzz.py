@@ -26,7 +26,6 @@ from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape,
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import layout_of
 from pipeline.messages import (
-    ClaimedShard,
     Committed,
     Contribution,
     Evaluation,
@@ -36,11 +35,10 @@ from pipeline.messages import (
     RefusalReason,
     Rejected,
     Rewound,
-    Shard,
-    ShardQueue,
     WindowChanged,
 )
 from pipeline.payload_messages import Chunk, Update, Updates
+from pipeline.shard_messages import ClaimedShard, Shard, ShardQueue
 from pipeline.wire import Codec, Message
 from syncer.norms import BLOCK, delta_norms
 from tests.samples import encode_chunks

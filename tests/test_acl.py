@@ -18,11 +18,12 @@ from pipeline.clock import LoopClock
 from pipeline.codec import encode
 from pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from pipeline.keys import RunKeys
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard
+from pipeline.messages import Evaluation, Event, InitialUpload, Phase
 from pipeline.payloads import pull, push
 from pipeline.ports import START, Bus, Refusal, Republication
 from pipeline.redis_calls import connect_calls
 from pipeline.redis_streams import RedisBus, connect
+from pipeline.shard_messages import Shard
 from pipeline.standing import read_standing
 from pipeline.status import read_status
 from pipeline.stored import parse_offer_id

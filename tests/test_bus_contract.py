@@ -15,8 +15,9 @@ from pipeline.errors import (
     BusUnavailable,
     PayloadIncomplete,
 )
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase, Shard, WindowChanged
+from pipeline.messages import Evaluation, Event, InitialUpload, Phase, WindowChanged
 from pipeline.ports import START, Bus, Refusal
+from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
 
 from . import samples

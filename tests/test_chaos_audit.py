@@ -13,7 +13,8 @@ from chaos.schedule import Manner, Party
 from pipeline.census import Census, Kind
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
-from pipeline.messages import Committed, Contribution, LearnerReport, Rewound, Shard, ShardQueue, TensorSpec
+from pipeline.messages import Committed, Contribution, LearnerReport, Rewound, TensorSpec
+from pipeline.shard_messages import Shard, ShardQueue
 from pipeline.standing import Standing
 
 from . import samples

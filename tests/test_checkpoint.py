@@ -15,8 +15,9 @@ from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus
-from pipeline.messages import Phase, Shard, ShardQueue, Spec
+from pipeline.messages import Phase, Spec
 from pipeline.payloads import pull
+from pipeline.shard_messages import Shard, ShardQueue
 from syncer.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
 
 from . import samples

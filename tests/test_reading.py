@@ -13,7 +13,7 @@ import pytest
 from chaos.virtual_time import run_virtual
 from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
-from pipeline.messages import Shard
+from pipeline.shard_messages import Shard
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from workers.claims import SILENT_S
 

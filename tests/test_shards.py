@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from pipeline.messages import ClaimedShard, Shard
+from pipeline.shard_messages import ClaimedShard, Shard
 from workers.claims import MAX_SHARDS, cut_epoch
 from workers.shards import read_blocks
 from workers.shared import Shared

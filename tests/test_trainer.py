@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
-from pipeline.messages import ClaimedShard, Shard, Spec
+from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, load
+from pipeline.shard_messages import ClaimedShard, Shard
 from workers import trainer
 from workers.data.text import open_text
 from workers.learner import Learner

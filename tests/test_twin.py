@@ -22,8 +22,8 @@ from pipeline.clock import fast_loop
 from pipeline.errors import BusFull, LeaseLost
 from pipeline.memory import MemoryBus
 from pipeline.memory_store import Stream
-from pipeline.messages import Shard
 from pipeline.redis_calls import Script
+from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
 
 from . import samples

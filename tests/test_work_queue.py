@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import BadMessage, UsageError
-from pipeline.messages import ClaimedShard, Shard, ShardQueue
 from pipeline.ports import Bus
+from pipeline.shard_messages import ClaimedShard, Shard, ShardQueue
 from workers.claims import MAX_SHARDS, cut_epoch
 
 from . import samples

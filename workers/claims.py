@@ -7,8 +7,8 @@ import asyncio
 
 import structlog
 
-from pipeline.messages import Shard
 from pipeline.ports import Bus
+from pipeline.shard_messages import Shard
 
 from .shared import Shared
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from pipeline.messages import ClaimedShard, Shard
+from pipeline.shard_messages import ClaimedShard, Shard
 
 from .shared import Shared
 

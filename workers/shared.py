@@ -3,7 +3,8 @@
 import queue
 from dataclasses import dataclass, field
 
-from pipeline.messages import ClaimedShard, RunState
+from pipeline.messages import RunState
+from pipeline.shard_messages import ClaimedShard
 
 from .rounds import Base, OpenWindow
 
