@@ -181,6 +181,9 @@ def build_status(
         slow = slow_merges(spec.sync, paces, [seen.report.step_s for seen in here], len(syncers or {}))
         warnings += [slow] if slow else []
         warnings += _crowded(here)
+    elapsed_s = _elapsed_s(state, reports, now_unix_s)
+    samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
+    merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])
     refused: Counter[str] = Counter()
     for head in present:
         refused.update(head.refused)
@@ -192,11 +195,11 @@ def build_status(
         "budget_tokens": budget,
         "progress": min(1.0, tokens / budget) if budget else 0.0,
         "merged_tokens": merged,
-        "merged_share": shares(() if state is None else state.samples, (now_unix_s, tokens, merged), lost["pending"]),
+        "merged_share": merged_share,
         "outer_steps": sum(head.version for head in present),
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),
-        "elapsed_s": _elapsed_s(state, reports, now_unix_s),
+        "elapsed_s": elapsed_s,
         "learners": [_learner(seen, live_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
         "fragments": [_fragment(head, quorum, now_unix_s) for head in present],

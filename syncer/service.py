@@ -300,7 +300,9 @@ class SyncerService:
         update: dict[str, Any] = {"tokens": max(state.tokens, watch.tokens())}
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self.clock.unix()):
             merged = await self._merged_tokens()
-            update["samples"] = with_sample(state.samples, (unix_s, update["tokens"], min(merged, update["tokens"])))
+            if merged is not None:
+                sample = unix_s, update["tokens"], min(merged, update["tokens"])
+                update["samples"] = with_sample(state.samples, sample)
         if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         state = state.model_copy(update=update)
@@ -310,10 +312,11 @@ class SyncerService:
                 state = state.model_copy(update={"phase": Phase.CLOSING})
         return state if state.phase is Phase.FINISHED else await self.bus.write_state(state)
 
-    async def _merged_tokens(self) -> int:
+    async def _merged_tokens(self) -> int | None:
+        """Of the whole model; None before every fragment has a head: a resumed run's have merged tokens already."""
         assert self.spec is not None  # noqa: S101  # known before the background starts
-        heads = await self.bus.read_heads(range(len(self.owners)))
-        return merged_tokens(layout_of(self.spec.tensors), [head for head in heads if head is not None])
+        heads = [head for head in await self.bus.read_heads(range(len(self.owners))) if head is not None]
+        return merged_tokens(layout_of(self.spec.tensors), heads) if len(heads) == len(self.owners) else None
 
     def _slow_merges(self, watch: RunWatch, allowed: float) -> str | None:
         """What `pacing.slow_merges` says of the fragments that this syncer serves."""

@@ -3,10 +3,11 @@
 import asyncio
 import json
 
+import msgpack
 import pytest
 
 from chaos.virtual_time import VirtualClock, run_virtual
-from pipeline.codec import encode
+from pipeline.codec import decode, encode
 from pipeline.memory import MemoryBus
 from pipeline.messages import Evaluation, Phase, WindowView
 from pipeline.status import build_status, read_status
@@ -115,6 +116,31 @@ def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_i
     state = samples.run_state(samples=((910.0, 3000, 1500),))
     found = build(state=state, reports=[samples.seen(tokens=4000, overwritten=800_000)], heads=heads)["merged_share"]
     assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0}
+
+
+def test_the_recent_share_of_a_finished_run_is_of_its_last_minutes():
+    """However long ago that was."""
+    state = samples.run_state(phase=Phase.FINISHED, samples=((1500.0, 3000, 1500), (1900.0, 3900, 2400)))
+    heads = [samples.head(0, merged_tokens=2500), samples.head(1, merged_tokens=2500)]
+    found = build(state=state, reports=[samples.seen(tokens=4000, age_s=8000.0)], heads=heads, now_unix_s=10_000.0)
+    assert found["merged_share"] | {"pending": 0.0} == {
+        "since_start": 0.625,
+        "pending": 0.0,
+        "recent": 1.0,
+        "recent_s": 500.0,
+    }
+
+
+def test_what_an_earlier_build_stored_can_still_be_read():
+    """It noted no samples, no threads and no time of merges."""
+    for message, new in (
+        (samples.run_state(), "samples"),
+        (samples.report(), "threads"),
+        (samples.IDLE, "merge_s"),
+    ):
+        old = msgpack.unpackb(encode(message))
+        del old[new]
+        assert decode(type(message), msgpack.packb(old)) == message
 
 
 def test_merges_that_take_longer_than_a_round_are_warned_of_while_the_run_goes_on():
