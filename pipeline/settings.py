@@ -221,7 +221,7 @@ class SyncerSettings(Settings):
     lease_s: Duration = Field(5.0, gt=0.1, description="How long a lease lasts without being renewed")
     liveness_s: Duration = Field(5.0, gt=0, description="A learner not heard from for this long is not waited for")
     drain_s: Duration = Field(30.0, description="Longest time to gather last deltas at the end of a run")
-    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint after SIGTERM")
+    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint when told to stop")
     http_host: str = Field("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
     http_token: SecretStr | None = Field(
         None,
