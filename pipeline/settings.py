@@ -230,7 +230,9 @@ class SyncerSettings(Settings):
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
     checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
-    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    checkpoint_every: Duration = Field(
+        300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
+    )
     tape_dir: Path | None = Field(None, description="Folder to which the event tape is archived")
     record_deltas: Path | None = Field(
         None,
