@@ -201,5 +201,6 @@ def run_baseline(settings: RunProcess, folder: Folder) -> int:
     if outcome is None:
         print("stopped before the first step: there is nothing to save")
         return 0
+    lifecycle.ignore_hangup()
     conclude(outcome, settings, folder)
     return 0

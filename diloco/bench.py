@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from bench import codec
 from bench.figures import Spread, check_files, show_machine, shown, table, write_json
 from bench.machine import describe
 from pipeline.errors import UsageError
-from pipeline.lifecycle import SIGNALS
+from pipeline.lifecycle import interrupt_at_end_signals
+from pipeline.output import outlive_readers
 from pipeline.wire import Codec, GlobalCodec
 
 from . import bench_compare
@@ -33,9 +33,9 @@ app = typer.Typer(
 
 @app.callback()
 def _stop_cleanly() -> None:
-    """Ctrl-C, or SIGTERM, ends the processes that were started and removes what they left."""
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    """Ctrl-C, SIGTERM or SIGHUP ends the processes that were started and removes what they left."""
+    interrupt_at_end_signals()
+    outlive_readers()  # an hour's measurements may go to files too
 
 
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]

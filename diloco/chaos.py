@@ -20,7 +20,9 @@ from chaos.rates import StepTimes, Struck
 from chaos.schedule import Manner, Party, Rule, parse
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
+from pipeline.lifecycle import ignore_hangup
 from pipeline.messages import Committed
+from pipeline.output import outlive_readers
 from pipeline.settings import parse_duration
 
 from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report
@@ -209,6 +211,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     (check if settings.method == "diloco" else check_struck_baseline)(settings)
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
+    outlive_readers(folder.launcher_log)
     try:
         outcome = strike(settings, folder, for_s, rules)
         if undisturbed:
@@ -222,5 +225,6 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
         report["bounds"] = chaos_bounds.bounds_of(report)
     if other is not None:
         report["comparison"] = chaos_compare.compare([other, report])
+    ignore_hangup()
     conclude(outcome, folder, json_file)
     return 1 if report["violations"] else 0

@@ -235,7 +235,7 @@ class Screen:
 
     def show(self, status: Status) -> None:
         """The run as it is now; without a terminal, one line every ten seconds."""
-        if self._live is not None:
+        if self._live is not None and self._console.is_terminal:  # it may have been closed
             self._live.update(render(status), refresh=True)
         elif (now := time.monotonic()) >= self._next_line_s:
             self.note(plain_line(status))

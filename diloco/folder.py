@@ -2,7 +2,7 @@
 
 settings.toml     what the run was started with (no secrets); every child reads it
 run.json          while it is live: where its Redis is, and the pids
-logs/<name>.log   one per process
+logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
 checkpoints/      syncer/checkpoint.py
 tape/             the event tape's archive
 learners/<name>/  what each learner saves for its own restart (workers/state_folder.py)
@@ -71,6 +71,11 @@ class Folder:
     def logs(self) -> Path:
         """Log files."""
         return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher would show, from when nobody reads it any more."""
+        return self.logs / "launcher.log"
 
     @property
     def checkpoints(self) -> Path:

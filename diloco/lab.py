@@ -17,6 +17,7 @@ from chaos.lab.settings import LabRun, read_experiment, settings_help
 from chaos.lab.store import Store
 from chaos.lab.sweep import News, cores, sweep
 from pipeline.errors import DilocoError, UsageError
+from pipeline.output import outlive_readers
 
 OUT = Path("runs/lab")
 
@@ -66,6 +67,7 @@ def _sweep(
     console: Console, names: dict[LabRun, str], runs: Sequence[LabRun], out: Path, jobs: int, threads: int, device: str
 ) -> int:
     """Do runs with a progress bar; the exit status."""
+    outlive_readers()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shares, failed, done = [0.0] * len(runs), 0, 0
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:

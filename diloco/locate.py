@@ -66,7 +66,10 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
     live = json.loads((folder / RUN_FILE).read_text())
     if not is_running(live["pids"]["launcher"]):
-        raise UsageError(f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}")
+        ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
+        if (folder / "checkpoints" / "latest").is_file():
+            ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
+        raise UsageError(ended)
     url = live["redis_url"]
     if url is not None and "***" in url:
         if (named := settings.bus_url()) is None:

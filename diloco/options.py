@@ -89,7 +89,6 @@ class RunProcess(
         le=65535,
         description="Port of the syncer's HTTP side, of several syncers the first one's; 0 takes free ones",
     )
-    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     record_deltas: Path | None = Field(
         None,
         description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is one in "
@@ -124,6 +123,7 @@ class ChaosProcess(RunProcess, ChaosSettings):
         "a killed one is back at once, so that LENGTH does not count",
     )
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
+    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
         None, ge=1, description="Budget: ends the run before --for is over (default: more than it can train)"
     )

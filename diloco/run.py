@@ -3,7 +3,7 @@
 How a run ends:
 
 - by its budget: the syncer drains and finishes it, the other processes end by themselves;
-- by Ctrl-C (or SIGTERM): the launcher asks for the drain, and the rest is the same;
+- by Ctrl-C (or SIGTERM, or SIGHUP of a closed terminal): the launcher asks for the drain, and the rest is the same;
 - by a second Ctrl-C: everything is killed at once, without report;
 - by an error: a learner that died at the start, no syncer left, or no learner left.
 """
@@ -22,6 +22,7 @@ from pipeline.codec import decode
 from pipeline.errors import BusUnavailable, DilocoError, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import Event, Phase, Spec
+from pipeline.output import outlive_readers
 from pipeline.ports import START, Bus
 from pipeline.standing import read_standing
 from pipeline.status import read_status
@@ -419,6 +420,7 @@ def main(settings: RunProcess) -> int:
     check(settings)
     settings, origin = resume(settings)
     folder = choose(settings)
+    outlive_readers(folder.launcher_log)
     if settings.method == "data-parallel":
         from .baseline import run_baseline
 
@@ -431,5 +433,6 @@ def main(settings: RunProcess) -> int:
     if outcome is None:
         print("stopped before the first step: there is nothing to save")
         return 0
+    lifecycle.ignore_hangup()
     conclude(outcome, settings, folder)
     return 0

@@ -3,6 +3,10 @@
 Two phases: the first signal asks for an orderly end, the second one ends the process at once. A handler never
 raises into the code it interrupts: it sets an event that the service waits on.
 
+SIGHUP, of a closed terminal or a lost ssh, asks for the orderly end too, unless it is ignored (`nohup`). It comes twice
+as a rule, from the kernel and from the shell, and with a SIGTERM from a session manager: so it never is the one signal
+of two that ends a process at once.
+
 `python -P lifecycle.py PID PROGRAM ...` runs a program that ends with its parent, process PID.
 """
 
@@ -12,8 +16,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -39,27 +44,64 @@ def adopt_orphans() -> bool:
 
 def exit_at_once() -> None:
     """End the process without any clean-up; what is committed is safe, what is not is lost."""
-    sys.stderr.write("second signal: exiting at once\n")
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stderr.write("second signal: exiting at once\n")
+        sys.stderr.flush()
+    finally:  # nobody may read it any more
+        os._exit(1)
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for an orderly end: SIGINT, SIGTERM, and SIGHUP if it is not ignored."""
+    told = (signal.SIGINT, signal.SIGTERM)
+    return told if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN else (*told, _HANGUP)
+
+
+def two_phases(first: Callable[[], object], second: Callable[[], object]) -> Callable[[int], None]:
+    """What to do at each of `end_signals`: `first`, and `second` at every later SIGINT or SIGTERM."""
+    told = False
+
+    def handle(number: int) -> None:
+        nonlocal told
+        if number == _HANGUP:
+            first()
+            return
+        if told:
+            second()
+        told = True
+        first()
+
+    return handle
+
+
+def ignore_hangup() -> None:
+    """From now on a closed terminal ends nothing: what is left to do is short."""
+    if _HANGUP is not None:
+        signal.signal(_HANGUP, signal.SIG_IGN)
+
+
+def interrupt_at_end_signals() -> None:
+    """Each of `end_signals` interrupts this thread, as Ctrl-C does; a hangup only once, since it comes again."""
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        ignore_hangup()
+        raise KeyboardInterrupt
+
+    for number in end_signals():
+        signal.signal(number, hang_up if number == _HANGUP else signal.default_int_handler)
 
 
 def install_signal_handlers(
     loop: asyncio.AbstractEventLoop, event: asyncio.Event, second: Callable[[], object] = exit_at_once
 ) -> None:
-    """Set `event` at the first SIGINT or SIGTERM, call `second` at each later one. Main thread only."""
-
-    def handle() -> None:
-        if event.is_set():
-            second()
-        event.set()
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, handle)
+    """Set `event` at the first of `end_signals`, call `second` as `two_phases` does. Main thread only."""
+    handle = two_phases(event.set, second)
+    for number in end_signals():
+        loop.add_signal_handler(number, handle, number)
 
 
 def stop_event() -> asyncio.Event:
-    """An event of the running loop that is set by the first SIGINT or SIGTERM. Main thread only."""
+    """An event of the running loop that is set by the first of `end_signals`. Main thread only."""
     event = asyncio.Event()
     install_signal_handlers(asyncio.get_running_loop(), event)
     return event

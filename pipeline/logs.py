@@ -5,6 +5,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from .output import outlive_errors_reader
+
 
 def configure(level: str, stream: TextIO | None = None) -> None:
     """Send structlog's lines to `stream` (default: standard error).
@@ -13,6 +15,7 @@ def configure(level: str, stream: TextIO | None = None) -> None:
         level: least severe line shown: debug, info, warning or error.
         stream: where to; a terminal gets colours and aligned columns, the rest JSON with UTC times.
     """
+    outlive_errors_reader()
     target = sys.stderr if stream is None else stream
     output: list[Any]
     if target.isatty():

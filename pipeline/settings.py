@@ -221,7 +221,7 @@ class SyncerSettings(Settings):
     lease_s: Duration = Field(5.0, gt=0.1, description="How long a lease lasts without being renewed")
     liveness_s: Duration = Field(5.0, gt=0, description="A learner not heard from for this long is not waited for")
     drain_s: Duration = Field(30.0, description="Longest time to gather last deltas at the end of a run")
-    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint after SIGTERM")
+    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint when told to stop")
     http_host: str = Field("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
     http_token: SecretStr | None = Field(
         None,
@@ -230,7 +230,9 @@ class SyncerSettings(Settings):
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
     checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
-    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    checkpoint_every: Duration = Field(
+        300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
+    )
     tape_dir: Path | None = Field(None, description="Folder to which the event tape is archived")
     record_deltas: Path | None = Field(
         None,

@@ -144,7 +144,7 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
     """In the middle of the rounds."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -228,7 +228,8 @@ def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ctrl_c_keeps_what_is_done(text, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
     """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
     file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
     process = subprocess.Popen(
@@ -242,7 +243,7 @@ def test_ctrl_c_keeps_what_is_done(text, tmp_path):
     while not list(out.glob("*.json")) and time.monotonic() < until:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "1 done, 0 failed, 1 left" in errors

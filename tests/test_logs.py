@@ -66,8 +66,45 @@ async def test_the_first_signal_sets_the_event_and_the_second_calls_the_hard_sto
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(second.wait(), 5)
     finally:
-        for number in lifecycle.SIGNALS:
+        for number in lifecycle.end_signals():
             loop.remove_signal_handler(number)
+
+
+async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
+    """A closed terminal sends it twice, and a session manager SIGTERM with it: none of that ends a process at once."""
+    event, second = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    lifecycle.install_signal_handlers(loop, event, second.set)
+    try:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(event.wait(), 5)
+            await asyncio.sleep(0.01)
+        assert not second.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(second.wait(), 5)
+    finally:
+        for number in lifecycle.end_signals():
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_an_ignored_hangup_stays_ignored():
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in lifecycle.end_signals()
+        event = asyncio.Event()
+        lifecycle.install_signal_handlers(asyncio.get_running_loop(), event)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        assert not event.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number in lifecycle.end_signals():
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_a_process_that_is_still_cleaning_up():

@@ -22,6 +22,7 @@ from pipeline.errors import DilocoError
 from pipeline.messages import Committed
 from pipeline.settings import BusSettings
 from pipeline.status import read_status
+from syncer.checkpoint import load_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -252,6 +253,31 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
     spent = diloco("run", "--out", tmp_path / "third", "--resume", second.out)
     assert spent.returncode == 2
     assert "give a larger one with --tokens" in spent.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a killed launcher leaves ends on Linux only")
+def test_a_run_whose_machine_dies_is_resumed_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """All its processes are killed at once, Redis too: there is no report, and only what came since is trained again."""
+    many = ["--learners", 2, "--tokens", 2_000_000]
+    with started(tmp_path / "first", *many, "--checkpoint-every", "1s") as first:
+        first.reaches(20_000)
+        saved = wait_for(lambda: (first.out / "checkpoints" / "latest").exists() and first.out)
+        first.process.kill()
+        first.process.communicate()
+    first.left_nothing_running()
+    assert not (first.out / "report.json").exists()
+    told = diloco("status", first.out)
+    assert told.returncode == 2
+    assert f"diloco run --resume {first.out}" in told.stderr
+
+    trained = load_checkpoint(saved).state.tokens
+    assert trained > 0
+    budget = trained + 30_000
+    with started(tmp_path / "second", "--learners", 2, "--tokens", budget, "--resume", first.out) as second:
+        second.end()
+    assert second.report["resumed_from"]["tokens"] == trained
+    assert second.report["tokens"] >= budget
+    assert second.report["tokens_lost"]["unaccounted"] == 0
 
 
 def test_a_run_stopped_before_its_first_step_ends_at_once(tmp_path: Path) -> None:

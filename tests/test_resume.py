@@ -32,6 +32,22 @@ def stopped_run(folder: Path) -> None:
     run_virtual(main())
 
 
+def test_unless_told_otherwise_a_run_is_saved_every_five_minutes(tmp_path) -> None:
+    """What a machine that dies takes with it is minutes; of older checkpoints the last three stay."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path)
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, step_s=3.0).start()
+        await asyncio.sleep(1530.0)
+        await learner.kill()  # and the syncer with the loop: nobody is told to stop
+
+    run_virtual(main())
+    saved = [load_checkpoint(folder).state.tokens for folder in tmp_path.glob("checkpoint-*")]
+    minutes = sorted(tokens / 10 * 3.0 / 60 for tokens in saved)
+    assert minutes == pytest.approx([15, 20, 25], abs=0.5)
+
+
 def new_world() -> VirtualRun:
     return VirtualRun(sync_spec(tokens=BUDGET, outer_momentum=0.5))
 

@@ -87,7 +87,7 @@ class FakeLearner:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLearner]]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     threads = torch.get_num_threads()
     monkeypatch.setattr(trainer, "Learner", FakeLearner)
     monkeypatch.setattr(FakeLearner, "spec", None)
@@ -222,14 +222,15 @@ def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: P
         trainer.train(settings(other))
 
 
-def test_a_signal_ends_it_between_two_steps(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM: the inner step is finished and told, then it leaves, status 0."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, or SIGHUP of a closed terminal: the inner step is finished and told, then it leaves, status 0."""
     tell = FakeLearner.step
 
     def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
         tell(self, tokens, loss)
         if len(self.tokens) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(FakeLearner, "step", step)
     assert trainer.train(settings(book)) == 0

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import FrameType
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from pipeline.cores import usable_cores
 from pipeline.errors import SpecMismatch, UsageError
-from pipeline.lifecycle import SIGNALS, exit_at_once
+from pipeline.lifecycle import end_signals, exit_at_once, two_phases
 from pipeline.settings import TrainerSettings
 
 from .data.blocks import Blocks
@@ -146,7 +145,7 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
 
 
 class StopFlag:
-    """Set by the first SIGINT or SIGTERM, read between inner steps; a second signal ends the process at once.
+    """Set by the first signal to end, read between inner steps; a second one ends the process at once.
 
     Until `training` is set, the first one does, with status 0: who still waits to join has nothing to save.
     """
@@ -154,12 +153,11 @@ class StopFlag:
     def __init__(self) -> None:
         self.asked = False
         self.training = False
-        for number in SIGNALS:
-            signal.signal(number, self._ask)
+        handle = two_phases(self._ask, exit_at_once)
+        for number in end_signals():
+            signal.signal(number, lambda number, frame: handle(number))
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self) -> None:
         if not self.training:
             os._exit(0)
-        if self.asked:
-            exit_at_once()
         self.asked = True

@@ -9,11 +9,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from pipeline.cores import one_blas_thread
 from pipeline.errors import DilocoError
+from pipeline.lifecycle import end_signals, ignore_hangup, two_phases
 
 from .settings import LabRun
 from .store import Result, Store
@@ -58,12 +58,11 @@ def sweep(
         LabProcessDied: the system killed one.
     """
     context = multiprocessing.get_context("spawn")
-    stop, news = context.Event(), context.Queue()
     # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
     os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     with (
+        _interrupted(context) as (stop, news),
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
-        _interrupted(stop),
     ):
         doing: dict[Future[Result | DilocoError | None], int] = {
             pool.submit(_run, number, run, folder, device): number for number, run in enumerate(runs)
@@ -99,17 +98,20 @@ def _drain(news: Any) -> list[News]:
 
 
 @contextmanager
-def _interrupted(stop: Any) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`."""
+def _interrupted(context: Any) -> Iterator[tuple[Any, Any]]:
+    """An event that the first signal to end sets, while a second one interrupts; and a queue for news."""
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in end_signals()}
+    ignore_hangup()  # for Python's tracker of what processes share, which starts here
+    stop, news = context.Event(), context.Queue()
+    handle = two_phases(stop.set, interrupt)
+    for number in before:
+        signal.signal(number, lambda number, frame: handle(number))
     try:
-        yield
+        yield stop, news
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -123,7 +125,8 @@ _news: Any = None
 
 def _begin(stop: Any, news: Any, threads: int) -> None:
     global _stop, _news  # what a process of the pool has in common over its runs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and so is the terminal
+    ignore_hangup()
     import torch
 
     torch.set_num_threads(threads)
