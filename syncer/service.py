@@ -70,6 +70,8 @@ class SyncerService:
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
         self._watch: RunWatch | None = None
         self._lost: Lost | None = None
+        self._failing: dict[str, str] = {}
+        """What fails on this machine and is tried again, in words for the status."""
         self._leases: Leases | None = None
         self._closing = asyncio.Event()
         """No merge begins any more: the run is closing, or finished."""
@@ -81,7 +83,9 @@ class SyncerService:
         """The run's status (`pipeline.status`)."""
         if self.spec is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
-        return await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status = await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status["warnings"] += self._failing.values()
+        return status
 
     def ready(self) -> tuple[bool, str]:
         """Whether this syncer merges, or stands by for others to fail, and why not."""
