@@ -83,6 +83,8 @@ class Oracle:
         self._senders: set[str] = set()
         self._committed: dict[tuple[int, int, bytes], Float64] = {}
         """(fragment, version, digest) -> the values that learners train from."""
+        self._ever: dict[tuple[int, int, bytes], Surviving] = {}
+        """The history up to each commit that ever was."""
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as an archive has it."""
         self._ever_drained = self._finished = False
@@ -283,6 +285,9 @@ class Oracle:
         self._tape.append(commit.record)
         self._owner_write(link, p, commit.nonce, "commit")
         state = self.fragments[p]
+        if commit.lost is not None:
+            self._put_back(p, commit)
+            return
         if commit.version != state.version + 1:
             self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
         found = self._globals.of(commit, state)
@@ -296,11 +301,28 @@ class Oracle:
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum
+        self._ever[p, commit.version, commit.digest] = state.copy()
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in commit.staged):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _put_back(self, p: int, commit: Commit) -> None:
+        """A version that the bus has lost, without a head in its place: the same values, momentum and history."""
+        state, was = self.fragments[p], self._ever.get((p, commit.version, commit.digest))
+        if state.version >= 0 or was is None:
+            self.broken("only what was lost is put back", f"fragment {p}: version {commit.version} on {state.version}")
+            return
+        found = self._globals.of(commit, state)
+        if found is None:
+            return
+        theta, _, momentum = found
+        assert was.theta is not None and was.momentum is not None  # noqa: S101, PT018  # it was committed
+        if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
+            self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
+        state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
+        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
 
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
         """The same values and momentum as before, in other payloads."""

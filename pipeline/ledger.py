@@ -110,9 +110,12 @@ def surviving(
         if isinstance(record, Rewound):
             cut(record.fragment, record.version + 1)
             lost = True
-        elif isinstance(record, Committed) and histories.get(record.fragment, {}).get(record.version) != record:
-            cut(record.fragment, record.version)
-            histories[record.fragment][record.version] = record
+        elif isinstance(record, Committed):
+            there = histories.setdefault(record.fragment, {}).get(record.version)
+            put_back = there is not None and record.base_digest is None and record.digest == there.digest
+            if not put_back and there != record:
+                cut(record.fragment, record.version)
+                histories[record.fragment][record.version] = record
     for fragment, version, digest in heads:
         last = histories.get(fragment, {}).get(version)
         cut(fragment, version + 1 if last is None or last.digest == digest else version)

@@ -66,6 +66,15 @@ class MemoryBus(MemoryShards):
         await self._turn()
         return self._bytes(self.keys.spec)
 
+    async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
+        """Replace the spec."""
+        await self._turn()
+        if self._bytes(self.keys.spec) != instead_of:
+            return False
+        self.store.need_room()
+        self._set(self.keys.spec, spec)
+        return True
+
     async def write_state(self, state: RunState) -> RunState:
         """Set the run's state, never backwards."""
         await self._turn()
@@ -362,7 +371,8 @@ class MemoryBus(MemoryShards):
         self._expect(p, head, commit.expected)
         replaced, old_momentum = self._replaced(head, commit)
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
-        sums = self._add(head, {**totals, "rejected_tokens": 0})
+        lost = {name.encode(): total for name, total in stored.lost_totals(commit).items()}
+        sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
         self._keep(staged)
         self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))

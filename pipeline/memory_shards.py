@@ -61,10 +61,10 @@ class MemoryShards(MemoryCalls):
                 self.store.hset(self.keys.shard_positions, {at: b"%d" % position})
         self._set(self.keys.shard_epoch, b"%d" % epochs)
 
-    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
         """Queue an epoch."""
         await self._turn()
-        if self._queue()[2] != epoch:
+        if self._queue()[2] != (epoch if counted is None else counted):
             return False
         self._put(epoch + 1, ((shard, 0) for shard in shards))
         return True

@@ -464,7 +464,7 @@ class WindowChanged(Message):
 
 
 class Rewound(Message):
-    """The bus came back at an earlier state than its owner had seen."""
+    """The bus came back at an earlier state than its owner had seen, or without the head, which was put back."""
 
     kind: Literal["rewound"] = "rewound"
     fragment: FragmentId

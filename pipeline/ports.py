@@ -117,6 +117,8 @@ class Commit:
     """How long the global payload, rest and updates live on that the head names no more."""
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
+    lost: Head | None = None
+    """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
 
     @property
     def staged(self) -> tuple[Staged, ...]:
@@ -237,6 +239,10 @@ class Bus(Protocol):
 
     async def read_spec(self) -> bytes | None:
         """The spec, or None before the first proposal."""
+        ...
+
+    async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
+        """Put a spec in the place of another, if that is the one that holds."""
         ...
 
     async def write_state(self, state: RunState) -> RunState:
@@ -429,8 +435,11 @@ class Bus(Protocol):
         ...
 
     # --- data shards -----------------------------------------------------------------------------
-    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
-        """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did."""
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
+        """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did.
+
+        counted: how many the bus counts, if it has lost some of them; `epoch` + 1 are queued afterwards.
+        """
         ...
 
     async def count_epochs(self) -> int:

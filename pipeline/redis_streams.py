@@ -87,6 +87,10 @@ class RedisBus:
         spec: bytes | None = await self._redis.command("GET", self.keys.spec)
         return spec
 
+    async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
+        """Replace the spec."""
+        return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
+
     async def write_state(self, state: RunState) -> RunState:
         """Set the run's state, never backwards."""
         (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
@@ -355,9 +359,10 @@ class RedisBus:
         pairs = (part for shard, position in shards for part in (encode(shard), position))
         return await self._redis.script("put_shards", self._queue, before, after, int(empty), *pairs) == [1]
 
-    async def fill_shards(self, epoch: int, shards: Sequence[Shard]) -> bool:
+    async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
         """Queue an epoch."""
-        return await self._put_shards(epoch, epoch + 1, False, ((shard, 0) for shard in shards))
+        before = epoch if counted is None else counted
+        return await self._put_shards(before, epoch + 1, False, ((shard, 0) for shard in shards))
 
     async def count_epochs(self) -> int:
         """Epochs queued."""

@@ -143,6 +143,20 @@ def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[
     ]
 
 
+def _gone(spec: Spec | None, state: RunState | None, heads: Sequence[Head | None], tokens: int) -> str:
+    """What the bus has lost of a run that has trained, and what to do; "" if nothing."""
+    if not tokens or (state is not None and state.phase is Phase.FINISHED):
+        return ""
+    missing = [str(p) for p, head in enumerate(heads) if head is None]
+    if spec is not None and not missing:
+        return ""
+    what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
+    return (
+        f"{what} not on the bus, so nothing is merged there: a syncer that served the run puts back what it knows, its "
+        "learners what they have adopted. If that takes longer than a minute, see that `diloco syncer` runs"
+    )
+
+
 def build_status(
     run: str,
     spec: Spec | None,
@@ -168,6 +182,8 @@ def build_status(
     quorum = spec.sync.quorum if spec is not None else 0
     live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})
     warnings = list(bus_warnings)
+    gone = _gone(spec, state, heads, tokens)
+    warnings += [gone] if gone else []
     if quorum > live and (state is None or state.phase is Phase.RUNNING):
         warnings.insert(0, f"quorum {quorum} > {live} live")
     if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
@@ -189,8 +205,8 @@ def build_status(
         refused.update(head.refused)
     return {
         "run": run,
-        "phase": "waiting" if state is None else state.phase.value,
-        "reason": "waiting for a syncer and a learner" if state is None else state.reason,
+        "phase": "waiting" if state is None or (gone and state.phase is Phase.RUNNING) else state.phase.value,
+        "reason": gone or ("waiting for a syncer and a learner" if state is None else state.reason),
         "tokens": tokens,
         "budget_tokens": budget,
         "progress": min(1.0, tokens / budget) if budget else 0.0,

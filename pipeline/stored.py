@@ -37,14 +37,25 @@ class MergedBases(Message):
 
 def head_fields(commit: Commit) -> dict[str, bytes]:
     """What a commit sets in the head's hash; the three totals are added to, not set."""
+    previous = commit.expected[1] if commit.expected else commit.lost and commit.lost.previous_digest
     return {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
         **payload_fields(commit),
-        "previous_digest": commit.expected[1] if commit.expected else b"",
+        "previous_digest": previous or b"",
         "window": encode(commit.window),
         "merged": encode(MergedBases(merged=commit.merged)),
+        **lost_totals(commit),
     }
+
+
+def lost_totals(commit: Commit) -> dict[str, bytes]:
+    """What a lost head had counted: set before the commit's own numbers are added."""
+    if commit.lost is None:
+        return {}
+    totals = {name: getattr(commit.lost, name) for name in ("merged_deltas", "merged_tokens", "rejected_tokens")}
+    totals |= {refused_field(reason): n for reason, n in commit.lost.refused.items()}
+    return {name: b"%d" % total for name, total in totals.items()}
 
 
 def names(of: Commit | Republication) -> dict[str, Any]:
@@ -278,11 +289,17 @@ def fragment_of(commit: Commit) -> int:
     """
     if commit.expected is not None and commit.version != commit.expected[0] + 1:
         raise ValueError(f"commit of version {commit.version} on top of version {commit.expected[0]}")
+    if commit.lost is not None and (commit.expected or (commit.lost.version, commit.lost.digest) != _at(commit)):
+        raise ValueError(f"commit of version {commit.version} in the place of a lost {commit.lost.version}")
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
     if both := {one.key for one in commit.staged} & {*commit.delta_payloads, *commit.retired}:
         raise ValueError(f"the commit names what it deletes: {sorted(both)}")
     return commit.record.fragment
+
+
+def _at(commit: Commit) -> tuple[int, bytes]:
+    return commit.version, commit.digest
 
 
 def _tag(key: str) -> str:

@@ -18,20 +18,22 @@ POLL_S = 0.25
 
 
 async def finish_run(
-    bus: Bus, clock: Clock, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event
+    bus: Bus, clock: Clock, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event, known: RunState
 ) -> RunState | None:
     """Wait until the closing run is finished, and finish it unless another syncer does; None if `stop` came first.
+
+    known: the closing state, for a bus that has lost it.
 
     Raises:
         BusError: call it again.
     """
     while not stop.is_set():
-        state = await bus.read_state()
-        if state is not None and state.phase is Phase.FINISHED:
+        state = await bus.read_state() or await bus.write_state(known)
+        if state.phase is Phase.FINISHED:
             return state
-        if state is not None and await _gather(bus, nonce, fragments, lease_s, stop):
+        if await _gather(bus, nonce, fragments, lease_s, stop):
             async with holding(bus, range(fragments), nonce, lease_s):
-                finished = await _finish(bus, clock, nonce, fragments)
+                finished = await _finish(bus, clock, nonce, fragments, state)
             await release_all(bus, nonce, fragments)
             return finished
         await asyncio.sleep(min(POLL_S, lease_s / 3))
@@ -53,14 +55,13 @@ async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: as
         await asyncio.sleep(min(POLL_S, lease_s / 3))
 
 
-async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int) -> RunState:
+async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: RunState) -> RunState:
     """With all leases held: refuse what is pending, write the manifest."""
     for head in await bus.read_heads(range(fragments)):
         if head is not None:
             await _refuse_leftovers(bus, clock, nonce, head)
     while True:
-        state = await bus.read_state()
-        assert state is not None  # noqa: S101  # seen by the caller; a state never goes
+        state = await bus.read_state() or known
         heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
         manifest = tuple((head.version, head.digest) for head in heads)
         # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.
@@ -70,6 +71,10 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int) -> RunStat
         update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
         await bus.write_state(state.model_copy(update=update))
     outer_steps = sum(head.version for head in heads)
+    if state.tokens and len(heads) < fragments:
+        lost = sorted({*range(fragments)} - {head.fragment for head in heads})
+        detail = "the bus lost them while the run ended: they are in its last checkpoint only"
+        structlog.get_logger().error("heads_lost", fragments=lost, detail=detail)
     structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
     return state
 

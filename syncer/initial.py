@@ -12,7 +12,9 @@ from pipeline.messages import Committed, SyncSpec, WindowView
 from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock, Commit, Rest, Staged
 
+from .mending import adopted, say_rewound
 from .staging import STAGED_TTL_S
+from .watch import RunWatch
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
@@ -28,9 +30,13 @@ class Beginning:
         self._bus, self._clock, self._sync, self._nonce, self._syncer = bus, clock, sync, nonce, syncer
         self.turns = asyncio.Semaphore(AT_ONCE)
         """To be held for `commit`."""
+        self._refused: set[tuple[int, str]] = set()
+        """Fragments and nonces of uploads that cannot be used: told once."""
 
-    async def commit(self, layout: FragmentLayout) -> bool:
+    async def commit(self, layout: FragmentLayout, watch: RunWatch) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
+
+        If live learners have a version, the bus has lost it: the tape says that the fragment went back.
 
         Raises:
             BusError: as the bus; a commit that was refused changed nothing.
@@ -45,13 +51,17 @@ class Beginning:
             if not np.isfinite(values).all():
                 raise BadPayload("the initial parameters have elements that are not finite")
         except BadPayload as error:
-            structlog.get_logger().error(
-                "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
-            )
+            if (layout.id, upload.nonce) not in self._refused:
+                self._refused.add((layout.id, upload.nonce))
+                structlog.get_logger().error(
+                    "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
+                )
             return False
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
         staged, rest = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
         await self._bus.commit(self._first(layout.id, payload.digest, staged, rest, upload.learner, key))
+        at = (layout.id, 0, payload.digest)
+        await say_rewound(self._bus, self._clock, self._nonce, at, IDLE_VIEW, adopted(watch, layout.id))
         return True
 
     def _first(

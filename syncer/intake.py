@@ -18,12 +18,15 @@ from pipeline.ports import Bus, Clock
 
 from .fragment import Delta
 from .norms import DeltaNorms, Float64
-from .uploads import UploadEstimator
-from .window import Offer
+from .uploads import LEAST_UPLOAD_S, UploadEstimator
+from .watch import RunWatch
+from .window import Offer, State, Window
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
+Failed = tuple[Offer, RefusalReason, str]
+"""A delta that leaves the window, and why."""
 Judge = Callable[[Offer, Any, Float64], Outcome]
 """As `FragmentState.judge`."""
 
@@ -50,6 +53,11 @@ class Intake:
     def upload_s(self) -> float:
         """How long the uploads of a fixed set may take, from measured transfer times."""
         return self._uploads.upload_s
+
+    @property
+    def now(self) -> float:
+        """By the clock of its times."""
+        return self._clock.now()
 
     def start(self, offers: Iterable[Offer], judge: Judge) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
@@ -137,3 +145,26 @@ class Intake:
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
+
+
+def given_up(
+    window: Window, intake: Intake, watch: RunWatch, doubted: frozenset[str]
+) -> tuple[list[Failed], float | None]:
+    """What has stopped to come and nobody waits for: of learners that are gone, once a merge needs it, and of doubted
+    ones; it leaves the window. And when to look again."""
+    failed: list[Failed] = []
+    again, quiet_s = [], max(LEAST_UPLOAD_S, watch.liveness_s)
+    needed = window.state is State.UPLOADING
+    for offer in window.awaited():
+        learner = offer.header.learner
+        gone = needed and not watch.is_here(learner, offer.header.incarnation)
+        if not (gone or learner in doubted):
+            continue
+        until = intake.heard_at(offer) + quiet_s
+        if intake.now < until:
+            again.append(until)
+        else:
+            window.failed(offer)
+            detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
+            failed.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
+    return failed, min(again, default=None)

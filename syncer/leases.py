@@ -186,10 +186,14 @@ class Leases:
         self._answered_at = began
         if self._parting or (state is not None and state.phase.rank >= Phase.CLOSING.rank):
             return  # who ends the run needs all leases
+        here = await self._in_time(self._bus.read_syncers())
         syncers = await self._in_time(self._bus.announce_syncer(self._nonce, self._name, self._lease_s))
+        forgotten = self._nonce in self.syncers and self._nonce not in here
         if syncers != self.syncers:
             self._log.info("syncers_changed", syncers=len(syncers))
         self.syncers = syncers
+        if forgotten:  # the bus has lost who is here, and may have lost leases: who held them takes them again first
+            return
         sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
         self._stop(excess(self._held.keys() - self._stopping, *sharing))
         if wanted(self._held, range(len(self._owners)), *sharing):

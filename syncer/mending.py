@@ -1,7 +1,8 @@
-"""What a head names is there, or is published anew by the owner that has the values. asyncio.
+"""A head and what it names are there, or are put back by the owner that has the values. asyncio.
 
 A payload that has gone (evicted, deleted) or is damaged would stop whoever needs it: learners that lack the version,
-joiners, and the syncer that takes over. As long as the owner lives, its memory is the same bits.
+joiners, and the syncer that takes over. Without its head (deleted, or the bus came back empty) a fragment stands still.
+As long as the owner lives, its memory is the same bits.
 """
 
 import asyncio
@@ -9,11 +10,12 @@ import asyncio
 import structlog
 
 from pipeline.codec import chunk_count
+from pipeline.errors import HeadMoved
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Head, SyncSpec
+from pipeline.messages import Committed, Head, Rewound, SyncSpec, WindowView
 from pipeline.payloads import push
-from pipeline.ports import Bus, Clock, Republication
+from pipeline.ports import Bus, Clock, Commit, Republication, Rest, Staged
 from pipeline.stored import names
 
 from .fragment import FragmentState
@@ -58,6 +60,10 @@ class Mending:
         """
         now = self._clock.now()
         self.due_s = now + LOOK_S
+        (there,) = await self._bus.read_heads([self._layout.id])
+        if there is None or (there.version, there.digest) != (head.version, head.digest):
+            raise HeadMoved(f"the head of fragment {head.fragment} is {'gone' if there is None else 'another one'}")
+        head = there
         if self._version != head.version:
             self._version, self._since_s = head.version, now
         why = await self._lacking(head)
@@ -71,25 +77,110 @@ class Mending:
         structlog.get_logger().warning("global_published_anew", fragment=head.fragment, version=head.version, why=why)
         return await self._publish(head, fragment)
 
-    async def _lacking(self, head: Head) -> str:
-        """What of a head's payloads is not there; "" if nothing."""
+    async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> None:
+        """Commit a version once more whose head is gone: the same bits, momentum, merged bases and totals.
+
+        The tape says so: with its head the bus lost what was pending, and maybe later versions.
+
+        Args:
+            head: the last that its owner knows.
+            fragment: at the head's version.
+            watch: tells what learners have adopted.
+            attempt: of the window to come: a later one than any that learners know.
+            syncer: the owner's name, for the tape.
+
+        Raises:
+            LeaseLost, HeadMoved (there is one by now), PayloadIncomplete, BusError: nothing was changed.
+        """
+        p, reason = head.fragment, "put back from its syncer's memory: the bus had lost its head"
+        view = WindowView(state="idle", attempt=attempt, members=(), expected=0, reason=reason, deadline_unix_s=None)
+        there = not await self._lacking(head)
+        payload, rest, momentum = self._named(head) if there else await self._stage(head, fragment)
+        record = Committed.installed(
+            p, head.version, head.digest, reason=reason, syncer=syncer, unix_s=self._clock.unix()
+        )
+        commit = Commit(
+            nonce=self._nonce,
+            expected=None,
+            version=head.version,
+            digest=head.digest,
+            payload=payload,
+            rest=rest,
+            momentum=momentum,
+            updates=head.updates if there else (),
+            behind=head.behind if there else 0,
+            window=view,
+            merged=head.merged,
+            record=record,
+            retired=() if there else tuple(self._due(head)),
+            lost=head,
+        )
+        await self._bus.commit(commit)
+        structlog.get_logger().warning("head_put_back", fragment=p, version=head.version, uploaded=not there)
+        at = (p, head.version, head.digest)
+        await say_rewound(self._bus, self._clock, self._nonce, at, view, max(head.version, adopted(watch, p)))
+
+    def _due(self, head: Head) -> dict[str, int]:
+        """Chunks of all payloads that a head names."""
         due = {head.payload: head.chunks}
         due |= {key: one.chunks for one in head.updates for key in one.payloads}
         due |= {head.rest: head.chunks} if head.rest else {}
         if head.momentum:
             due[head.momentum] = chunk_count(self._layout.elements, "fp32", self._sync.chunk_bytes)
+        return due
+
+    def _named(self, head: Head) -> tuple[Staged, Rest | None, Staged | None]:
+        """A head's payloads but its updates."""
+        rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
+        momentum = Staged(head.momentum, self._due(head)[head.momentum]) if head.momentum else None
+        return Staged(head.payload, head.chunks), rest, momentum
+
+    async def _lacking(self, head: Head) -> str:
+        """What of a head's payloads is not there; "" if nothing."""
+        due = self._due(head)
         have = await asyncio.gather(*map(self._bus.count_chunks, due))
         gone = [key for key, count in zip(due, have, strict=True) if count != due[key]]
         return f"of its payloads {', '.join(gone)} is not there" if gone else ""
 
-    async def _publish(self, head: Head, fragment: FragmentState) -> Head:
+    async def _stage(self, head: Head, fragment: FragmentState) -> tuple[Staged, Rest | None, Staged | None]:
+        """The version whole, under fresh keys."""
         p, bus, sync, fresh = self._layout.id, self._bus, self._sync, self._random_hex(8)
         payload, rest = await push_global(bus, p, head.version, fresh, fragment.theta, sync, STAGED_TTL_S)
-        momentum = None
-        if fragment.momentum is not None:
-            key = bus.keys.momentum_payload(p, head.version, fresh)
-            momentum = await push(bus, key, fragment.momentum, sync.chunk_bytes, STAGED_TTL_S)
-        at = (head.version, head.digest)
-        anew = Republication(self._nonce, at, payload, rest, momentum, REPLACED_TTL_S)
-        await bus.republish(p, anew)
+        if fragment.momentum is None:
+            return payload, rest, None
+        key = bus.keys.momentum_payload(p, head.version, fresh)
+        return payload, rest, await push(bus, key, fragment.momentum, sync.chunk_bytes, STAGED_TTL_S)
+
+    async def _publish(self, head: Head, fragment: FragmentState) -> Head:
+        anew = Republication(
+            self._nonce, (head.version, head.digest), *await self._stage(head, fragment), REPLACED_TTL_S
+        )
+        await self._bus.republish(head.fragment, anew)
         return head.model_copy(update=names(anew))
+
+
+def adopted(watch: RunWatch, fragment: int) -> int:
+    """The latest version of a fragment that a live learner has; -1: none has any."""
+    return max((s.report.versions[fragment] for s in watch.live() if fragment < len(s.report.versions)), default=-1)
+
+
+async def say_rewound(
+    bus: Bus, clock: Clock, nonce: str, at: tuple[int, int, bytes], view: WindowView, was: int
+) -> None:
+    """Tell on the tape, if it is so, that a fragment which got a head again had had one.
+
+    Args:
+        bus, clock: the owner's.
+        nonce: of its lease.
+        at: fragment, version and digest that it has now.
+        view: of its window.
+        was: the version that it had, as far as known; -1: none.
+
+    Raises:
+        BusError: as `Bus.write_window`.
+    """
+    p, version, digest = at
+    if was >= version:
+        structlog.get_logger().warning("rewound", fragment=p, version=version, was_version=was)
+        record = Rewound(fragment=p, version=version, was_version=was, unix_s=clock.unix())
+        await bus.write_window(p, nonce, (version, digest), view, record)

@@ -26,13 +26,12 @@ from .folding import Folding
 from .fragment import Delta, FragmentState, MakeFragment, Merged, orthogonalises
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, Beginning
-from .intake import Intake, Offload, Outcome
+from .intake import Failed, Intake, Offload, Outcome, given_up
 from .mending import Mending
 from .metrics import Metrics
 from .recording import Recorder
 from .refusing import Refusing
 from .staging import REPLACED_TTL_S, RandomHex, Staging
-from .uploads import LEAST_UPLOAD_S
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
 from .window import Rejected as Refused
@@ -44,8 +43,6 @@ MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
-Failed = tuple[Offer, RefusalReason, str]
-"""A delta that leaves the window, and why."""
 DOUBTED_SHOWN = 64
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
@@ -170,7 +167,8 @@ class FragmentOwner:
                 for _ in range(min(arrived.qsize(), MOST_AT_ONCE)):
                     await self._offered(arrived.get_nowait())
                 failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
-                gone, look_again = self._given_up()
+                assert self._window is not None  # noqa: S101  # loaded before the loop
+                gone, look_again = given_up(self._window, self._intake, self._watch, self._doubts.learners)
                 if reader.done():
                     reader.result()  # raises what ended it: what came before an outage may be lost with it
                 decision = self._decide()
@@ -216,7 +214,7 @@ class FragmentOwner:
             async with self._beginning.turns:
                 if not self._serving:
                     return False
-                begun = await self._beginning.commit(self._layout)
+                begun = await self._begin()
             if not begun:
                 await asyncio.sleep(INITIAL_POLL_S)
         cached = self._fragment
@@ -229,14 +227,35 @@ class FragmentOwner:
             head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
             state = await pull_state(self._bus, head, self._layout.elements, sync, self._offload)
-            self._fragment = self._make_fragment(self._layout, sync, head.version, head.digest, *state)
+            fragment = self._make_fragment(self._layout, sync, head.version, head.digest, *state)
             if self._recorder is not None:
-                await self._offload(self._recorder.loaded, self._fragment)
+                await self._offload(self._recorder.loaded, fragment)
+            self._fragment = fragment
         self._head = head
         self._mending.due_s = self._clock.now()  # a commit may have been refused because something has gone
         self._window = self._new_window(head)
         self._view = head.window
         return True
+
+    async def _begin(self) -> bool:
+        """Give the fragment a head: the one that it had when this owner last saw it, else version 0; whether it has."""
+        fragment, head = self._fragment, self._head
+        if fragment is None or head is None:
+            return await self._beginning.commit(self._layout, self._watch)
+        if self._recorder is not None:
+            await self._offload(self._recorder.loaded, fragment)
+        await self._mending.put_back(head, fragment, self._watch, self._view.attempt + 1, self._syncer)
+        return True
+
+    def look(self) -> None:
+        """The bus may have lost something: see at once."""
+        self._mending.due_s = self._clock.now()
+        self.wake.set()
+
+    def knows(self, head: Head | None) -> bool:
+        """Whether this is the head that this owner has; None: whether it has one."""
+        mine = self._head
+        return mine is not None and (head is None or (head.version, head.digest) == (mine.version, mine.digest))
 
     @property
     def _at(self) -> tuple[int, bytes]:
@@ -330,27 +349,6 @@ class FragmentOwner:
         self._window.failed(offer)
         self._doubts.refused(offer.header.learner, outcome[0])
         return offer, *outcome
-
-    def _given_up(self) -> tuple[list[Failed], float | None]:
-        """What has stopped to come and nobody waits for: of learners that are gone, once a merge needs it, and of
-        doubted ones. And when to look again."""
-        assert self._window is not None  # noqa: S101  # loaded before the loop
-        given_up: list[Failed] = []
-        needed, doubted = self._window.state is State.UPLOADING, self._doubts.learners
-        again, quiet_s = [], max(LEAST_UPLOAD_S, self._watch.liveness_s)
-        for offer in self._window.awaited():
-            learner = offer.header.learner
-            gone = needed and not self._watch.is_here(learner, offer.header.incarnation)
-            if not (gone or learner in doubted):
-                continue
-            until = self._intake.heard_at(offer) + quiet_s
-            if self._clock.now() < until:
-                again.append(until)
-            else:
-                self._window.failed(offer)
-                detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
-                given_up.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
-        return given_up, min(again, default=None)
 
     # --- decisions ----------------------------------------------------------------------------------------
 

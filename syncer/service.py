@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from pipeline.clock import LoopClock, fast_loop
-from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError, outage_event
+from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, SpecMismatch, UsageError, outage_event
 from pipeline.fragments import layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.pacing import slow_merges
@@ -35,6 +35,7 @@ from .fragment import FragmentState, MakeFragment
 from .initial import Beginning
 from .intake import Offload
 from .leases import Leases, holding, release_all
+from .lost import Lost
 from .metrics import Metrics
 from .owner import FragmentOwner
 from .recording import Recorder
@@ -71,6 +72,9 @@ class SyncerService:
         """False once a shutdown took longer than its budget."""
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
         self._watch: RunWatch | None = None
+        self._lost: Lost | None = None
+        self._failing: dict[str, str] = {}
+        """What fails on this machine and is tried again, in words for the status."""
         self._leases: Leases | None = None
         self._closing = asyncio.Event()
         """No merge begins any more: the run is closing, or finished."""
@@ -82,7 +86,9 @@ class SyncerService:
         """The run's status (`pipeline.status`)."""
         if self.spec is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
-        return await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status = await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status["warnings"] += self._failing.values()
+        return status
 
     def ready(self) -> tuple[bool, str]:
         """Whether this syncer merges, or stands by for others to fail, and why not."""
@@ -133,7 +139,7 @@ class SyncerService:
         )
         self.metrics.merged_share.set_function(partial(_share, watch))
         self.metrics.recent_merged_share.set_function(partial(_share, watch, recent=True))
-        self.spec = spec
+        self.spec, self._lost = spec, Lost(self.bus, self.clock, spec, self.owners)
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         self._leases = leases = Leases(self.bus, self.clock, self.owners, self.nonce, self.id, self.settings.lease_s)
         archive = None
@@ -200,8 +206,9 @@ class SyncerService:
         await asyncio.wait(serving)
         await _cancel(tasks)
         if self._closing.is_set():
+            assert watch.state is not None  # noqa: S101  # that of the closing run
             finishing = partial(
-                finish_run, self.bus, self.clock, self.nonce, len(self.owners), self.settings.lease_s, stop
+                finish_run, self.bus, self.clock, self.nonce, len(self.owners), self.settings.lease_s, stop, watch.state
             )
             finished = await self._retrying(finishing)
             if finished is not None and self.settings.checkpoint_dir:
@@ -239,6 +246,8 @@ class SyncerService:
         while True:
             try:
                 return await work()
+            except SpecMismatch:
+                raise
             except (BusError, PeerError, OSError) as error:
                 self.metrics.bus_errors.inc()
                 self._log.warning(outage_event(error), error=str(error), retry_s=retry_s)
@@ -247,14 +256,15 @@ class SyncerService:
     # --- background -------------------------------------------------------------------------------------
 
     async def _keep_watch(self) -> None:
-        watch = self._watch
-        assert watch is not None  # noqa: S101  # set before the background starts
+        watch, lost = self._watch, self._lost
+        assert watch is not None and lost is not None  # noqa: S101, PT018  # set before the background starts
         warned, was_slow = "", False
         while not self._closing.is_set():
             began = self.clock.now()
-            reports = await self.bus.read_reports()
+            found = await self.bus.read_reports()
             latency = self.clock.now() - began
-            state = await self.bus.read_state()
+            state = await lost.state(await self.bus.read_state())
+            reports = await lost.reports(found)
             if self._leads():
                 state = await self._lead(watch, state)
             if state is not None and state.phase.rank >= Phase.CLOSING.rank:
@@ -275,7 +285,8 @@ class SyncerService:
             await asyncio.sleep(WATCH_S)
 
     async def _watch_bus(self) -> None:
-        """Say what is wrong with the server, once each time it comes up."""
+        """Say what is wrong with the server, once each time it comes up, and that it has the run's spec."""
+        assert self._lost is not None  # noqa: S101  # set before the background starts
         warned: frozenset[str] = frozenset()
         while True:
             await asyncio.sleep(BUS_LOOK_S)
@@ -283,6 +294,7 @@ class SyncerService:
             for warning in sorted(warnings - warned):
                 self._log.warning("bus_warning", detail=warning)
             warned = warnings
+            await self._lost.spec()
 
     async def _lead(self, watch: RunWatch, state: RunState | None) -> RunState:
         """Move the run forward: count tokens, drain at the budget, close it when drained."""

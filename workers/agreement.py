@@ -1,7 +1,24 @@
-"""What a learner and its run must agree on, and how a difference is told. Pure."""
+"""What a learner and its run must agree on, when it joins and for as long as it trains. asyncio.
 
+A bus that came back empty has lost the spec. Whoever comes first puts one there: this learner the run's own, or
+somebody new another one. A syncer that served the run then puts the run's back; where none lives, the first stands.
+"""
+
+import asyncio
+
+import structlog
+
+from pipeline import codec
+from pipeline.agreement import differences
 from pipeline.errors import SpecMismatch
 from pipeline.messages import Spec
+from pipeline.ports import Bus, Clock
+
+LOOK_S = 5.0
+PATIENCE_S = 10.0
+"""Another spec that stays for so long is the run's: until then a syncer may put back the one before."""
+LIVE_S = 10.0
+"""A learner that reported within this may put back what it has trained."""
 
 
 def compare(spec: Spec, held: Spec) -> None:
@@ -10,27 +27,61 @@ def compare(spec: Spec, held: Spec) -> None:
     Raises:
         SpecMismatch: showing what differs.
     """
-    if spec == held:
-        return
-    lines = [
-        f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
-        for part, mine, theirs in (
-            ("sync", spec.sync.model_dump(), held.sync.model_dump()),
-            ("trainer", spec.trainer, held.trainer),
+    if spec != held:
+        raise SpecMismatch(
+            f"this learner and the run disagree:\n{differences(spec, held)}\n"
+            "Give all learners the same model and settings, or choose another run name."
         )
-        for name in sorted({*mine, *theirs})
-        if mine.get(name) != theirs.get(name)
-    ]
-    ours, runs = ({t.name: t for t in s.tensors} for s in (spec, held))
-    for name in sorted({*ours, *runs}):
-        if ours.get(name) != runs.get(name):
-            described = [
-                f"{list(t.shape)} {t.dtype} fragment {t.fragment}" if t else "absent"
-                for t in (ours.get(name), runs.get(name))
-            ]
-            lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
-    more = f"\n  ... and {len(lines) - 20} more" if len(lines) > 20 else ""
-    raise SpecMismatch(
-        "this learner and the run disagree:\n" + "\n".join(lines[:20]) + more + "\n"
-        "Give all learners the same model and settings, or choose another run name."
-    )
+
+
+class Agreement:
+    """One learner's spec beside the bus's."""
+
+    def __init__(self, bus: Bus, clock: Clock, learner: str, spec: Spec) -> None:
+        self._bus, self._clock, self._learner = bus, clock, learner
+        self._spec, self._encoded = spec, codec.encode(spec)
+        self._other_since_s: float | None = None
+
+    async def keep_agreed(self) -> None:
+        """Look every few seconds, until cancelled.
+
+        Raises:
+            SpecMismatch, BusError: as `look`.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self, patience_s: float = PATIENCE_S) -> None:
+        """See that the bus has this spec; put it there if it has none.
+
+        Raises:
+            SpecMismatch: it has had another one for so long; shows what differs.
+            BusError: ask again.
+        """
+        encoded = await self._bus.propose_spec(self._encoded)
+        held = self._spec if encoded == self._encoded else codec.decode(Spec, encoded)
+        if held == self._spec:
+            self._other_since_s = None
+            return
+        now = self._clock.now()
+        if self._other_since_s is None:
+            self._other_since_s = now
+            detail = "the bus has another spec under this run's name; unless a syncer puts it back, this learner ends"
+            structlog.get_logger().warning("spec_replaced", learner=self._learner, detail=detail)
+        if now - self._other_since_s >= patience_s:
+            compare(self._spec, held)
+
+    async def others_trained(self) -> bool:
+        """Whether a live learner has what version 0 must not be put in the place of.
+
+        Raises:
+            BusError: ask again.
+        """
+        return any(
+            seen.age_s < LIVE_S
+            and not seen.report.left
+            and seen.report.learner != self._learner
+            and max(seen.report.versions, default=-1) >= 0
+            for seen in await self._bus.read_reports()
+        )

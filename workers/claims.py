@@ -39,6 +39,8 @@ class ShardClaims:
         self._held: dict[str, Shard] = {}
         """Entry id -> shard, of those that this learner has claimed and not acknowledged."""
         self._finished: list[str] = []
+        self._epochs = 0
+        """Those queued so far, as far as known by what was claimed."""
         self._leaving = False
         self.returned = asyncio.Event()
         """On leaving: nothing is held any more."""
@@ -76,6 +78,7 @@ class ShardClaims:
                     await self._settle()
                 elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
                     shard = self._held[claimed.entry_id] = claimed.shard
+                    self._epochs = max(self._epochs, shard.epoch + 1)
                     self._log.debug("shard_claimed", epoch=shard.epoch, shard=shard.index, position=claimed.position)
                     if claimed.position < shard.stop - shard.start:
                         self._shared.shards.put(claimed)
@@ -127,7 +130,12 @@ class ShardClaims:
         self.returned.set()
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
-        epoch = await self._bus.count_epochs()
+        """Queue the next epoch; where the bus has lost its queue, the one under way once more: its rest is lost."""
+        counted = await self._bus.count_epochs()
+        lost = counted < self._epochs
+        epoch = self._epochs - 1 if lost else counted
         shards = cut_epoch(epoch, blocks, per_shard)
-        if await self._bus.fill_shards(epoch, shards):
+        if await self._bus.fill_shards(epoch, shards, counted):
+            if lost:
+                self._log.warning("shards_lost", epoch=epoch, detail="the bus lost the data queue: read from its start")
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))

@@ -27,7 +27,7 @@ from pipeline.errors import (
     BusUnavailable,
     PayloadIncomplete,
     PeerError,
-    UsageError,
+    SpecMismatch,
     outage_event,
 )
 from pipeline.fragments import Layout
@@ -37,20 +37,20 @@ from pipeline.messages import (
     DeltaHeader,
     Event,
     Head,
-    InitialUpload,
     LearnerReport,
     Spec,
 )
-from pipeline.payloads import push, push_growing
+from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock
 
-from .agreement import compare
+from .agreement import Agreement, compare
 from .claims import ShardClaims
 from .encoding import Encoder, OnHost
 from .feedback import ErrorFeedback
 from .retries import Retries
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
+from .version_0 import Version0
 
 Float32 = npt.NDArray[np.float32]
 Offload = Callable[..., Awaitable[Any]]
@@ -63,11 +63,13 @@ TAPE_BLOCK_S = 1.0
 BACKOFF_S = (0.1, 2.0)
 DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
-INITIAL_TTL_S = 600.0
-CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
 LOOK_FOR_SYNCERS_S = 10.0
+LOOK_AT_ALL_S = 5.0
+"""Time between two looks at all heads, whatever the tape says."""
+LOST_HEADS_S = 15.0
+"""Heads that are gone for so long are not put back by a syncer: learners begin again with what they have adopted."""
 
 
 class Exchange:
@@ -112,6 +114,9 @@ class Exchange:
         self._reports = self._outages = 0
         self._outage = False
         """A call failed; all heads must be read anew."""
+        self._look_at_all_s = 0.0
+        self._lost_since_s: float | None = None
+        """Since when heads are missing that were there."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.claims = ShardClaims(bus, f"{learner}.{incarnation}", self.shared)
@@ -132,10 +137,12 @@ class Exchange:
         held = codec.decode(Spec, await self._retry(self._bus.propose_spec, codec.encode(spec)))
         compare(spec, held)
         self._spec, self._layout = held, layout
+        self._agreement = agreement = Agreement(self._bus, self._clock, self._id, held)
+        self._version_0 = Version0(self._bus, self._id, held.sync.chunk_bytes, layout, agreement, self._retry)
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
         await self._retry(self._tell)
-        await self._begin(self._incarnation, initial)
+        await self._version_0.begin(self._incarnation, initial, trained=False)
         while missing := [p for p in fragments if p not in self._latest]:
             for head in await self._retry(self._bus.read_heads, missing):
                 if head is not None and not await self._retry(self._pull, head):
@@ -146,41 +153,12 @@ class Exchange:
         self._outages = 0  # those until here lost nothing: nothing was published
         self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
 
-    async def _begin(self, nonce: str, initial: Callable[[int], Float32]) -> None:
-        """Wait until every fragment has a head; upload version 0 under a nonce if nobody has."""
-        waiting = False
-        while None in await self._retry(self._bus.read_heads, range(len(self._fragments))):
-            if await self._retry(self._bus.read_initial) is None and await self._retry(
-                self._bus.claim_initial, nonce, CLAIM_TTL_S
-            ):
-                await self._upload_initial(nonce, initial)
-            elif not waiting:
-                self._log.info("waiting_for_version_0")
-                waiting = True
-            await asyncio.sleep(POLL_S)
-
-    async def _upload_initial(self, nonce: str, initial: Callable[[int], Float32]) -> None:
-        assert self._spec is not None  # noqa: S101  # set by join
-        self._log.info("initial_upload_started", fragments=len(self._fragments))
-        chunks = []
-        with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
-            for p in range(len(self._fragments)):
-                values = initial(p)
-                if not np.isfinite(values).all():
-                    raise UsageError("the model's initial parameters are not finite: check its initialisation")
-                key = self._bus.keys.initial_payload(p, nonce)
-                staged = await push(self._bus, key, values, self._spec.sync.chunk_bytes, INITIAL_TTL_S)
-                chunks.append(staged.chunks)
-                await self._bus.claim_initial(nonce, CLAIM_TTL_S)
-            upload = InitialUpload(learner=self._id, nonce=nonce, chunks=tuple(chunks))
-            await self._bus.finish_initial(upload, INITIAL_TTL_S)
-
     # --- running ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Work until cancelled; ends early only by a bug."""
         async with asyncio.TaskGroup() as group:
-            publishing = (self._offer, self._upload, self._report, self.claims.keep)
+            publishing = (self._offer, self._upload, self._report, self.claims.keep, self._agreement.keep_agreed)
             for work in (self._follow, self._pull_wanted, *publishing, self._look_for_syncers):
                 group.create_task(self._forever(work))
 
@@ -226,6 +204,8 @@ class Exchange:
             began = self._clock.now()
             try:
                 await work()
+            except SpecMismatch:
+                raise
             except (BusError, PeerError) as error:
                 self._outage |= isinstance(error, BusUnavailable)
                 self._outages += isinstance(error, BusUnavailable)
@@ -252,23 +232,41 @@ class Exchange:
         """The tape wakes, the head decides; after any gap, all heads are read again."""
         outage, self._outage = self._outage, False
         cursors = await self._bus.tape_end()
-        if not await self._look(range(len(self._fragments))):
-            # It came back as it was before version 0: the run begins again with what this learner has adopted.
-            self._log.warning("heads_lost")
-            nonce = f"{self._looks:04x}{self._incarnation}"[:32]  # a fresh one: other values than at first
-            await self._begin(nonce, lambda p: self._encoder.read(self._bases[p].values))
-            await self._look(range(len(self._fragments)))
+        self._look_at_all_s = 0.0
         if outage:
             self.shared.republish = True  # what the bus acknowledged before may be lost with its last second
         while not self._outage:
+            if self._clock.now() >= self._look_at_all_s:
+                await self._look_at_all()
             entries = await self._bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
             for record in (entry.record for entry in entries):
                 if isinstance(record, Committed):
+                    # One that was put back: what was offered on it may be lost with its head.
+                    self.shared.republish |= record.base_digest is None
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
             if entries:
                 await self._look(sorted({entry.record.fragment for entry in entries}))
+
+    async def _look_at_all(self) -> None:
+        """See what all heads say. Should some be gone for long, the run begins again with what was adopted of them."""
+        now, lost = self._clock.now(), self._lost_since_s
+        self._look_at_all_s = now + LOOK_AT_ALL_S
+        if await self._look(range(len(self._fragments))):
+            if lost is not None:
+                self._log.info("heads_found", after_s=round(now - lost, 1))
+                self._lost_since_s, self.shared.republish = None, True
+            return
+        self._look_at_all_s = now + TAPE_BLOCK_S
+        if lost is None:
+            self._lost_since_s = now
+            detail = f"a syncer puts them back, or this learner uploads what it has adopted in {LOST_HEADS_S:g} s"
+            self._log.warning("heads_lost", detail=detail)
+        elif now - lost >= LOST_HEADS_S:
+            nonce = f"{self._looks:04x}{self._incarnation}"[:32]  # a fresh one: other values than at first
+            await self._version_0.begin(nonce, lambda p: self._encoder.read(self._bases[p].values), trained=True)
+            self._look_at_all_s = now
 
     async def _look(self, fragments: Iterable[int]) -> bool:
         """See what the heads say; False if one is not there."""

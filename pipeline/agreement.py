@@ -1,0 +1,28 @@
+"""Where two specs of one run differ, in words. Pure."""
+
+from .messages import Spec
+
+MOST_TOLD = 20
+
+
+def differences(here: Spec, held: Spec) -> str:
+    """One line for each difference, at most so many; "" if there is none. `held`: the run's."""
+    lines = [
+        f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
+        for part, mine, theirs in (
+            ("sync", here.sync.model_dump(), held.sync.model_dump()),
+            ("trainer", here.trainer, held.trainer),
+        )
+        for name in sorted({*mine, *theirs})
+        if mine.get(name) != theirs.get(name)
+    ]
+    ours, runs = ({t.name: t for t in s.tensors} for s in (here, held))
+    for name in sorted({*ours, *runs}):
+        if ours.get(name) != runs.get(name):
+            described = [
+                f"{list(t.shape)} {t.dtype} fragment {t.fragment}" if t else "absent"
+                for t in (ours.get(name), runs.get(name))
+            ]
+            lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
+    more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
+    return "\n".join([*lines[:MOST_TOLD], *more])

@@ -1,0 +1,100 @@
+"""What belongs to the whole run, where the bus has lost it: the spec, the state, reports. asyncio.
+
+Heads are their owners' (`mending`). A bus that came back empty shows by its having no state any more.
+"""
+
+from collections.abc import Sequence
+
+import structlog
+
+from pipeline.agreement import differences
+from pipeline.codec import decode, encode
+from pipeline.errors import SpecMismatch
+from pipeline.messages import RunState, SeenReport, Spec
+from pipeline.ports import Bus, Clock
+
+from .owner import FragmentOwner
+
+PATIENCE_S = 10.0
+"""Another spec that stays for so long is the run's: until then who has the values may put the old one back."""
+
+
+class Lost:
+    """One syncer's memory of its run."""
+
+    def __init__(self, bus: Bus, clock: Clock, spec: Spec, owners: Sequence[FragmentOwner]) -> None:
+        self._bus, self._clock, self._spec, self._owners = bus, clock, spec, owners
+        self._encoded = encode(spec)
+        self._other_since_s: float | None = None
+        self._reports: dict[tuple[str, str], SeenReport] = {}
+        self._state: RunState | None = None
+        self._emptied = False
+        self._log = structlog.get_logger()
+
+    async def reports(self, found: Sequence[SeenReport]) -> Sequence[SeenReport]:
+        """Put reports back that are gone, as the ledger and the count of tokens need them; returns all.
+
+        One that its learner has written again meanwhile is newer, and stays. A learner that is dead counts as live for
+        the liveness time once more.
+
+        Raises:
+            BusError: ask again.
+        """
+        now = {(seen.report.learner, seen.report.incarnation): seen for seen in found}
+        gone = [seen for name, seen in self._reports.items() if name not in now]
+        for seen in gone:
+            await self._bus.write_report(seen.report)
+        if gone:
+            self._log.warning("reports_put_back", learners=sorted({seen.report.learner for seen in gone}))
+        self._reports |= now
+        return [*found, *gone]
+
+    async def state(self, found: RunState | None) -> RunState | None:
+        """The run's state, from memory if the bus has lost it; then all else that it may have lost is looked after.
+
+        Raises:
+            BusError, SpecMismatch: as `spec`.
+        """
+        if found is not None:
+            self._state, self._emptied = found, False
+        elif self._state is not None and not self._emptied:
+            self._emptied = True
+            self._log.warning("state_lost", detail="the bus has lost the run's state: what is known here is put back")
+            for owner in self._owners:
+                owner.look()
+            await self.spec()
+        return self._state
+
+    async def spec(self) -> None:
+        """See that the bus has this run's spec; put it back if that is gone, or another one has its place.
+
+        Raises:
+            SpecMismatch: another run has begun under this name.
+            BusError: ask again.
+        """
+        found = await self._bus.read_spec()
+        if found is None:
+            found = await self._bus.propose_spec(self._encoded)
+            self._log.warning("spec_put_back")
+        if found == self._encoded:
+            self._other_since_s = None
+            return
+        now = self._clock.now()
+        if self._other_since_s is None:
+            self._other_since_s = now
+        told = differences(self._spec, decode(Spec, found))
+        if await self._ours() and await self._bus.replace_spec(self._encoded, found):
+            self._log.warning("spec_put_back", instead_of=told)
+            self._other_since_s = None
+        elif now - self._other_since_s >= PATIENCE_S:
+            raise SpecMismatch(
+                f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
+                "Start this syncer again to serve that run, or choose another run name."
+            )
+
+    async def _ours(self) -> bool:
+        """Whether the heads are those that this syncer's owners have; where there is none, whether they have any."""
+        heads = await self._bus.read_heads(range(len(self._owners)))
+        if any(heads):
+            return any(head and owner.knows(head) for owner, head in zip(self._owners, heads, strict=True))
+        return any(owner.knows(None) for owner in self._owners)

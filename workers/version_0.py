@@ -1,0 +1,89 @@
+"""Version 0 of a run, from the learners' side: one of them uploads it, the others wait for heads. asyncio.
+
+Also of a run that has lost its heads for good: it begins again with what a learner has adopted.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from pipeline.errors import BusError, UsageError
+from pipeline.fragments import Layout
+from pipeline.messages import InitialUpload
+from pipeline.payloads import push
+from pipeline.ports import Bus
+
+from .agreement import PATIENCE_S, Agreement
+
+Float32 = npt.NDArray[np.float32]
+INITIAL_TTL_S = 600.0
+CLAIM_TTL_S = 10.0
+POLL_S = 0.05
+
+
+class Version0:
+    """How one learner sees to it that its run has a version 0."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        learner: str,
+        chunk_bytes: int,
+        layout: Layout,
+        agreement: Agreement,
+        retry: Callable[..., Awaitable[Any]],
+    ) -> None:
+        """retry: makes a call of the bus until it is answered."""
+        self._bus, self._id, self._chunk_bytes, self._layout = bus, learner, chunk_bytes, layout
+        self._agreement, self._retry = agreement, retry
+        self._log = structlog.get_logger().bind(learner=learner)
+
+    async def begin(self, nonce: str, values: Callable[[int], Float32], *, trained: bool) -> None:
+        """Wait until every fragment has a head; upload version 0 if nobody has.
+
+        Args:
+            nonce: for the upload: other values, another nonce.
+            values: fragment -> (elements,).
+            trained: the run had heads, and this is what was adopted. Fresh values go to the bus only where no live
+                learner has such ones.
+
+        Raises:
+            SpecMismatch: the run has another spec by now.
+            UsageError: the values are not finite.
+        """
+        waiting, patience_s = False, PATIENCE_S if trained else 0.0
+        # An upload that is there while heads are lost did not bring them back.
+        useless = await self._retry(self._bus.read_initial) if trained else None
+        while None in await self._retry(self._bus.read_heads, range(len(self._layout.fragments))):
+            await self._retry(self._agreement.look, patience_s)
+            if (
+                await self._retry(self._bus.read_initial) in (None, useless)
+                and (trained or not await self._retry(self._agreement.others_trained))
+                and await self._retry(self._bus.claim_initial, nonce, CLAIM_TTL_S)
+            ):
+                await self._upload(nonce, values)
+            elif not waiting:
+                self._log.info("waiting_for_version_0")
+                waiting = True
+            await asyncio.sleep(POLL_S)
+
+    async def _upload(self, nonce: str, values: Callable[[int], Float32]) -> None:
+        fragments = len(self._layout.fragments)
+        self._log.info("initial_upload_started", fragments=fragments)
+        chunks = []
+        with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
+            for p in range(fragments):
+                flat = values(p)
+                if not np.isfinite(flat).all():
+                    raise UsageError("the model's initial parameters are not finite: check its initialisation")
+                key = self._bus.keys.initial_payload(p, nonce)
+                staged = await push(self._bus, key, flat, self._chunk_bytes, INITIAL_TTL_S)
+                chunks.append(staged.chunks)
+                await self._bus.claim_initial(nonce, CLAIM_TTL_S)
+            upload = InitialUpload(learner=self._id, nonce=nonce, chunks=tuple(chunks))
+            await self._bus.finish_initial(upload, INITIAL_TTL_S)
