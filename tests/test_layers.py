@@ -35,6 +35,7 @@ PURE = (
     "pipeline/halves.py",
     "pipeline/updates.py",
     "pipeline/payload_messages.py",
+    "pipeline/spec_messages.py",
     "pipeline/keys.py",
     "pipeline/errors.py",
     "pipeline/stored.py",

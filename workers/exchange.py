@@ -131,6 +131,8 @@ class Exchange:
         """
         held = codec.decode(Spec, await self._retry(self._bus.propose_spec, codec.encode(spec)))
         compare(spec, held)
+        if spec.frozen and held.frozen is None:
+            self._log.warning("frozen_not_compared", detail="the run lets frozen parameters differ (same_frozen=False)")
         self._spec, self._layout = held, layout
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
