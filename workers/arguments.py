@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.settings import EncodeOn, SyncSettings
@@ -23,7 +23,7 @@ class _Arguments(BaseModel):
     run: PartyId
     redis_url: str | None
     learner_id: PartyId | None
-    sync: SyncSettings | None
+    sync: InstanceOf[SyncSettings] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
     leave_s: Annotated[_Finite, Field(ge=0)]
     state_dir: str | Path | None
@@ -45,11 +45,15 @@ def check_arguments(**given: Any) -> None:
         if given["sync"] is not None:
             given["sync"].sync_spec()
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in problem["loc"][: 2 if problem["loc"][0] == "trainer" else 1])
-        prefix = "" if name.split(".")[0] in given else "sync."
-        shown = "***" if name == "redis_url" else repr(problem["input"])[:80]
-        raise UsageError(f"Learner: {prefix}{name}={shown}: {problem['msg']}") from None
+        problems = error.errors(include_url=False)
+        first = problems[0]
+        name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
+        prefix = "" if first["loc"][0] in given else "sync."
+        shown = "***" if name == "redis_url" else _shown(first["input"])
+        allowed = " or ".join(
+            dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is first["input"])
+        )
+        raise UsageError(f"Learner: {prefix}{name}={shown}: {allowed}") from None
 
 
 def whole_tokens(tokens: Any) -> int:

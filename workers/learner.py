@@ -319,7 +319,11 @@ class Learner:
             return
         self._thread = None
         if self._failure is None and thread.is_alive():
-            self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
+            for publication in self._rounds.last(exchange.shared.windows, due=self.finished):
+                try:
+                    self._hand_over([publication], adopted=False)
+                except UsageError as error:  # the model has changed
+                    structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
             recovery.close(exchange.shared, save_state and not self.finished, self._leave_s)
             self.left_in_order = leaving.result()

@@ -159,6 +159,9 @@ class FragmentTensors:
             self._views[id(tensor)] = address, view
         return view
 
+    def _check(self, p: int) -> None:
+        """Refuse to copy what is no longer there."""
+
     @torch.no_grad()
     def snapshot(self, p: int) -> Snapshot:
         """Fragment p as it is now; later steps do not change it.
@@ -166,6 +169,7 @@ class FragmentTensors:
         On CUDA the values are first copied on the device, in order with the training stream, so that the next
         optimizer step may overwrite them; the slow copy to pinned memory runs on a side stream.
         """
+        self._check(p)
         layout = self._layout.fragments[p]
         if self._plain(p):
             values = take(layout.elements, np.float32)
@@ -191,6 +195,7 @@ class FragmentTensors:
 
         To be called in the stream in which it is used: there it is as if it had been copied before.
         """
+        self._check(p)
         flat = self._flat(p)
         if self._side is None:
             return lambda: flat
@@ -220,6 +225,7 @@ class FragmentTensors:
 
         flat: an array, or a tensor on this device.
         """
+        self._check(p)
         layout = self._layout.fragments[p]
         if isinstance(flat, torch.Tensor):
             if self._side is not None:
@@ -239,7 +245,16 @@ class FragmentTensors:
 
 
 class FragmentParameters(FragmentTensors):
-    """Copies fragments out of a model and into it."""
+    """Copies fragments out of a model and into it, for as long as its tensors are what they were."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         super().__init__(dict(model.named_parameters()), layout)
+        self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
+
+    def _check(self, p: int) -> None:
+        for slot, tensor, form in zip(self._layout.fragments[p].slots, self._tensors[p], self._forms[p], strict=True):
+            if (tensor.dtype, tensor.shape) != form:
+                raise UsageError(
+                    f"parameter {slot.tensor.name} was {form[0]} {tuple(form[1])} on joining and is {tensor.dtype} "
+                    f"{tuple(tensor.shape)} now: convert the model before `with`"
+                )
