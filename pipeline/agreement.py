@@ -24,5 +24,23 @@ def differences(here: Spec, held: Spec) -> str:
                 for t in (ours.get(name), runs.get(name))
             ]
             lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
+    lines += _frozen(here, held)
     more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
     return "\n".join([*lines[:MOST_TOLD], *more])
+
+
+def _frozen(here: Spec, held: Spec) -> list[str]:
+    """What differs in the frozen parameters; nothing where the run has not agreed on any."""
+    if not held.frozen and None in (held.frozen, here.frozen):
+        return []
+    if here.frozen is None:
+        return ["  same_frozen: here False, the run has True, as its first learner said"]
+    ours, runs = dict(here.frozen), dict(held.frozen or ())
+    differing = [name for name in sorted({*ours, *runs}) if ours.get(name) != runs.get(name)]
+
+    def how(name: str) -> str:
+        if name in ours and name in runs:
+            return "other values, shape or precision than the run's"
+        return "the run has none" if name in ours else "absent here"
+
+    return [f"  frozen tensor {name}: {how(name)}" for name in differing]

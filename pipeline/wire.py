@@ -12,6 +12,9 @@ FORMAT = 1
 MAX_FRAGMENTS = 4096
 MAX_LEARNERS = 4096
 MAX_TENSORS = 100_000
+MAX_DIMS = 16
+"""Of a tensor."""
+MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
 MAX_UPDATES = 64
 MAX_CHUNK_BYTES = 16 * 2**20
@@ -34,7 +37,7 @@ SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
-Text = Annotated[str, Field(max_length=512)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
 """(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""

@@ -36,6 +36,7 @@ PURE = (
     "pipeline/updates.py",
     "pipeline/payload_messages.py",
     "pipeline/shard_messages.py",
+    "pipeline/spec_messages.py",
     "pipeline/keys.py",
     "pipeline/errors.py",
     "pipeline/stored.py",

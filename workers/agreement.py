@@ -27,10 +27,12 @@ def compare(spec: Spec, held: Spec) -> None:
     Raises:
         SpecMismatch: showing what differs.
     """
-    if spec != held:
+    if told := differences(spec, held):
+        frozen = spec.model_copy(update={"frozen": held.frozen}) == held
+        hint = " If frozen tensors differ on purpose, say same_frozen=False in all learners of a new run." * frozen
         raise SpecMismatch(
-            f"this learner and the run disagree:\n{differences(spec, held)}\n"
-            "Give all learners the same model and settings, or choose another run name."
+            f"this learner and the run disagree:\n{told}\n"
+            f"Give all learners the same model and settings, or choose another run name.{hint}"
         )
 
 

@@ -136,6 +136,8 @@ class Exchange:
         """
         held = codec.decode(Spec, await self._retry(self._bus.propose_spec, codec.encode(spec)))
         compare(spec, held)
+        if spec.frozen and held.frozen is None:
+            self._log.warning("frozen_not_compared", detail="the run lets frozen parameters differ (same_frozen=False)")
         self._spec, self._layout = held, layout
         self._agreement = agreement = Agreement(self._bus, self._clock, self._id, held)
         self._version_0 = Version0(self._bus, self._id, held.sync.chunk_bytes, layout, agreement, self._retry)

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import structlog
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from pipeline import codec, logs
@@ -37,15 +38,19 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.cores import usable_cores
 from pipeline.errors import BusUnavailable, UsageError, outage_event
 from pipeline.fragments import layout_of
-from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.messages import LearnerReport, Phase, Spec, SyncSpec
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
 from pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
 
+from .arguments import check_arguments, one_loss, whole_tokens
 from .background import yield_core
 from .device_encoding import OnDevice
 from .encoding import OnHost
 from .exchange import Exchange
+from .frozen_digests import check_frozen, frozen_digests
+from .model_checks import check_model, check_optimizer
+from .model_watch import ModelWatch
 from .parameters import FragmentParameters, tensor_table
 from .recovery import Recover, Recovery, RecoveryOptions, Source
 from .rounds import Publication, Rounds
@@ -75,12 +80,14 @@ class Learner:
         recover: Recover = "auto",
         log_losses: bool = False,
         encode_on: EncodeOn = "auto",
+        same_frozen: bool = True,
     ) -> None:
         """Nothing is connected before `with`.
 
         Args:
-            model: all its parameters that require a gradient are synchronised; they must be on their device.
-            optimizer: the inner optimizer. Its moments stay as they are when a fragment is adopted.
+            model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
+                are is settled on joining: `step` refuses to go on with a model that was changed since.
+            optimizer: the inner optimizer, or a wrapper of it. Its moments stay as they are when a fragment is adopted.
             run: name of the run.
             redis_url: default: the environment's DILOCO_REDIS_URL.
             learner_id: unique among live learners; default: host and process id.
@@ -94,10 +101,27 @@ class Learner:
             log_losses: append the loss of each step to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
                 where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
+            same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
+                settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
 
         Raises:
-            UsageError: no Redis URL, or losses to be logged to no folder.
+            UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that
+                cannot be used, by name.
         """
+        check_arguments(
+            run=run,
+            redis_url=redis_url,
+            learner_id=learner_id,
+            sync=sync,
+            trainer=dict(trainer) if isinstance(trainer, Mapping) else trainer,
+            leave_s=leave_s,
+            state_dir=state_dir,
+            state_every_s=state_every_s,
+            recover=recover,
+            log_losses=log_losses,
+            encode_on=encode_on,
+            same_frozen=same_frozen,
+        )
         if log_losses and state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
         url = load(BusSettings, {"redis_url": redis_url or None}).bus_url()
@@ -108,7 +132,12 @@ class Learner:
         self.model, self.optimizer = model, optimizer
         self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
-        self.device = next(model.parameters()).device
+        self.device = check_model(model)
+        self._inner_optimizer = check_optimizer(model, optimizer)
+        if same_frozen:
+            check_frozen(model)
+        self._same_frozen = same_frozen
+        self._watch: ModelWatch | None = None
         self._on_device = encode_on == "device" or (encode_on == "auto" and self.device.type == "cuda")
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
@@ -133,17 +162,24 @@ class Learner:
 
     # --- what a training loop sees ------------------------------------------------------------------
 
-    def step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
-        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits.
+    def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
+        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
 
         Args:
-            tokens: trained in this step, at least 1.
-            loss: shown in reports; a tensor is read later, in the other thread.
+            tokens: trained in this step: a whole number from 0 (nothing: all of the batch was masked), also as a numpy
+                or torch scalar; one on a CUDA device is read at once, which waits for the device.
+            loss: one number, shown in reports; a tensor is read later, in the other thread.
+
+        Raises:
+            UsageError: an argument that is none of that, or the model is no longer the one that is synchronised.
         """
         entered = time.perf_counter()
         self._check()
+        tokens, loss = whole_tokens(tokens), one_loss(loss)
         rounds, exchange, recovery = self._rounds, self._exchange, self._recovery
         assert rounds is not None and exchange is not None and recovery is not None  # noqa: S101, PT018  # _check
+        assert self._watch is not None  # noqa: S101  # set with the rounds
+        self._watch.look(entered)
         took = entered - self._returned
         self._times.append(took)
         first = rounds.steps == 0
@@ -155,7 +191,6 @@ class Learner:
             rounds.republish()
         self._hand_over(rounds.publications(exchange.shared.windows), adopted)
         if loss is not None:
-            loss = loss.detach() if isinstance(loss, torch.Tensor) and loss.requires_grad else loss
             self._loss = loss
         recovery.stepped(exchange.shared, self.progress, loss)
         now = time.perf_counter()
@@ -245,13 +280,14 @@ class Learner:
                 self._trainer = dict(held.trainer)
         else:
             sync = self._sync.sync_spec()
-        spec = Spec(sync=sync, tensors=tensor_table(self.model, sync), trainer=self._trainer)
+        spec = self._proposal(sync)
         layout = layout_of(spec.tensors)
         self._rounds = Rounds(layout, sync)
         self._parameters = FragmentParameters(self.model, layout)
+        self._watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
         self._recovery = Recovery(
             self.model,
-            self.optimizer,
+            self._inner_optimizer,
             layout,
             self._rounds,
             run=self._run,
@@ -284,7 +320,11 @@ class Learner:
             return
         self._thread = None
         if self._failure is None and thread.is_alive():
-            self._hand_over(self._rounds.last(exchange.shared.windows, due=self.finished), adopted=False)
+            for publication in self._rounds.last(exchange.shared.windows, due=self.finished):
+                try:
+                    self._hand_over([publication], adopted=False)
+                except UsageError as error:  # the model has changed
+                    structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
             leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
             recovery.close(exchange.shared, save_state and not self.finished, self._leave_s)
             self.left_in_order = leaving.result()
@@ -301,6 +341,21 @@ class Learner:
             raise self._failure
         if not self._joined.is_set() or self._thread is None:
             raise UsageError("the learner is not in a run: use it in a `with` block")
+
+    def _proposal(self, sync: SyncSpec) -> Spec:
+        """The spec as this learner would have it; what the model is has been judged, but may have changed since.
+
+        Raises:
+            UsageError: model and settings cannot be a run's.
+        """
+        check_model(self.model)
+        frozen = frozen_digests(self.model) if self._same_frozen else None
+        try:
+            return Spec(sync=sync, tensors=tensor_table(self.model, sync), trainer=self._trainer, frozen=frozen)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(map(str, problem["loc"])) or "the run's spec"
+            raise UsageError(f"{where}: {problem['msg']}") from error
 
     def _adopt(self) -> bool:
         exchange, rounds, parameters = self._exchange, self._rounds, self._parameters

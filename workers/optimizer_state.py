@@ -5,9 +5,10 @@ other tensors go along in checkpoints. What an optimizer keeps is known before i
 a twin on a parameter of its own.
 """
 
-import copy
+import enum
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -24,27 +25,38 @@ from pipeline.moments_messages import OptimizerKind
 from .moments import Moments, slots
 from .parameters import FragmentTensors, Snapshot
 
+OWN = frozenset({"param_groups", "state", "step"})
+"""Attributes that a trial's twin has of its own. A `step` among them was put there by a learning-rate scheduler."""
+PLAIN = (int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
+MAX_PLAIN_ELEMENTS = 4096
+"""Of a tensor that is no parameter, such as a learning rate."""
+
 
 def trial_shape(dims: int) -> tuple[int, ...]:
-    """A small shape whose sides all differ."""
-    return tuple(range(2, 2 + dims))
+    """A small shape; its last sides, by which states are told apart, all differ."""
+    return (2,) * max(0, dims - 4) + tuple(range(2, 2 + min(dims, 4)))
 
 
 def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """What the optimizer keeps for a parameter of a group, after one step on zero gradients; itself it stays as it was.
+    """What the optimizer keeps for a parameter of a group, after one step on zero gradients of a twin.
+
+    The twin has the class and copies of plain attributes, nothing else: whatever its step does, it cannot reach the
+    optimizer, whose parameters and states therefore stay as they were.
 
     Raises:
-        TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along.
+        TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along;
+            or it has an attribute by which the twin would reach what is not its own.
     """
     like = group["params"][0]
-    options = {name: value for name, value in group.items() if name != "params"}
     parameter = nn.Parameter(torch.zeros(trial_shape(dims), dtype=like.dtype, device=like.device))
     parameter.grad = torch.zeros_like(parameter)
+    options = {name: _copied(f"option {name!r}", value) for name, value in group.items() if name != "params"}
+    tried = {name: _copied(name, value) for name, value in options.items()} | {"params": [parameter]}
     twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        twin.__dict__[hooks] = OrderedDict()
-    tried = {**copy.deepcopy(options), "params": [parameter]}
+    for name, value in vars(optimizer).items():
+        if name not in OWN:
+            hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+            twin.__dict__[name] = OrderedDict() if hooks else _copied(f"attribute {name!r}", value)
     twin.param_groups = [tried]
     twin.state = defaultdict(dict)
     type(optimizer).step(twin)
@@ -53,6 +65,21 @@ def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims
     if changed:
         raise TypeError(f"its step changes {changed} of a whole parameter group, beside what it keeps for each tensor")
     return {name: value for name, value in twin.state[parameter].items() if value is not None}
+
+
+def _copied(what: str, value: Any) -> Any:
+    """A copy of a plain value: one from which nothing else is reached."""
+    if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel() <= MAX_PLAIN_ELEMENTS:
+        return value.clone()
+    if value is None or isinstance(value, PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None):
+        return value
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(what, entry) for entry in value)
+    if type(value) in (dict, OrderedDict, defaultdict):
+        copy = value.copy()
+        copy.update((key, _copied(what, entry)) for key, entry in value.items())
+        return copy
+    raise TypeError(f"its {what} holds a {type(value).__qualname__}, which a trial of it could change")
 
 
 def _same(a: Any, b: Any) -> bool:

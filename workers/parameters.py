@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipeline.buffers import take
 from pipeline.codec import as_bytes
@@ -18,7 +19,7 @@ from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
 from pipeline.messages import SyncSpec, TensorSpec
 from pipeline.settings import SyncSettings
-from pipeline.wire import MergeName, MergeRule
+from pipeline.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
 
 ITEM = 4
 """Bytes of a float32."""
@@ -47,6 +48,37 @@ def _embeddings(model: nn.Module) -> dict[str, bool]:
     return {name: id(tensor) in embeddings for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are synchronised, by name, in `named_parameters` order; what is tied is there once.
+
+    Raises:
+        UsageError: there is none, or one is of a kind that cannot travel.
+    """
+    trained: dict[str, torch.Tensor] = {}
+    for name, tensor in model.named_parameters():
+        if not tensor.requires_grad:
+            continue
+        if is_lazy(tensor):
+            raise UsageError(f"parameter {name} has no shape yet: run the model once, with a first batch, before")
+        if not tensor.numel():
+            continue
+        if tensor.dtype not in _DTYPES:
+            raise UsageError(
+                f"parameter {name} is {tensor.dtype}; trained tensors may be {', '.join(_DTYPES.values())}: freeze it "
+                "(requires_grad_(False)) or convert it"
+            )
+        if len(name) > MAX_TEXT_CHARS:
+            raise UsageError(f"parameter {name[:60]}... has a name of {len(name)} characters: {MAX_TEXT_CHARS} at most")
+        if tensor.dim() > MAX_DIMS:
+            raise UsageError(f"parameter {name} has {tensor.dim()} dimensions: {MAX_DIMS} at most")
+        trained[name] = tensor
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient: a learner would have nothing to train")
+    if len(trained) > MAX_TENSORS:
+        raise UsageError(f"the model has {len(trained)} trained tensors: {MAX_TENSORS} at most")
+    return trained
+
+
 def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
     """The model's trained tensors as the spec lists them, in `named_parameters` order.
 
@@ -54,22 +86,14 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     columns, that are no embeddings, since a row of an embedding is a vector of its own.
 
     Raises:
-        UsageError: nothing to train, a tensor that is not floating point, fewer tensors than fragments, or a Muon outer
-            step that could never happen.
+        UsageError: as `trained_tensors`; fewer tensors than fragments, or a Muon outer step that could never happen.
     """
     if sync.outer == "muon" and not sync.outer_momentum:
         raise UsageError(
             "outer=muon needs an outer momentum above 0: a step without momentum is never orthogonalised. To average "
             "only, set outer=nesterov too"
         )
-    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad and tensor.numel()}
-    if not trained:
-        raise UsageError("the model has no parameter that requires a gradient")
-    for name, tensor in trained.items():
-        if tensor.dtype not in _DTYPES:
-            raise UsageError(
-                f"parameter {name} is {tensor.dtype}; trained tensors may be {', '.join(_DTYPES.values())}"
-            )
+    trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
     fragment = balance(((name, tensor.numel()) for name, tensor in trained.items()), sync.fragments)
     return tuple(
@@ -119,11 +143,13 @@ class FragmentTensors:
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
-        tensors = [tensor for fragment in self._tensors for tensor in fragment]
-        self.device = tensors[0].device
-        self._plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        self.device = self._tensors[0][0].device
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def _plain(self, p: int) -> bool:
+        """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
+        return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in self._tensors[p])
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """The tensor's memory; looked up anew if the optimizer gave it another storage."""
@@ -133,6 +159,9 @@ class FragmentTensors:
             self._views[id(tensor)] = address, view
         return view
 
+    def _check(self, p: int) -> None:
+        """Refuse to copy what is no longer there."""
+
     @torch.no_grad()
     def snapshot(self, p: int) -> Snapshot:
         """Fragment p as it is now; later steps do not change it.
@@ -140,8 +169,9 @@ class FragmentTensors:
         On CUDA the values are first copied on the device, in order with the training stream, so that the next
         optimizer step may overwrite them; the slow copy to pinned memory runs on a side stream.
         """
+        self._check(p)
         layout = self._layout.fragments[p]
-        if self._plain:
+        if self._plain(p):
             values = take(layout.elements, np.float32)
             raw = as_bytes(values)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
@@ -165,6 +195,7 @@ class FragmentTensors:
 
         To be called in the stream in which it is used: there it is as if it had been copied before.
         """
+        self._check(p)
         flat = self._flat(p)
         if self._side is None:
             return lambda: flat
@@ -194,12 +225,13 @@ class FragmentTensors:
 
         flat: an array, or a tensor on this device.
         """
+        self._check(p)
         layout = self._layout.fragments[p]
         if isinstance(flat, torch.Tensor):
             if self._side is not None:
                 flat.record_stream(torch.cuda.current_stream(self.device))  # it is of another stream
             values = flat
-        elif self._plain:
+        elif self._plain(p):
             raw = as_bytes(flat)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
                 self._bytes(tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
@@ -213,7 +245,16 @@ class FragmentTensors:
 
 
 class FragmentParameters(FragmentTensors):
-    """Copies fragments out of a model and into it."""
+    """Copies fragments out of a model and into it, for as long as its tensors are what they were."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         super().__init__(dict(model.named_parameters()), layout)
+        self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
+
+    def _check(self, p: int) -> None:
+        for slot, tensor, form in zip(self._layout.fragments[p].slots, self._tensors[p], self._forms[p], strict=True):
+            if (tensor.dtype, tensor.shape) != form:
+                raise UsageError(
+                    f"parameter {slot.tensor.name} was {form[0]} {tuple(form[1])} on joining and is {tensor.dtype} "
+                    f"{tuple(tensor.shape)} now: convert the model before `with`"
+                )

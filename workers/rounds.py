@@ -2,8 +2,9 @@
 
 Per fragment: inner steps and tokens since its base was adopted (paper, learner). A fragment is due when it has
 H steps on its base; in the first round at its offset, so that fragments take turns. It follows an open window
-at the next step. One delta per (base, attempt). Adopting zeroes the counters; what was trained past the last
-snapshot is overwritten, and counted as such.
+at the next step. One whose steps had no tokens at all (all of their batches masked) waits for some: they are its
+weight. One delta per (base, attempt). Adopting zeroes the counters; what was trained past the last snapshot is
+overwritten, and counted as such.
 """
 
 from collections.abc import Iterator, Mapping
@@ -117,7 +118,7 @@ class Rounds:
             counters.again = counters.published_attempt is not None
 
     def trained(self, tokens: int) -> None:
-        """One inner step of the whole model is done."""
+        """One inner step of the whole model is done; tokens: 0 if there was nothing to train on."""
         self.steps += 1
         self.tokens += tokens
         for counters in self._fragments:
@@ -128,7 +129,7 @@ class Rounds:
     def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
         """What to publish after this step; each is counted as published once it is taken from here."""
         for p, counters in enumerate(self._fragments):
-            if counters.base is None or counters.steps == 0:
+            if counters.base is None or counters.tokens == 0:
                 continue
             window = windows.get(p)
             if window is not None and window.version != counters.base.version:
@@ -148,7 +149,7 @@ class Rounds:
         the same base can never be merged: it counts as overwritten.
         """
         for p, counters in enumerate(self._fragments):
-            if counters.base is not None and counters.steps > 0 and counters.published_attempt is None:
+            if counters.base is not None and counters.tokens > 0 and counters.published_attempt is None:
                 window = windows.get(p)
                 same = window is not None and window.version == counters.base.version
                 yield self._publish(counters, window if same else None, due)
