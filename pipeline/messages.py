@@ -259,6 +259,8 @@ class LearnerReport(Message):
     """Counts this incarnation's reports, so that an older one never replaces a newer."""
     outages: Count = 0
     """Calls to the bus that failed: it may have lost what it had acknowledged."""
+    generation: Count = 0
+    """How many had this learner's id before this incarnation, at least: the greatest one holds it."""
 
 
 class SeenReport(Message):
