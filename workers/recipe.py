@@ -148,7 +148,8 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
 class StopFlag:
     """Set by the first SIGINT or SIGTERM, read between inner steps; a second signal ends the process at once.
 
-    Until `training` is set, the first one does, with status 0: who still waits to join has nothing to save.
+    Until `training` is set, the first one ends it too, with status 0: who still joins has nothing to save, and only
+    says goodbye.
     """
 
     def __init__(self) -> None:
@@ -158,8 +159,8 @@ class StopFlag:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not self.training:
-            os._exit(0)
         if self.asked:
             exit_at_once()
         self.asked = True
+        if not self.training:
+            raise SystemExit(0)
