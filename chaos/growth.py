@@ -64,6 +64,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "state": (1, 2),
         "learners": (1, scale.lives),
         "seen": (1, scale.lives),
+        "holder": (scale.learners, scale.learners),
         "syncers": (1, scale.syncer_lives),
         "events": (1, EVENTS_CAP + NODE),
         "evaluations": (1, EVALUATIONS_CAP + NODE),

@@ -93,6 +93,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             # What learners share: nobody's word is taken for more than it is worth.
             ("+setnx", keys.of_run("spec")),
             ("+hget +hgetall +hset +persist +type", keys.of_run("learners", "seen")),
+            ("+get +set +type", keys.of_run(f"holder:{own}")),
             ("+xadd", keys.of_run("events")),
             (
                 "+get +set +unlink +pexpire +exists +type",

@@ -34,6 +34,19 @@ class SpecMismatch(PeerError):
     """This party and the run's spec disagree; the message shows each differing field with both values."""
 
 
+class IdTaken(DilocoError):
+    """Another process has this learner's id; the message says which one, and what to do."""
+
+
+class LearnerReplaced(IdTaken):
+    """Another process came in the place of this learner, which was silent for too long: this one ends."""
+
+    def __init__(self, message: str, generation: int) -> None:
+        """generation: of the one that holds the id now."""
+        super().__init__(message)
+        self.generation = generation
+
+
 class BusError(DilocoError):
     """Base of what the bus may raise."""
 

@@ -47,6 +47,13 @@ class RunKeys:
         """Hash: `learner/incarnation` -> server time of that report, in ms."""
         return self._run("seen")
 
+    def holder(self, learner: str) -> str:
+        """Generation, a blank, incarnation: whose reports are taken of those with this learner's id.
+
+        Each learner has its own, so that with a Redis user of its own it cannot be put out by another.
+        """
+        return self._run(f"holder:{learner}")
+
     @property
     def events(self) -> str:
         """Stream of msgpack `Event`: joins, leaves, failures."""

@@ -93,12 +93,15 @@ class MemoryBus(MemoryShards):
         """Replace a report."""
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
+        holder, mine = self.keys.holder(report.learner), b"%d %s" % (report.generation, report.incarnation.encode())
+        stored.check_holder(holder, self._bytes(holder), mine, report.generation)
         state = self._hash(self.keys.state).get(b"blob")
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
             if before and decode(LearnerReport, before).number > report.number:
                 return stored.decode_state(state)
+        self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report)})
         self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
         return stored.decode_state(state)

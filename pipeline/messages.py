@@ -177,6 +177,8 @@ class LearnerReport(Message):
     """Calls to the bus that failed: it may have lost what it had acknowledged."""
     threads: tuple[Count, Count] = (0, 0)
     """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
+    generation: Count = 0
+    """How many had this learner's id before this incarnation, at least: the greatest one holds it."""
 
 
 class SeenReport(Message):

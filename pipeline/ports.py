@@ -254,7 +254,13 @@ class Bus(Protocol):
         ...
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
-        """Replace the report of this learner's incarnation, unless by an older one; returns the run's state."""
+        """Replace the report of this learner's incarnation, unless by an older one; returns the run's state.
+
+        The first report of a generation holds the learner's id; until a greater one comes, only its incarnation does.
+
+        Raises:
+            LearnerReplaced: another incarnation holds the id. Nothing has changed.
+        """
         ...
 
     async def read_reports(self) -> list[SeenReport]:

@@ -137,6 +137,8 @@ def _refused(reply: list[Any]) -> DilocoError:
             return HeadMoved(f"{key} is at version {detail}" if detail else f"{key} does not exist")
         case "PAYLOAD":
             return PayloadIncomplete(f"{key} has {detail} chunks")
+        case "HOLDER":
+            return stored.replaced(str(key), int(detail or 0))
         case "TOTAL":
             return BadMessage(f"{key}: {detail} is no total that can be added to")
         case _:

@@ -102,10 +102,10 @@ class RedisBus:
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         """Replace a report."""
-        keys = [self.keys.learners, self.keys.seen, self.keys.state]
-        (blob,) = await self._redis.script(
-            "write_report", keys, f"{report.learner}/{report.incarnation}", encode(report), report.number
-        )
+        keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
+        name = f"{report.learner}/{report.incarnation}"
+        holder = (report.generation, report.incarnation)
+        (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
         return stored.decode_state(blob)
 
     async def read_reports(self) -> list[SeenReport]:

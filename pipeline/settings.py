@@ -183,7 +183,9 @@ class LearnerSettings(Settings):
     """One learner process."""
 
     learner_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this learner (default: host and pid)"
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Name of this learner, unique in its run (default: made up)",
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:N or mps")
     threads: int | None = Field(
@@ -216,7 +218,7 @@ class SyncerSettings(Settings):
     """One syncer process."""
 
     syncer_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this syncer (default: host and pid)"
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this syncer (default: made up)"
     )
     lease_s: Duration = Field(5.0, gt=0.1, description="How long a lease lasts without being renewed")
     liveness_s: Duration = Field(5.0, gt=0, description="A learner not heard from for this long is not waited for")

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from .chunks import Encoded
 from .codec import decode, encode
-from .errors import BadMessage, BusError
+from .errors import BadMessage, BusError, LearnerReplaced
 from .messages import DeltaHeader, Head, LearnerReport, MergedBase, RefusalReason, RunState, SeenReport, WindowView
 from .moments_messages import MomentsOffer, MomentsWish
 from .payload_messages import Update, Updates
@@ -27,6 +27,7 @@ COUNTER_LIMIT = 2**62
 
 
 _LEARNER = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
 class MergedBases(Message):
@@ -269,6 +270,22 @@ def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[byte
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
             found.append(SeenReport(report=decode(LearnerReport, blob), age_s=age_s))
     return found
+
+
+def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:
+    """Whether a report may be written by who holds its learner's id; what cannot be read holds nothing.
+
+    Raises:
+        LearnerReplaced: another incarnation does.
+    """
+    readable = _HOLDER.fullmatch(held or b"")
+    if readable and held != mine and int(readable[1]) >= generation:
+        raise replaced(key, int(readable[1]))
+
+
+def replaced(key: str, generation: int) -> LearnerReplaced:
+    """Another incarnation holds a learner's id."""
+    return LearnerReplaced(f"{key} is held by generation {generation}", generation)
 
 
 def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:

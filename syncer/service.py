@@ -64,8 +64,8 @@ class SyncerService:
         make_fragment: MakeFragment = FragmentState,
     ) -> None:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
-        self.id = settings.syncer_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.nonce = random_hex(8)
+        self.id = settings.syncer_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.nonce[:6]}"
         self.owners: list[FragmentOwner] = []
         self.spec: Spec | None = None
         self.in_order = True

@@ -102,7 +102,10 @@ class RunWatch:
         live = {s.report.learner for s in self.live()}
         quorum = self.sync.quorum
         if self.draining:  # never lowered while running; at the end the last deltas decide
-            quorum = max(1, min(quorum, len(live - doubted)))
+            able = {
+                s.report.learner for s in self.live() if max(s.report.versions, default=-1) >= 0
+            }  # not who still joins
+            quorum = max(1, min(quorum, len(able - doubted)))
         return Conditions(
             quorum=quorum,
             expected=frozenset(s.report.learner for s in self.expected(fragment, version)) - doubted,

@@ -13,9 +13,10 @@ from pipeline.errors import (
     BusError,
     BusFull,
     BusUnavailable,
+    LearnerReplaced,
     PayloadIncomplete,
 )
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase, WindowChanged
+from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, WindowChanged
 from pipeline.ports import START, Bus, Refusal
 from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
@@ -72,7 +73,7 @@ async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_t
     assert await bus.write_report(samples.report("l0", step=1)) is None
     state = await bus.write_state(samples.run_state())
     assert await bus.write_report(samples.report("l0", step=2)) == state
-    await bus.write_report(samples.report("l0", step=3, incarnation="1" * 8))
+    await bus.write_report(samples.report("l0", step=3, incarnation="1" * 8, generation=1))
     await bus.write_report(samples.report("l1", step=4))
     seen = await bus.read_reports()
     assert [(s.report.learner, s.report.step) for s in seen] == [("l0", 2), ("l0", 3), ("l1", 4)]
@@ -87,6 +88,42 @@ async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, back
     backdoor.hset(bus.keys.learners, "l1/00000000", b"\xc1")  # one that cannot be read is replaced by any
     await bus.write_report(samples.report("l1", step=4, number=0))
     assert [s.report.step for s in await bus.read_reports()] == [3, 4]
+
+
+async def test_of_those_with_one_learners_id_the_first_of_the_greatest_generation_is_heard(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """Whoever is replaced is told so and changes nothing, also where the bus has forgotten everything meanwhile."""
+
+    def report(incarnation: str, generation: int, learner: str = "l0") -> LearnerReport:
+        return samples.report(learner, incarnation=incarnation * 8, generation=generation)
+
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("c", 1, "l1"))
+    before = backdoor.dump()
+    with pytest.raises(LearnerReplaced) as refused:  # began at the same time, and was slower
+        await bus.write_report(report("b", 1))
+    assert refused.value.generation == 1
+    assert backdoor.dump() == before
+    await bus.write_report(report("b", 12))
+    for late in (report("a", 1), report("c", 9), report("c", 12)):
+        with pytest.raises(LearnerReplaced) as refused:
+            await bus.write_report(late)
+        assert refused.value.generation == 12
+    assert [seen.report.incarnation[0] for seen in await bus.read_reports()] == ["a", "b", "c"]
+    backdoor.delete(bus.keys.holder("l0"))
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("b", 12))
+    with pytest.raises(LearnerReplaced):
+        await bus.write_report(report("a", 1))
+
+
+async def test_a_holder_that_cannot_be_read_holds_nothing(bus: Bus, backdoor: Backdoor) -> None:
+    backdoor.plant(bus.keys.holder("l0"), "string")
+    await bus.write_report(samples.report())
+    with pytest.raises(LearnerReplaced):
+        await bus.write_report(samples.report(incarnation="1" * 8))
 
 
 async def test_reports_age_by_the_servers_clock(bus: Bus) -> None:

@@ -12,6 +12,7 @@ from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.errors import BusUnavailable
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
+from pipeline.messages import Phase
 from pipeline.moments_messages import MomentsWish, OptimizerKind
 from workers import peers as module
 from workers.moments import Moments
@@ -195,7 +196,28 @@ def test_without_an_answer_the_wait_is_short() -> None:
         await world.kill("l0")
         found, took_s = await world.timed(world.party("l1").ask())
         assert found is None
-        assert module.UNCLAIMED_S < took_s < module.UNCLAIMED_S + 1
+        assert module.UNCLAIMED_S - 0.1 < took_s < module.UNCLAIMED_S + 1
+
+    scene(play)
+
+
+@pytest.mark.parametrize("leaves", ["the donor", "the run"])
+def test_nobody_waits_for_a_peer_that_leaves_nor_in_a_run_that_ends(leaves: str) -> None:
+    """Within a look or two, not after the time that a live peer has to answer."""
+
+    async def play(world: World) -> None:
+        await world.trains("l0", 3.0)
+        await world.kill("l0")
+        asking = asyncio.create_task(world.timed(world.party("l1").ask()))
+        await asyncio.sleep(0.5)
+        assert world.asked == 1
+        if leaves == "the donor":
+            await world.bus.write_report(samples.report("l0", step=500, left=True))
+        else:
+            await world.bus.write_state(samples.run_state(phase=Phase.DRAINING))
+        found, took_s = await asking
+        assert found is None
+        assert took_s < 0.5 + 3 * module.POLL_S
 
     scene(play)
 

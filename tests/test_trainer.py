@@ -241,15 +241,18 @@ def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch
 def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits to join has nothing to save: status 0. While training a signal only sets the flag."""
     exits: list[int] = []
-    monkeypatch.setattr("workers.recipe.os._exit", exits.append)
+    monkeypatch.setattr("pipeline.lifecycle.os._exit", exits.append)
     StopFlag()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert exits == [0]
+    with pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 0
     stop = StopFlag()
     stop.training = True
     os.kill(os.getpid(), signal.SIGINT)
-    assert exits == [0]
     assert stop.asked
+    assert not exits
+    os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [1]
 
 
 def test_a_signal_ends_also_who_waits_for_its_first_shard(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,8 @@ class VirtualLearner:
                 if blocks:
                     self.read.append(next(blocks))
                 await self.step()
+                if running.done():
+                    running.result()
                 self.train()
                 self.adopt()
                 if self.exchange.shared.republish:

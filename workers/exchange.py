@@ -25,6 +25,7 @@ from pipeline.errors import (
     BadPayload,
     BusError,
     BusUnavailable,
+    DilocoError,
     PayloadIncomplete,
     PeerError,
     SpecMismatch,
@@ -47,10 +48,12 @@ from .agreement import Agreement, compare
 from .claims import ShardClaims
 from .encoding import Encoder, OnHost
 from .feedback import ErrorFeedback
+from .identity import Identity
+from .joining import meanwhile, say_why
 from .retries import Retries
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
-from .version_0 import Version0
+from .version_0 import CLAIM_TTL_S, Version0
 
 Float32 = npt.NDArray[np.float32]
 Offload = Callable[..., Awaitable[Any]]
@@ -65,6 +68,7 @@ DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
+ABANDON_S = 2.0
 LOOK_FOR_SYNCERS_S = 10.0
 LOOK_AT_ALL_S = 5.0
 """Time between two looks at all heads, whatever the tape says."""
@@ -111,6 +115,7 @@ class Exchange:
         self._left = False
         self._encoder: Encoder = encoder or OnHost()
         self._feedback = ErrorFeedback(learner, incarnation, self._encoder.grown)
+        self._identity = Identity(bus, clock, learner, incarnation, self._retry)
         self._reports = self._outages = 0
         self._outage = False
         """A call failed; all heads must be read anew."""
@@ -133,6 +138,7 @@ class Exchange:
 
         Raises:
             SpecMismatch: the run was set up otherwise.
+            IdTaken: another process is this learner.
         """
         held = codec.decode(Spec, await self._retry(self._bus.propose_spec, codec.encode(spec)))
         compare(spec, held)
@@ -143,17 +149,26 @@ class Exchange:
         self._version_0 = Version0(self._bus, self._id, held.sync.chunk_bytes, layout, agreement, self._retry)
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
-        await self._retry(self._tell)
-        await self._version_0.begin(self._incarnation, initial, trained=False)
-        while missing := [p for p in fragments if p not in self._latest]:
-            for head in await self._retry(self._bus.read_heads, missing):
-                if head is not None and not await self._retry(self._pull, head):
-                    await self._retry(self._tell)  # its owner sees that there is somebody who cannot
-                    await asyncio.sleep(POLL_S)
+        await self._identity.take(self._tell)
+        async with meanwhile(self._forever(self._report), say_why(self._bus, fragments, CLAIM_TTL_S, self._log)):
+            await self._version_0.begin(self._incarnation, initial, trained=False)
+            while missing := [p for p in fragments if p not in self._latest]:
+                for head in await self._retry(self._bus.read_heads, missing):
+                    if head is not None and not await self._retry(self._pull, head):
+                        await self._retry(self._tell)  # its owner sees that there is somebody who cannot
+                        await asyncio.sleep(POLL_S)
         joined = Event(name="learner_joined", who=self._id, detail=self._incarnation, unix_s=self._clock.unix())
         await self._retry(self._bus.add_event, joined)
         self._outages = 0  # those until here lost nothing: nothing was published
         self._log.info("learner_joined", incarnation=self._incarnation, versions=[v for v, _ in self._latest.values()])
+
+    async def abandon(self) -> None:
+        """Joining came to nothing: nobody must wait for this learner. Instead of `leave`, with nothing running."""
+        if self._reports:
+            self._left = True
+            with suppress(TimeoutError, DilocoError):
+                async with asyncio.timeout(ABANDON_S):
+                    await self._tell()
 
     # --- running ----------------------------------------------------------------------------------------
 
@@ -437,7 +452,7 @@ class Exchange:
         """Write a report, and learn the run's state by it."""
         self._reports += 1
         report = self._report_now(self._left).model_copy(update={"number": self._reports, "outages": self._outages})
-        self.shared.state = await self._bus.write_report(report)
+        self.shared.state = await self._identity.write(report)
         return report
 
     async def _report(self) -> None:

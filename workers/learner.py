@@ -22,7 +22,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -33,32 +35,35 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from pipeline import codec, logs
+from pipeline import logs
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.cores import usable_cores
-from pipeline.errors import BusUnavailable, UsageError, outage_event
+from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec, SyncSpec
 from pipeline.ports import Bus
-from pipeline.redis_streams import connect
 from pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
 
+from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
 from .background import yield_core
 from .device_encoding import OnDevice
 from .encoding import OnHost
 from .exchange import Exchange
 from .frozen_digests import check_frozen, frozen_digests
+from .joining import meanwhile
 from .model_checks import check_model, check_optimizer
 from .model_watch import ModelWatch
 from .parameters import FragmentParameters, tensor_table
 from .recovery import Recover, Recovery, RecoveryOptions, Source
 from .rounds import Publication, Rounds
 from .shards import read_blocks
+from .stopping import Stopped, Stopping
 
 STEPS_KEPT = 4096
 """Step times the median is taken over."""
 SMOOTHING = 0.9
+LOOK_FOR_SIGNAL_S = 0.2
 
 
 class Learner:
@@ -90,7 +95,7 @@ class Learner:
             optimizer: the inner optimizer, or a wrapper of it. Its moments stay as they are when a fragment is adopted.
             run: name of the run.
             redis_url: default: the environment's DILOCO_REDIS_URL.
-            learner_id: unique among live learners; default: host and process id.
+            learner_id: unique among live learners; default: host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
@@ -130,8 +135,8 @@ class Learner:
         if not structlog.is_configured():
             logs.configure("warning")  # in somebody else's program, only what needs attention
         self.model, self.optimizer = model, optimizer
-        self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
+        self.id = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
         self._inner_optimizer = check_optimizer(model, optimizer)
         if same_frozen:
@@ -152,7 +157,13 @@ class Learner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
+        self._entered = threading.Lock()
+        """Taken for good when it is entered."""
+        self._pid = os.getpid()
+        self._stopping = Stopping()
         self._joined = threading.Event()
+        self._abandoned = False
+        """Joining came to nothing."""
         self._ended: asyncio.Event | None = None
         self._failure: BaseException | None = None
         self._loss: float | torch.Tensor | None = None
@@ -198,12 +209,12 @@ class Learner:
         self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
         self._blocked_s += now - entered
         self._returned = now
+        self._stopping.stepped()
 
     @property
     def finished(self) -> bool:
-        """The run has reached its budget, or is asked to end: leave the loop."""
-        state = self._exchange.shared.state if self._exchange else None
-        return state is not None and state.phase is not Phase.RUNNING
+        """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
+        return self._stopping.asked or self._run_is_over()
 
     @property
     def progress(self) -> float:
@@ -248,6 +259,7 @@ class Learner:
                 break
             except queue.Empty:
                 self._check()
+                self._stopping.leave_if_asked()
         if self._rounds is not None and not self._rounds.steps:
             self._began = self._returned = time.perf_counter()
 
@@ -259,22 +271,34 @@ class Learner:
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
         """The spec of a run that is already there, else None. For a trainer that joins knowing nothing."""
-
-        async def ask() -> bytes | None:
-            bus = await connect(redis_url, run)
-            try:
-                return await bus.read_spec()
-            finally:
-                await bus.close()
-
-        data = asyncio.run(ask())
-        return None if data is None else codec.decode(Spec, data)
+        return reaching.read_spec(redis_url, run)
 
     # --- joining and leaving --------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        """Join: connect, agree with the run, fetch the model. Whatever it raises, nothing of it is left behind.
+
+        Raises:
+            UsageError: it was entered before, or is not of this process.
+            IdTaken: another process has this learner's id.
+            SpecMismatch: the run was set up otherwise.
+            SystemExit: SIGTERM or SIGHUP came.
+        """
+        self._check_process()
+        if not self._entered.acquire(blocking=False):
+            raise UsageError("a Learner is entered once: make a new one to join again, or a second time")
+        try:
+            self._stopping.install()
+            self._join()
+        except BaseException:  # KeyboardInterrupt above all
+            self._abandon()
+            raise
+        return self
+
+    def _join(self) -> None:
         if self._sync is None:
-            held = self.read_spec(self._url, self._run)
+            read = partial(self.read_spec, self._url, self._run)
+            held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
             sync = held.sync if held else SyncSettings().sync_spec()
             if not self._trainer and held:
                 self._trainer = dict(held.trainer)
@@ -297,50 +321,86 @@ class Learner:
         )
         self._thread = threading.Thread(target=self._exchange_thread, args=(spec,), name="exchange", daemon=True)
         self._thread.start()
-        self._joined.wait()
+        while not self._joined.wait(LOOK_FOR_SIGNAL_S):
+            self._stopping.leave_if_asked()
         self._check()
         self._spec = spec
         self._recovery.restore()
         self._hand_over((), self._adopt())
         self._began = self._returned = time.perf_counter()
-        return self
+
+    def _abandon(self) -> None:
+        """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
+        self._abandoned, thread = True, self._thread
+        self._thread = None
+        self._end_thread()
+        self._stopping.restore()
+        if thread is not None and thread.ident is not None:
+            thread.join(timeout=10)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(save_state=error is None)
+        self.close(save_state=error is None or isinstance(error, Stopped))
+        if error is None:
+            self._stopping.leave_if_unseen()
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
 
         save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+
+        Raises:
+            LearnerReplaced: another process took this learner's place meanwhile.
         """
-        loop, exchange, thread, recovery = self._loop, self._exchange, self._thread, self._recovery
-        if thread is None or loop is None or exchange is None or self._rounds is None or recovery is None:
-            return
-        self._thread = None
-        if self._failure is None and thread.is_alive():
-            for publication in self._rounds.last(exchange.shared.windows, due=self.finished):
-                try:
-                    self._hand_over([publication], adopted=False)
-                except UsageError as error:  # the model has changed
-                    structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
-            leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
-            recovery.close(exchange.shared, save_state and not self.finished, self._leave_s)
+        if os.getpid() != self._pid:
+            return  # forked inside the `with` block: the run is the parent's
+        thread, self._thread = self._thread, None
+        try:
+            if thread is not None and thread.is_alive() and self._failure is None:
+                self._leave(thread, save_state)
+        finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
+            self._end_thread()
+            self._stopping.restore()
+        if thread is not None:
+            thread.join(timeout=10)
+
+    def _leave(self, thread: threading.Thread, save_state: bool) -> None:
+        loop, exchange, rounds, recovery = self._loop, self._exchange, self._rounds, self._recovery
+        assert loop is not None and exchange is not None  # noqa: S101, PT018  # _thread
+        assert rounds is not None and recovery is not None  # noqa: S101, PT018  # _thread
+        over = self._run_is_over()
+        for publication in rounds.last(exchange.shared.windows, due=over):
+            try:
+                self._hand_over([publication], adopted=False)
+            except UsageError as error:  # the model has changed
+                structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
+        leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
+        recovery.close(exchange.shared, save_state and not over, self._leave_s)
+        try:
             self.left_in_order = leaving.result()
-            if not self.left_in_order:
-                structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
-            assert self._ended is not None  # noqa: S101  # set with the loop
-            loop.call_soon_threadsafe(self._ended.set)
-        thread.join(timeout=10)
+        except CancelledError:  # the thread failed meanwhile
+            thread.join(timeout=10)
+            raise self._failure or UsageError("the learner's own thread ended before it had left") from None
+        if not self.left_in_order:
+            structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
 
     # --- inside: the training thread --------------------------------------------------------------------
 
     def _check(self) -> None:
+        self._check_process()
         if self._failure is not None:
             raise self._failure
         if not self._joined.is_set() or self._thread is None:
             raise UsageError("the learner is not in a run: use it in a `with` block")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError("this Learner was made in another process, which this one was forked from: make one here")
+
+    def _run_is_over(self) -> bool:
+        state = self._exchange.shared.state if self._exchange else None
+        return state is not None and state.phase is not Phase.RUNNING
 
     def _proposal(self, sync: SyncSpec) -> Spec:
         """The spec as this learner would have it; what the model is has been judged, but may have changed since.
@@ -386,6 +446,11 @@ class Learner:
         with suppress(RuntimeError):  # its loop is closed
             self._loop.call_soon_threadsafe(what, *args)
 
+    def _end_thread(self) -> None:
+        """Have the exchange thread end; one that has not begun yet finds `_abandoned`."""
+        if self._ended is not None:
+            self._tell(self._ended.set)
+
     # --- inside: the exchange thread ----------------------------------------------------------------------
 
     def _exchange_thread(self, spec: Spec) -> None:
@@ -399,25 +464,30 @@ class Learner:
 
     async def _exchange_main(self, spec: Spec) -> None:
         yield_core()
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        if self._abandoned:
+            return
+        work, ended = asyncio.create_task(self._take_part(spec)), asyncio.create_task(self._ended.wait())
+        await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+
+    async def _take_part(self, spec: Spec) -> None:
+        """Until cancelled."""
         parameters, recovery = self._parameters, self._recovery
         assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        bus = await self._connect()
+        bus = await reaching.reach(self._url, self._run, self.id)
         encoder = OnDevice(self.device) if self._on_device else OnHost()
         exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
         self._exchange = exchange
         try:
             await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
-            running = asyncio.create_task(exchange.run())
-            helping = asyncio.create_task(self._recover_and_help(spec, bus, exchange, recovery))
-            ended = asyncio.create_task(self._ended.wait())
-            await asyncio.wait({running, helping, ended}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (running, helping):
-                if task.done():
-                    task.result()
-                task.cancel()
-            await asyncio.gather(running, helping, return_exceptions=True)
+            async with meanwhile(exchange.run()):
+                await self._recover_and_help(spec, bus, exchange, recovery)
         finally:
+            if self._abandoned or not self._joined.is_set():
+                await exchange.abandon()
             await bus.close()
 
     async def _recover_and_help(self, spec: Spec, bus: Bus, exchange: Exchange, recovery: Recovery) -> None:
@@ -431,16 +501,6 @@ class Learner:
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.take)
         await asyncio.Event().wait()
-
-    async def _connect(self) -> Any:
-        delay = 0.1
-        while True:
-            try:
-                return await connect(self._url, self._run)
-            except BusUnavailable as error:
-                structlog.get_logger().warning(outage_event(error), learner=self.id, error=str(error), retry_s=delay)
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 5.0)
 
     def _report(self, left: bool) -> LearnerReport:
         rounds, loss = self._rounds, self._loss

@@ -20,6 +20,7 @@ import structlog
 
 from pipeline.errors import BadPayload, BusError, DilocoError
 from pipeline.fragments import Layout
+from pipeline.messages import Phase
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, MomentsBoard
@@ -60,15 +61,17 @@ class Peers:
     async def ask(self) -> Moments | None:
         """Moments of a peer, checked; None if there is no peer, no answer in time, or none that can be used."""
         try:
-            if not await self._somebody_trains():
-                return None
             offer = await self._wait()
             return None if offer is None else await self._fetch(offer)
         except DilocoError as error:  # whatever it is: fresh moments will do
             log.warning("moments_not_taken", learner=self._learner, error=str(error))
             return None
 
-    async def _somebody_trains(self) -> bool:
+    async def _somebody_may_answer(self) -> bool:
+        """A live peer has moments, and the run goes on: peers that leave answer no more."""
+        state = await self._bus.read_state()
+        if state is not None and state.phase is not Phase.RUNNING:
+            return False
         return any(
             seen.age_s < LIVE_S and not seen.report.left and seen.report.step >= USEFUL_STEPS
             for seen in await self._bus.read_reports()
@@ -83,6 +86,8 @@ class Peers:
                 return board.offer
             if board.claimed:
                 unclaimed = now
+            elif not await self._somebody_may_answer():
+                return None
             if now - unclaimed > UNCLAIMED_S or now - began > OFFER_S:
                 log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))
                 return None

@@ -1,6 +1,5 @@
 """What the trainer, the data-parallel baseline and the evaluator share: device, text, batches, one inner step."""
 
-import os
 import signal
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -147,7 +146,8 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
 class StopFlag:
     """Set by the first signal to end, read between inner steps; a second one ends the process at once.
 
-    Until `training` is set, the first one does, with status 0: who still waits to join has nothing to save.
+    Until `training` is set, the first one ends it too, with status 0: who still joins has nothing to save, and only
+    says goodbye.
     """
 
     def __init__(self) -> None:
@@ -158,6 +158,8 @@ class StopFlag:
             signal.signal(number, lambda number, frame: handle(number))
 
     def _ask(self) -> None:
-        if not self.training:
-            os._exit(0)
+        if self.asked:
+            return
         self.asked = True
+        if not self.training:
+            raise SystemExit(0)

@@ -56,7 +56,7 @@ class Version0:
             SpecMismatch: the run has another spec by now.
             UsageError: the values are not finite.
         """
-        waiting, patience_s = False, PATIENCE_S if trained else 0.0
+        patience_s = PATIENCE_S if trained else 0.0
         # An upload that is there while heads are lost did not bring them back.
         useless = await self._retry(self._bus.read_initial) if trained else None
         while None in await self._retry(self._bus.read_heads, range(len(self._layout.fragments))):
@@ -67,9 +67,6 @@ class Version0:
                 and await self._retry(self._bus.claim_initial, nonce, CLAIM_TTL_S)
             ):
                 await self._upload(nonce, values)
-            elif not waiting:
-                self._log.info("waiting_for_version_0")
-                waiting = True
             await asyncio.sleep(POLL_S)
 
     async def _upload(self, nonce: str, values: Callable[[int], Float32]) -> None:

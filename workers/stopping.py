@@ -1,0 +1,83 @@
+"""SIGTERM and SIGHUP in somebody else's training loop: it ends between two inner steps, flushed and saved.
+
+Only where nobody else handles them: in the main thread, and in place of the system's default, which would end the
+process with nothing said to anybody. The handler only notes the signal. Then `Learner.finished` is true; a loop that
+does not ask ends in its next `step` but one, by `SystemExit`. A second signal ends the process at once, as by default.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Stopped(SystemExit):
+    """The process was asked to end, between two inner steps; its status is as if the signal had ended it."""
+
+
+class Stopping:
+    """What a process was asked by a signal, from `install` to `restore`."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._seen = self._stepped = False
+        self._installed: list[int] = []
+        self._pid = os.getpid()
+
+    @property
+    def asked(self) -> bool:
+        """A signal came. Who reads this is expected to end."""
+        self._seen |= self._asked > 0
+        return self._asked > 0
+
+    def install(self) -> None:
+        """From now on signals that would end the process are noted."""
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._installed.append(number)
+                    signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        """As it was before. In another thread, all stays as it is."""
+        if threading.current_thread() is threading.main_thread():
+            for number in self._installed:
+                if signal.getsignal(number) == self._note:  # else somebody else's by now
+                    signal.signal(number, signal.SIG_DFL)
+            self._installed = []
+
+    def leave_if_asked(self) -> None:
+        """While nothing is trained yet.
+
+        Raises:
+            Stopped: a signal came.
+        """
+        if self._asked:
+            raise Stopped(128 + self._asked)
+
+    def leave_if_unseen(self) -> None:
+        """When all is over.
+
+        Raises:
+            Stopped: a signal came, and nobody has looked.
+        """
+        if not self._seen:
+            self.leave_if_asked()
+
+    def stepped(self) -> None:
+        """An inner step is over and counted.
+
+        Raises:
+            Stopped: a signal had come before the last one was over, and the loop went on.
+        """
+        if self._stepped:
+            self.leave_if_asked()
+        self._stepped = self._asked > 0
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._asked or os.getpid() != self._pid:  # a second one; or in a child, e.g. one that loads data
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._asked = number
