@@ -36,6 +36,7 @@ PURE = (
     "pipeline/updates.py",
     "pipeline/payload_messages.py",
     "pipeline/keys.py",
+    "pipeline/strict_json.py",
     "pipeline/errors.py",
     "pipeline/stored.py",
     "pipeline/census.py",
