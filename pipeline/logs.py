@@ -5,6 +5,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from .strict_json import dumps
+
 
 def configure(level: str, stream: TextIO | None = None) -> None:
     """Send structlog's lines to `stream` (default: standard error).
@@ -21,7 +23,7 @@ def configure(level: str, stream: TextIO | None = None) -> None:
         output = [
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=repr),
+            structlog.processors.JSONRenderer(dumps, default=repr),
         ]
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, *output],

@@ -23,3 +23,8 @@ def dumps(value: Any, **options: Any) -> str:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
         return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def number(value: float | None) -> float:
+    """A float that was written so, read again: null was not a number."""
+    return math.nan if value is None else value
