@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pipeline import lifecycle
+from pipeline.strict_json import dumps
 
 from .environments import Unavailable, end_group
 from .machine import cpu_s, family, peaks_mb, reset_peak
@@ -38,7 +39,7 @@ class Driver:
         ending = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*ending, str(python), "-P", str(driver), json.dumps(given)],
+                [*ending, str(python), "-P", str(driver), dumps(given)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

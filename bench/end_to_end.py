@@ -32,6 +32,7 @@ from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
 from pipeline.status import read_status
+from pipeline.strict_json import dumps
 from pipeline.wire import Codec
 from syncer.staging import REPLACED_BYTES
 
@@ -290,7 +291,7 @@ class Fleet:
                     "sync": sync,
                     "delay_s": self._case.spread_s * number / max(1, self._case.learners - 1),
                 }
-                self.learners.append(start(name, ["-m", "bench.party", json.dumps(given)], True))
+                self.learners.append(start(name, ["-m", "bench.party", dumps(given)], True))
             for learner in self.learners:
                 learner.hear()
             self.syncer.check()

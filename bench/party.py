@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeline import logs
 from pipeline.settings import SyncSettings
+from pipeline.strict_json import dumps
 from workers.learner import Learner
 
 POLL_S = 0.0005
@@ -103,9 +104,9 @@ def main() -> None:
     logs.configure("warning")
     party = Party(json.loads(sys.argv[1]))
     with party.learner:
-        print(json.dumps({"joined": True}), flush=True)
+        print(dumps({"joined": True}), flush=True)
         for line in sys.stdin:
-            print(json.dumps(getattr(party, line.strip())()), flush=True)
+            print(dumps(getattr(party, line.strip())()), flush=True)
 
 
 if __name__ == "__main__":

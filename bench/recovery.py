@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pipeline.settings import parse_duration
+from pipeline.strict_json import number
 
 from .recovery_plot import draw
 
@@ -74,11 +75,11 @@ def read_trial(folder: Path, way: str, seed: int, learner: str) -> Trial:
         way=way,
         seed=seed,
         source=[one for one in log if one["event"] == "moments_recovered"][-1]["source"],
-        before=tuple(line["loss"] for line in mine if line["incarnation"] == first),
-        after=tuple(line["loss"] for line in after),
-        other=tuple(line["loss"] for line in others if line["unix_s"] >= began),
+        before=tuple(number(line["loss"]) for line in mine if line["incarnation"] == first),
+        after=tuple(number(line["loss"]) for line in after),
+        other=tuple(number(line["loss"]) for line in others if line["unix_s"] >= began),
         join_s=began - datetime.fromisoformat(joined).timestamp(),
-        evaluations=tuple((one["tokens"], one["loss"]) for one in report["evaluations"]),
+        evaluations=tuple((one["tokens"], number(one["loss"])) for one in report["evaluations"]),
         killed_tokens=events["learner_killed", learner],
         restarted_tokens=events["learner_started", learner],
     )

@@ -16,6 +16,7 @@ import structlog
 import xxhash
 
 from pipeline.cores import one_blas_thread
+from pipeline.strict_json import dumps
 
 from .oracle import Violation
 from .world import Result, run_seed
@@ -115,6 +116,6 @@ def campaign(seeds: Iterable[int], jobs: int, file: Path) -> Iterator[Line]:
         file.open("a", encoding="utf-8") as out,
     ):
         for line in pool.imap_unordered(run_one, seeds, chunksize=4):
-            out.write(json.dumps(line) + "\n")
+            out.write(dumps(line) + "\n")
             out.flush()
             yield line

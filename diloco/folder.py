@@ -32,6 +32,7 @@ from pipeline.settings import (
     TrainerSettings,
     agree,
 )
+from pipeline.strict_json import dumps
 from pipeline.tls import OPTIONS
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 
@@ -129,7 +130,7 @@ class Folder:
             "pids": {"launcher": os.getpid(), **pids},
         }
         temporary = self.path / f".{RUN_FILE}"
-        temporary.write_text(json.dumps(fields, indent=1) + "\n")
+        temporary.write_text(dumps(fields, indent=1) + "\n")
         temporary.replace(self.path / RUN_FILE)
 
 

@@ -1,6 +1,5 @@
 """`diloco tape --replay`: the merges of a recorded run made again and compared, for people."""
 
-import json
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pipeline.cores import one_blas_thread
 from pipeline.errors import UsageError
 from pipeline.messages import Committed, TapeRecord
 from pipeline.settings import BusSettings
+from pipeline.strict_json import dumps
 from syncer.checkpoint import load_checkpoint
 from syncer.recording import list_recording
 from syncer.replay import Replayed, replay
@@ -80,7 +80,7 @@ def _as_text(outcome: Replayed) -> str:
 
 
 def _as_json(outcome: Replayed) -> str:
-    return json.dumps(
+    return dumps(
         {
             "merges": outcome.merges,
             "made_again": outcome.repeated,

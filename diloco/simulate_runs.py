@@ -17,6 +17,7 @@ from chaos.goodput.constants import Constants
 from chaos.goodput.fleet import Run, simulate
 from chaos.goodput.table import Cell, row
 from chaos.goodput.traces import read_trace
+from pipeline.strict_json import dumps
 
 from .simulate_options import Sample
 
@@ -56,7 +57,7 @@ def digest_of(task: Task, code: str) -> str:
     given = ((task.constants.repair_trace, 1), (task.constants.link_trace, 3))
     traces = [read_trace(path, columns).tobytes() for path, columns in given if path]
     said = [task.constants.model_dump_json(), *map(str, task.cell), task.days, task.seed, code]
-    return hashlib.sha256(json.dumps(said).encode() + b"".join(traces)).hexdigest()[:32]
+    return hashlib.sha256(dumps(said).encode() + b"".join(traces)).hexdigest()[:32]
 
 
 def one(task: Task) -> dict[str, Any]:
@@ -123,5 +124,5 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(data))
+    part.write_text(dumps(data))
     part.replace(path)

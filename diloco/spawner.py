@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from pipeline.errors import DilocoError
 from pipeline.lifecycle import adopt_orphans
+from pipeline.strict_json import dumps
 
 from .launch import LAUNCHER_PID, Child, Process, die_with_launcher
 
@@ -136,7 +137,7 @@ class Spawner:
         assert self._orders is not None  # noqa: S101  # inside the block
         order = {"arguments": list(arguments), "environ": dict(environ), "log": str(log.resolve())}
         try:
-            self._orders.send(json.dumps(order).encode())
+            self._orders.send(dumps(order).encode())
             answer = self._orders.recv(64)
         except OSError as error:
             raise self._died() from error

@@ -1,7 +1,6 @@
 """Reading a run's event tape: the archive in its output folder, or the live one on Redis."""
 
 import asyncio
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pipeline.errors import BadMessage, UsageError
 from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
 from pipeline.ports import START, Bus
 from pipeline.settings import BusSettings
+from pipeline.strict_json import dumps
 from pipeline.wire import Message
 
 from .locate import locate, open_bus
@@ -74,7 +74,7 @@ def as_json(record: TapeRecord) -> str:
     """One line of JSON; digests as hex."""
     fields = record.model_dump()
     hexed = {name: value.hex() for name, value in fields.items() if isinstance(value, bytes)}
-    return json.dumps(fields | hexed)
+    return dumps(fields | hexed)
 
 
 def as_text(record: TapeRecord, start_unix_s: float) -> str:

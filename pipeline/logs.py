@@ -6,6 +6,7 @@ from typing import Any, TextIO
 import structlog
 
 from .output import outlive_errors_reader
+from .strict_json import dumps
 
 
 def configure(level: str, stream: TextIO | None = None) -> None:
@@ -24,7 +25,7 @@ def configure(level: str, stream: TextIO | None = None) -> None:
         output = [
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(default=repr),
+            structlog.processors.JSONRenderer(dumps, default=repr),
         ]
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, *output],

@@ -38,6 +38,7 @@ PURE = (
     "pipeline/shard_messages.py",
     "pipeline/spec_messages.py",
     "pipeline/keys.py",
+    "pipeline/strict_json.py",
     "pipeline/errors.py",
     "pipeline/stored.py",
     "pipeline/census.py",

@@ -10,7 +10,6 @@ rest of a lost shard to whoever comes first, and it must be read once, not twice
 """
 
 import asyncio
-import json
 import random
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from pipeline.fragments import Layout
 from pipeline.messages import RunState
 from pipeline.moments_messages import OptimizerKind
 from pipeline.ports import Bus, Clock
+from pipeline.strict_json import dumps
 
 from .moments import Moments, check
 from .optimizer_state import OptimizerState, Taking
@@ -249,7 +249,7 @@ class Recovery:
                 "progress": progress,
                 "loss": float(loss),
             }
-            lines.append(json.dumps(line))
+            lines.append(dumps(line))
         return lines
 
 

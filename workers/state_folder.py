@@ -7,7 +7,6 @@
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from safetensors import SafetensorError
 from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
 from pipeline.moments_messages import OptimizerKind
+from pipeline.strict_json import dumps
 from pipeline.wire import Count, Digest, Message, PartyId, Text
 
 from .background import BackgroundThread
@@ -208,7 +208,7 @@ def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | m
         kind = "BOOL" if array.dtype == np.bool_ else f"{LETTERS[array.dtype.kind]}{8 * array.itemsize}"
         header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
         end += array.nbytes
-    head = json.dumps(header).encode()
+    head = dumps(header).encode()
     head += b" " * (-len(head) % 8)
     yield len(head).to_bytes(8, "little") + head
     for _, array in widest_first:

@@ -1,7 +1,6 @@
 """What a run leaves: a curve, and what it cost. The engines fill a `Recorder`; nothing here trains."""
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
+
+from pipeline.strict_json import dumps
 
 from .settings import LabRun
 from .tasks import Task
@@ -129,7 +130,7 @@ class Recorder:
             "higher_is_better": self.task.higher_is_better,
             "final": points[-1]["measures"],
             "points": points,
-            "digest": hashlib.sha256(json.dumps(points).encode()).hexdigest()[:32],
+            "digest": hashlib.sha256(dumps(points).encode()).hexdigest()[:32],
             "steps": self.steps,
             "tokens": self.tokens,
             "virtual_s": virtual_s,

@@ -11,6 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipeline.strict_json import number
+
 from .report import Line, Table, spread
 
 MOST_CURVES = 12
@@ -36,12 +38,12 @@ def draw(tables: Sequence[Table], path: Path) -> None:
 
 def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str, unit: float) -> None:
     ends = []
-    for number, line in enumerate(lines):
-        colour = f"C{number % 10}"
+    for i, line in enumerate(lines):
+        colour = f"C{i % 10}"
         curves = [result["points"] for result in line.results]
         length = min(map(len, curves))  # the same marks for all seeds, but perhaps the last
         at = np.mean([[point[x] for point in curve[:length]] for curve in curves], axis=0) / unit
-        values = np.array([[point["measures"]["value"] for point in curve[:length]] for curve in curves])
+        values = np.array([[number(point["measures"]["value"]) for point in curve[:length]] for curve in curves])
         axes.plot(at, values.mean(axis=0), color=colour, linewidth=1.3, label=line.label)
         if len(curves) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)

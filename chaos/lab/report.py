@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median, stdev
 from typing import Any
 
+from pipeline.strict_json import number
+
 from .settings import Experiment, LabRun, Row
 
 Result = dict[str, Any]
@@ -22,7 +24,7 @@ class Line:
     """Final measures."""
 
     def __post_init__(self) -> None:
-        self.values = [result["final"]["value"] for result in self.results]
+        self.values = [number(result["final"]["value"]) for result in self.results]
 
     @property
     def label(self) -> str:

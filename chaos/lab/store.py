@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from pipeline.strict_json import dumps
 from workers.data.text import open_text
 
 from . import folder
@@ -23,7 +24,7 @@ Result = dict[str, Any]
 
 def settings_digest(run: LabRun) -> str:
     """Of all that a run is told, and of the data it finds."""
-    told = json.dumps(run.relevant(), sort_keys=True)
+    told = dumps(run.relevant(), sort_keys=True)
     return xxhash.xxh3_64_hexdigest(f"{told} {data_fingerprint(run)}".encode())
 
 
@@ -69,5 +70,5 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(run)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(result))
+        partial.write_text(dumps(result))
         partial.replace(path)

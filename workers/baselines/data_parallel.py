@@ -5,7 +5,6 @@ waits for the slowest: what the decoupled method is there to avoid. One all-redu
 few numbers on which the ranks must agree (loss, stop, report, evaluate).
 """
 
-import json
 import os
 import statistics
 import time
@@ -25,6 +24,7 @@ from torch import nn
 
 from pipeline.errors import UsageError
 from pipeline.settings import RankProcess
+from pipeline.strict_json import dumps
 
 from ..data.blocks import Blocks
 from ..data.text import open_text
@@ -122,7 +122,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     safetensors.torch.save_file(tensors, folder / "globals.safetensors")
-    (folder / "state.json").write_text(json.dumps({"format": 1, "spec": spec}, indent=1))
+    (folder / "state.json").write_text(dumps({"format": 1, "spec": spec}, indent=1))
 
 
 def shared_held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: torch.device) -> float:
@@ -142,7 +142,7 @@ def append_progress(
     learners = [learner_row(rank, names, row) for rank, row in enumerate(rows)]
     line = {"tokens": tokens, "elapsed_s": elapsed_s, "loss": loss, "val_loss": val_loss, "learners": learners}
     with (out / "progress.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(dumps(line) + "\n")
 
 
 def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[str, str | int | float]:
@@ -245,6 +245,6 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
             "device": str(device),  # of every rank: all are on this machine, with the same setting
             "learners": [learner_row(number, names, row) for number, row in enumerate(rows)],
         }
-        (out / "result.json").write_text(json.dumps(result, indent=1))
+        (out / "result.json").write_text(dumps(result, indent=1))
         log.info("training_ended", steps=steps, tokens=tokens, val_loss=round(final_loss, 4))
     return 0

@@ -15,7 +15,6 @@ In the output folder:
     checkpoint/, result.json     at the end
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -38,6 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pipeline.lifecycle import die_with_parent
 from pipeline.settings import RankProcess
+from pipeline.strict_json import dumps
 
 from ..data.blocks import Blocks
 from ..data.text import open_text
@@ -203,7 +203,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
             if settings.pace:
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
             line = {"incarnation": life, "step": steps, "unix_s": time.time(), "loss": loss / learners}
-            record.write(json.dumps(line) + "\n")
+            record.write(dumps(line) + "\n")
 
         # --- results ------------------------------------------------------------------------------
         final_loss = shared_held_out_loss(model, validation, device)
@@ -218,5 +218,5 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
         tokens = steps * step_tokens
         result = {"global_val_loss": final_loss, "steps": steps, "tokens": tokens, "restarts": int(life)}
         temporary = out / f".{RESULT_FILE}"
-        temporary.write_text(json.dumps(result, indent=1))
+        temporary.write_text(dumps(result, indent=1))
         temporary.replace(out / RESULT_FILE)
