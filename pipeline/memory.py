@@ -106,6 +106,15 @@ class MemoryBus(MemoryShards):
         self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
         return stored.decode_state(state)
 
+    async def put_back_report(self, seen: SeenReport) -> None:
+        """Keep a lost report."""
+        await self._turn()
+        name = f"{seen.report.learner}/{seen.report.incarnation}"
+        self._hash(self.keys.seen)  # types before the first write
+        if name.encode() not in self._hash(self.keys.learners):
+            self.store.hset(self.keys.learners, {name: encode(seen.report)})
+            self.store.hset(self.keys.seen, {name: b"%d" % (self._unix_ms() - int(seen.age_s * 1000))})
+
     async def read_reports(self) -> list[SeenReport]:
         """All reports with their ages."""
         await self._turn()

@@ -263,6 +263,13 @@ class Bus(Protocol):
         """
         ...
 
+    async def put_back_report(self, seen: SeenReport) -> None:
+        """Keep a report that the bus has lost, as old as it is: no sign of life, and no hold on the learner's id.
+
+        One of the same incarnation that is there stays.
+        """
+        ...
+
     async def read_reports(self) -> list[SeenReport]:
         """Last report of every incarnation that ever reported, with ages by the server's clock."""
         ...

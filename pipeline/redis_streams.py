@@ -108,6 +108,12 @@ class RedisBus:
         (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
         return stored.decode_state(blob)
 
+    async def put_back_report(self, seen: SeenReport) -> None:
+        """Keep a lost report."""
+        name = f"{seen.report.learner}/{seen.report.incarnation}"
+        keys = [self.keys.learners, self.keys.seen]
+        await self._redis.script("put_back_report", keys, name, encode(seen.report), int(seen.age_s * 1000))
+
     async def read_reports(self) -> list[SeenReport]:
         """All reports with their ages."""
         now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])

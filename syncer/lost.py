@@ -34,8 +34,7 @@ class Lost:
     async def reports(self, found: Sequence[SeenReport]) -> Sequence[SeenReport]:
         """Put reports back that are gone, as the ledger and the count of tokens need them; returns all.
 
-        One that its learner has written again meanwhile is newer, and stays. A learner that is dead counts as live for
-        the liveness time once more.
+        One that its learner has written again meanwhile is newer, and stays.
 
         Raises:
             BusError: ask again.
@@ -43,7 +42,7 @@ class Lost:
         now = {(seen.report.learner, seen.report.incarnation): seen for seen in found}
         gone = [seen for name, seen in self._reports.items() if name not in now]
         for seen in gone:
-            await self._bus.write_report(seen.report)
+            await self._bus.put_back_report(seen)
         if gone:
             self._log.warning("reports_put_back", learners=sorted({seen.report.learner for seen in gone}))
         self._reports |= now

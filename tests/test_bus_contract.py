@@ -16,7 +16,7 @@ from pipeline.errors import (
     LearnerReplaced,
     PayloadIncomplete,
 )
-from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, WindowChanged
+from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport, WindowChanged
 from pipeline.ports import START, Bus, Refusal
 from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
@@ -124,6 +124,20 @@ async def test_a_holder_that_cannot_be_read_holds_nothing(bus: Bus, backdoor: Ba
     await bus.write_report(samples.report())
     with pytest.raises(LearnerReplaced):
         await bus.write_report(samples.report(incarnation="1" * 8))
+
+
+async def test_a_lost_report_that_is_put_back_is_as_old_as_it_was_and_takes_nobodys_place(bus: Bus) -> None:
+    """Neither that of the incarnation itself nor that of its successor, which holds the id."""
+    old = SeenReport(report=samples.report(step=5, incarnation="a" * 8, generation=1), age_s=60.0)
+    newer = SeenReport(report=samples.report(step=7, incarnation="b" * 8, generation=2), age_s=0.0)
+    await bus.write_report(newer.report)
+    await bus.put_back_report(old)
+    await bus.put_back_report(SeenReport(report=samples.report(step=6, incarnation="b" * 8, generation=2), age_s=9.0))
+    was, still = sorted(await bus.read_reports(), key=lambda seen: seen.report.incarnation)
+    assert (was.report, still.report) == (old.report, newer.report)
+    assert 59.9 < was.age_s < 63
+    assert still.age_s < 3
+    await bus.write_report(newer.report.model_copy(update={"number": 9}))
 
 
 async def test_reports_age_by_the_servers_clock(bus: Bus) -> None:
