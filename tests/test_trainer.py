@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.cores import usable_cores
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
+from pipeline.fragments import layout_of
 from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, load
 from pipeline.shard_messages import ClaimedShard, Shard
@@ -32,7 +35,10 @@ from workers.recipe import (
     trainer_spec,
     update,
 )
+from workers.rounds import Rounds
 from workers.shared import Shared
+
+from . import samples
 
 
 class FakeLearner:
@@ -392,3 +398,13 @@ def test_a_machine_that_cannot_compile_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(UsageError, match=r"g\+\+.*No working C\+\+ compiler found$"):
         forward_of(nn.Linear(1, 1), torch.device("cpu"), compiled=True)
+
+
+def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
+    """So that the status can tell who takes more than there is. Read in the exchange's thread, which trains nothing."""
+    torch.set_num_threads(3)
+    learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere")
+    spec = samples.spec()
+    learner._rounds = Rounds(layout_of(spec.tensors), spec.sync)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(learner._report, False).result().threads == (3, usable_cores())
