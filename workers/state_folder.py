@@ -7,6 +7,7 @@
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
 from pipeline.moments_messages import OptimizerKind
+from pipeline.sums import file_sha256
 from pipeline.wire import Count, Digest, Message, PartyId, Text
 
 from .background import BackgroundThread
@@ -51,12 +53,14 @@ class RunIdentity(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     identity: RunIdentity
     learner: PartyId
     layout: Digest
     kind: OptimizerKind
     moments_file: Annotated[str, Field(pattern=r"^moments-[0-9]+\.safetensors$")]
+    moments_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Digest of that file; "" in format 1, where only what finiteness and signs show can be checked."""
     numbers: dict[str, tuple[FiniteFloat, ...]]
     steps: Count
     """Inner steps of all the learner's incarnations so far."""
@@ -115,7 +119,9 @@ class StateFolder:
             for name, flat in moments.flats[p].items()
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
-        replace(self.path / state.moments_file, to_safetensors(arrays))
+        digest = hashlib.sha256()
+        replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
@@ -147,6 +153,10 @@ class StateFolder:
                 raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
             state = SavedState.model_validate_json(path.read_bytes())
             self._compare(state, identity, kind)
+            if state.format > 1 and file_sha256(self.path / state.moments_file) != state.moments_sha256:
+                raise StateRefused(
+                    f"{self.path / state.moments_file} is damaged: it has not the digest that {path} says"
+                )
             moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
             check(moments, self._layout)
         except ValidationError as error:
@@ -214,6 +224,14 @@ def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | m
     for _, array in widest_first:
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def _digested(
+    parts: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], None]
+) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        update(part)
+        yield part
 
 
 def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
