@@ -296,13 +296,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         UsageError: naming the file and what is wrong with it.
     """
     folder = find_checkpoint(path)
-    summed = check_sums(folder)
     state = _read_state(folder)
-    if not summed and state.format > 1:
-        raise UsageError(f"{folder / SUMS_FILE} is missing: what is here cannot be checked; take another checkpoint")
-    if not summed:
-        checked = "values by their digests; of the momentum only that it is finite"
-        structlog.get_logger().warning("checkpoint_without_sums", path=str(folder), checked=checked)
     layout = layout_of(state.spec.tensors)
     if len(state.fragments) != len(layout.fragments):
         raise UsageError(
@@ -333,6 +327,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
                     f"{folder / name}.safetensors: fragment {fragment.id} has values that are not finite: no run can "
                     "go on from it; take an earlier checkpoint"
                 )
+    summed = check_sums(folder)  # after what says more about a file than that it is another one
+    if not summed and state.format > 1:
+        raise UsageError(f"{folder / SUMS_FILE} is missing: what is here cannot be checked; take another checkpoint")
+    if not summed:
+        checked = "values by their digests; of the momentum only that it is finite"
+        structlog.get_logger().warning("checkpoint_without_sums", path=str(folder), checked=checked)
     return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(momentum))
 
 

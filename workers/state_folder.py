@@ -153,12 +153,11 @@ class StateFolder:
                 raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
             state = SavedState.model_validate_json(path.read_bytes())
             self._compare(state, identity, kind)
-            if state.format > 1 and file_sha256(self.path / state.moments_file) != state.moments_sha256:
-                raise StateRefused(
-                    f"{self.path / state.moments_file} is damaged: it has not the digest that {path} says"
-                )
             moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
             check(moments, self._layout)
+            file = self.path / state.moments_file
+            if state.format > 1 and file_sha256(file) != state.moments_sha256:
+                raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
         except ValidationError as error:
             first = error.errors()[0]
             raise StateRefused(f"{path} is damaged: {first['loc']}: {first['msg']}") from error
