@@ -140,10 +140,15 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
         temporary.chmod(0o755)
         name = _rename(temporary, directory, f"checkpoint-{state.run.tokens}")
     pointer = directory / f".latest.{name}"
-    pointer.write_text(name + "\n")
-    _sync(pointer)
-    pointer.rename(directory / "latest")
-    _sync(directory)
+    try:
+        pointer.write_text(name + "\n")
+        _sync(pointer)
+        pointer.rename(directory / "latest")
+        _sync(directory)
+    except OSError:  # a disk that is full must not be filled with what nothing names
+        pointer.unlink(missing_ok=True)
+        shutil.rmtree(directory / name, ignore_errors=True)
+        raise
     with suppress(FileNotFoundError):  # another syncer drops them at the same time
         found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
         # File times are coarse: among equals the longer name, then the higher number, is the newer one.

@@ -13,6 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ import structlog
 from pydantic import Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
+from pipeline.appending import append_whole
 from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
 from pipeline.moments_messages import OptimizerKind
@@ -130,8 +132,8 @@ class StateFolder:
 
     def _append(self, lines: Callable[[], Sequence[str]]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOSSES_FILE).open("a") as file:
-            file.writelines(f"{line}\n" for line in lines())
+        with FileIO(self.path / LOSSES_FILE, "ab") as file:
+            append_whole(file, "".join(f"{line}\n" for line in lines()).encode())
 
     # --- read -----------------------------------------------------------------------------------------
 
