@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
+from pipeline.sums import check_sums
 from syncer import checkpoint as checkpoints
 
 BASELINE = "checkpoint"
@@ -35,7 +37,7 @@ def _is_baselines(folder: Path) -> bool:
     """Whether a checkpoint folder is the baseline's: its state says nothing of a run's fragments."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
     return isinstance(state, dict) and "fragments" not in state
 
@@ -43,7 +45,11 @@ def _is_baselines(folder: Path) -> bool:
 def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
     """Global parameters by name, checked where their digests are on record, and where they come from."""
     if _is_baselines(folder):
-        return load_file(folder / "globals.safetensors"), "data-parallel"
+        check_sums(folder)
+        try:
+            return load_file(folder / "globals.safetensors"), "data-parallel"
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"cannot read {folder / 'globals.safetensors'}: {error}") from error
     saved = checkpoints.load_checkpoint(folder)
     layout = layout_of(saved.spec.tensors)
     tensors = {
@@ -68,6 +74,8 @@ def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
     try:
         save_file(tensors, temporary)
         temporary.replace(out)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"cannot write {out}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     total = sum(tensor.size for tensor in tensors.values())

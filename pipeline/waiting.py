@@ -11,3 +11,12 @@ async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> No
     finally:
         for wait in waits:
             wait.cancel()
+
+
+async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s: float) -> None:
+    """Until an event is set, a task is done, or the time is over; the task goes on."""
+    waiting = asyncio.ensure_future(wake.wait())
+    try:
+        await asyncio.wait({waiting, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()

@@ -5,9 +5,11 @@
         globals.safetensors                tensor name -> float32
         momentum.safetensors               the same; a fragment without momentum is absent, as is an empty file
         state.json                         `SavedState`
+        SHA256SUMS                         digests of all of these (`pipeline.sums`)
 
 Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut
-unless the run is finished. Each fragment is consistent in itself, and checked by its digest on both ways.
+unless the run is finished. Each fragment is consistent in itself, and checked by its digest on both ways. Format 1 had
+no SHA256SUMS: of its momentum only that it is finite can be checked.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+import structlog
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
@@ -35,8 +38,10 @@ from pipeline.messages import Committed, Head, Phase, RunState, Spec, SyncSpec, 
 from pipeline.payloads import push
 from pipeline.ports import Bus, Clock, Commit
 from pipeline.shard_messages import ShardQueue
+from pipeline.sums import SUMS_FILE, check_sums, write_sums
 from pipeline.wire import Count, Digest, Message, Version
 
+from .norms import all_finite
 from .scratch import scratch_folder
 
 KEPT = 3
@@ -60,7 +65,7 @@ class SavedFragment(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     spec: Spec
     run: RunState
     overwritten: Count
@@ -125,20 +130,26 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
     """Write one checkpoint folder, then name it in `latest`, then drop the oldest."""
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_folder(directory) as temporary:
-        safetensors.numpy.save_file(dict(theta), temporary / "globals.safetensors")
-        if momentum:
-            safetensors.numpy.save_file(dict(momentum), temporary / "momentum.safetensors")
+        for name, tensors in (("globals", theta), ("momentum", momentum)):
+            if tensors or name == "globals":
+                _write_tensors(temporary / f"{name}.safetensors", tensors)
         (temporary / "state.json").write_text(state.model_dump_json(indent=1))
+        write_sums(temporary)
         for file in temporary.iterdir():
             _sync(file)
         _sync(temporary)
         temporary.chmod(0o755)
         name = _rename(temporary, directory, f"checkpoint-{state.run.tokens}")
     pointer = directory / f".latest.{name}"
-    pointer.write_text(name + "\n")
-    _sync(pointer)
-    pointer.rename(directory / "latest")
-    _sync(directory)
+    try:
+        pointer.write_text(name + "\n")
+        _sync(pointer)
+        pointer.rename(directory / "latest")
+        _sync(directory)
+    except OSError:  # a disk that is full must not be filled with what nothing names
+        pointer.unlink(missing_ok=True)
+        shutil.rmtree(directory / name, ignore_errors=True)
+        raise
     with suppress(FileNotFoundError):  # another syncer drops them at the same time
         found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
         # File times are coarse: among equals the longer name, then the higher number, is the newer one.
@@ -147,6 +158,13 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
             if folder.name != name:
                 shutil.rmtree(folder)
     return directory / name
+
+
+def _write_tensors(file: Path, tensors: Mapping[str, Float32]) -> None:
+    try:
+        safetensors.numpy.save_file(dict(tensors), file)
+    except SafetensorError as error:  # how the library tells of a disk that is full
+        raise OSError(f"cannot write {file}: {error}") from error
 
 
 def _rename(temporary: Path, directory: Path, name: str) -> str:
@@ -170,7 +188,7 @@ async def save_checkpoint(
 
     Raises:
         UsageError: the run has no state or no version 0 yet.
-        BadPayload: a payload on the bus is damaged.
+        BadPayload: a payload on the bus is damaged, or not finite.
         BusError, OSError: nothing was changed, `latest` is the one before.
     """
     layout = layout_of(spec.tensors)
@@ -179,6 +197,8 @@ async def save_checkpoint(
     fragments = []
     for fragment in layout.fragments:
         head, flat, flat_momentum = await _read_fragment(bus, fragment, spec.sync, offload)
+        if not (all_finite(flat) and (flat_momentum is None or all_finite(flat_momentum))):
+            raise BadPayload(f"fragment {fragment.id} version {head.version} is not finite: the one saved before stays")
         theta.update(_by_name(fragment, flat))
         if flat_momentum is not None and flat_momentum.any():
             momentum.update(_by_name(fragment, flat_momentum))
@@ -225,7 +245,9 @@ def find_checkpoint(path: Path) -> Path:
             name = pointer.read_text().strip()
             if (directory / name / "state.json").is_file():
                 return directory / name
-            raise UsageError(f"{pointer} names {name!r}, which is no checkpoint folder")
+            there = sorted(folder.parent.name for folder in directory.glob("checkpoint-*/state.json"))
+            found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
+            raise UsageError(f"{pointer} names {name!r}, which is no checkpoint folder; {found}")
     raise UsageError(
         f"{path} is no checkpoint: expected a folder with state.json, with `latest`, or with checkpoints/latest"
     )
@@ -305,6 +327,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
         theta.append(flat)
         has_momentum = any(slot.tensor.name in momenta for slot in fragment.slots)
         momentum.append(_flatten(folder / "momentum.safetensors", fragment, momenta) if has_momentum else None)
+        for name, values in (("globals", flat), ("momentum", momentum[-1])):
+            if values is not None and not all_finite(values):
+                raise UsageError(
+                    f"{folder / name}.safetensors: fragment {fragment.id} has values that are not finite: no run can "
+                    "go on from it; take an earlier checkpoint"
+                )
+    summed = check_sums(folder)  # after what says more about a file than that it is another one
+    if not summed and state.format > 1:
+        raise UsageError(f"{folder / SUMS_FILE} is missing: what is here cannot be checked; take another checkpoint")
+    if not summed:
+        checked = "values by their digests; of the momentum only that it is finite"
+        structlog.get_logger().warning("checkpoint_without_sums", path=str(folder), checked=checked)
     return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(momentum))
 
 

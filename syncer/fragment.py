@@ -19,7 +19,7 @@ from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
 from .merge import Reduced, Sum, merge_shares, merge_weights
-from .norms import Float64
+from .norms import Float64, all_finite
 from .outer import NesterovStep, matrix_elements, muon_step
 from .room import Room
 from .window import Offer
@@ -65,6 +65,16 @@ class Merged:
     """As `merge.Reduced`."""
     orthogonal: npt.NDArray[np.float32] | None = None
     """As `Stepped`."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether it may be committed. One pass over values and momentum."""
+        return finite(self.theta, self.momentum)
+
+
+def finite(theta: npt.NDArray[np.float32], momentum: npt.NDArray[np.float32] | None) -> bool:
+    """Whether values and momentum, (elements,) each, have no NaN and no infinity."""
+    return all_finite(theta) and (momentum is None or all_finite(momentum))
 
 
 class Stepped(NamedTuple):

@@ -25,6 +25,12 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 
+def all_finite(values: Float32) -> bool:
+    """Whether a vector (elements,) has no NaN and no infinity."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(values.min(initial=0.0)) and np.isfinite(values.max(initial=0.0)))
+
+
 def squares(block: Float32) -> float:
     """Sum of squares of one block; non-finite if an element is."""
     whole = len(block) - len(block) % ROW

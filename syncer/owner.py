@@ -11,19 +11,19 @@ import secrets
 import structlog
 
 from pipeline import codec
-from pipeline.errors import BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
+from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Commit, Offered
 from pipeline.stored import head_after, parse_offer_id
-from pipeline.waiting import first_of
+from pipeline.waiting import first_of, woken_or_done
 from pipeline.wire import Digest
 
 from .doubts import Doubts
 from .folding import Folding
-from .fragment import Delta, FragmentState, MakeFragment, Merged, orthogonalises
+from .fragment import Delta, FragmentState, MakeFragment, Merged, finite, orthogonalises
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, Beginning
 from .intake import Failed, Intake, Offload, Outcome, given_up
@@ -43,6 +43,8 @@ MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
+NOT_FINITE_PAUSE_S = 30.0
+"""Longest pause after merges that came to nothing, one after the other."""
 DOUBTED_SHOWN = 64
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
@@ -91,6 +93,8 @@ class FragmentOwner:
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
         self._folding = Folding(layout, spec.sync, offload, metrics)
         self._grace = GraceEstimator()
+        self._not_finite_times = 0
+        """Merges in a row whose outcome was not finite."""
         self._view = IDLE_VIEW
         self._merges = LastMerges()
 
@@ -159,6 +163,7 @@ class FragmentOwner:
             return
         arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
         reader = asyncio.create_task(self._read(arrived))
+        unmerged: list[Failed] = []
         try:
             while self._serving:
                 self.wake.clear()
@@ -166,7 +171,8 @@ class FragmentOwner:
                     await self._mend()
                 for _ in range(min(arrived.qsize(), MOST_AT_ONCE)):
                     await self._offered(arrived.get_nowait())
-                failed = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
+                downloaded = [one for one in map(self._downloaded, self._intake.taken()) if one is not None]
+                failed, unmerged = [*unmerged, *downloaded], []
                 assert self._window is not None  # noqa: S101  # loaded before the loop
                 gone, look_again = given_up(self._window, self._intake, self._watch, self._doubts.learners)
                 if reader.done():
@@ -178,13 +184,14 @@ class FragmentOwner:
                 for offer, reason, detail in (*failed, *gone):
                     await self._reject(offer, reason, detail, offer.header.tokens)
                 if isinstance(decision, Merge):
-                    await self._merge(decision)
+                    unmerged = await self._merge(decision)
                 elif isinstance(decision, Reopened):
                     await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
                 elif arrived.empty():
                     self._fold()
-                    await self._sleep(reader, decision.until, look_again, self._mending.due_s)
+                    until = min(at for at in (decision.until, look_again, self._mending.due_s) if at is not None)
+                    await woken_or_done(self.wake, reader, max(TICK_S, until - self._clock.now()))
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -195,15 +202,6 @@ class FragmentOwner:
     async def _mend(self) -> None:
         assert self._fragment is not None and self._head is not None  # noqa: S101, PT018  # loaded before the loop
         self._head = await self._mending.look(self._head, self._fragment, self._watch)
-
-    async def _sleep(self, reader: asyncio.Task[None], *until: float | None) -> None:
-        first = min((at for at in until if at is not None), default=None)
-        timeout = None if first is None else max(TICK_S, first - self._clock.now())
-        wake = asyncio.ensure_future(self.wake.wait())
-        try:
-            await asyncio.wait({wake, reader}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            wake.cancel()
 
     # --- loading ----------------------------------------------------------------------------------------
 
@@ -227,6 +225,8 @@ class FragmentOwner:
             head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
             state = await pull_state(self._bus, head, self._layout.elements, sync, self._offload)
+            if not await self._offload(finite, *state):
+                raise BadPayload(f"version {head.version} on the bus is not finite: resume from an earlier checkpoint")
             fragment = self._make_fragment(self._layout, sync, head.version, head.digest, *state)
             if self._recorder is not None:
                 await self._offload(self._recorder.loaded, fragment)
@@ -402,7 +402,8 @@ class FragmentOwner:
 
     # --- merging ------------------------------------------------------------------------------------------
 
-    async def _merge(self, decision: Merge) -> None:
+    async def _merge(self, decision: Merge) -> list[Failed]:
+        """Commit a merge; returns what is to be refused instead, if the outcome is not finite."""
         fragment, window, head = self._fragment, self._window, self._head
         assert fragment is not None and window is not None and head is not None  # noqa: S101, PT018
         began = self._clock.now()
@@ -414,11 +415,13 @@ class FragmentOwner:
 
         async def merging() -> Merged:
             merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)
-            if self._recorder is not None:
+            if self._recorder is not None and merged.finite:
                 await self._offload(self._recorder.merge, fragment, deltas, merged)
             return merged
 
         merged, published = await self._staging.stage(head, room, not outer_momentum, merging())
+        if not await self._offload(lambda: merged.finite):
+            return await self._not_finite(window)
         now = self._clock.now()
         opened, quorum, fixed = (
             t if t is not None else began for t in (window.opened_at, window.quorum_at, window.fixed_at)
@@ -476,7 +479,20 @@ class FragmentOwner:
             merge_s=round(record.merge_s, 3),
         )
         fragment.advance(merged)
+        self._not_finite_times = 0
         await self._next_window(window, commit, head)
+        return []
+
+    async def _not_finite(self, window: Window) -> list[Failed]:
+        """The version stays, and learners are asked for other deltas; less and less often if it happens again."""
+        gone = window.not_merged()
+        detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
+        pause_s = min(2.0**self._not_finite_times, NOT_FINITE_PAUSE_S)
+        self._not_finite_times += 1
+        learners = [offer.header.learner for offer in gone]
+        self._log.error("merge_not_finite", version=window.version, learners=learners, detail=detail, pause_s=pause_s)
+        await asyncio.sleep(pause_s)
+        return [(offer, RefusalReason.NON_FINITE, detail) for offer in gone]
 
     async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:
         """The head moved: a new window, into which late offers are replayed."""

@@ -129,7 +129,8 @@ class Recorder:
         """
         self._directory, self._writer, self._sync = directory, writer, spec.sync
         self._log = structlog.get_logger()
-        self._warned = False
+        self.problem = ""
+        """What is missing, for people; "" if nothing."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / SPEC_FILE).exists():
@@ -174,7 +175,7 @@ class Recorder:
             parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]
             _write(folder / name, parts, self._writer)
         except OSError as error:
-            if not self._warned:
+            if not self.problem:
                 self._log.error(
                     "recording_failed",
                     fragment=header.fragment,
@@ -182,7 +183,9 @@ class Recorder:
                     error=str(error),
                     safe="the run; its recording has gaps from here on",
                 )
-            self._warned = True
+            self.problem = (
+                f"the recording has gaps, the last at fragment {header.fragment} version {header.version}: {error}"
+            )
 
 
 def _write(path: Path, parts: Sequence[bytes | memoryview], writer: str) -> None:

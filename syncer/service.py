@@ -73,8 +73,9 @@ class SyncerService:
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
         self._watch: RunWatch | None = None
         self._lost: Lost | None = None
-        self._failing: dict[str, str] = {}
-        """What fails on this machine and is tried again, in words for the status."""
+        self._unsaved = ""
+        """Why the last checkpoint could not be saved, in words for the status."""
+        self._files: list[TapeArchive | Recorder] = []
         self._leases: Leases | None = None
         self._closing = asyncio.Event()
         """No merge begins any more: the run is closing, or finished."""
@@ -87,7 +88,7 @@ class SyncerService:
         if self.spec is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
         status = await read_status(self.bus, self.clock, self.settings.liveness_s)
-        status["warnings"] += self._failing.values()
+        status["warnings"] += [problem for problem in (self._unsaved, *(one.problem for one in self._files)) if problem]
         return status
 
     def ready(self) -> tuple[bool, str]:
@@ -112,6 +113,7 @@ class SyncerService:
         recorder = None
         if self.settings.record_deltas:
             recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
+            self._files.append(recorder)
         beginning = Beginning(self.bus, self.clock, spec.sync, nonce=self.nonce, syncer=self.id)
         self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s, self.settings.drain_s)
         self.owners = [
@@ -145,6 +147,7 @@ class SyncerService:
         archive = None
         if self.settings.tape_dir:
             archive = TapeArchive(self.bus, spec.sync.groups, self.settings.tape_dir, self.nonce, self._leads)
+            self._files.append(archive)
         background = [
             self._retrying(leases.keep, self.settings.lease_s / 12),
             self._retrying(leases.share, min(1.0, self.settings.lease_s / 6)),
@@ -163,7 +166,7 @@ class SyncerService:
                 bound.append(asyncio.create_task(self._bound(stop, limit)))
                 await self._end(stop, tasks, serving, watch)
                 if archive:
-                    await self._retrying(archive.finish)
+                    await self._retrying(partial(self._finish_archive, archive))
         except TimeoutError:
             self._log.error("shutdown_overrun", after_s=self.settings.shutdown_s, safe="all committed versions")
             self.in_order = False
@@ -250,7 +253,8 @@ class SyncerService:
                 raise
             except (BusError, PeerError, OSError) as error:
                 self.metrics.bus_errors.inc()
-                self._log.warning(outage_event(error), error=str(error), retry_s=retry_s)
+                event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
+                self._log.warning(event, error=str(error), retry_s=retry_s)
                 await asyncio.sleep(retry_s)
 
     # --- background -------------------------------------------------------------------------------------
@@ -351,10 +355,7 @@ class SyncerService:
             await asyncio.sleep(self.settings.checkpoint_every)
             if not self._leads():
                 continue
-            try:
-                await self._checkpoint()
-            except (UsageError, OSError) as error:  # not all fragments are there yet, or the disk is full
-                self._log.error("checkpoint_failed", error=str(error))
+            await self._checkpoint()
 
     async def _keep_tape_short(self) -> None:
         """Without an archive the tape is for waking only: what is old goes."""
@@ -366,16 +367,30 @@ class SyncerService:
                 newest_ms = int(end.partition("-")[0])
                 await self.bus.trim_tape(group, f"{max(0, newest_ms - int(TAPE_KEPT_S * 1000))}-0")
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> bool:
+        """Save one; False, and said in log and status, if that fails. The run goes on, the next try comes by itself."""
         assert self.spec is not None and self.settings.checkpoint_dir is not None  # noqa: S101, PT018
-        path = await save_checkpoint(self.bus, self.spec, self.settings.checkpoint_dir, self.clock, self._offload)
+        directory = self.settings.checkpoint_dir
+        try:
+            path = await save_checkpoint(self.bus, self.spec, directory, self.clock, self._offload)
+        except (UsageError, PeerError, OSError) as error:  # not all fragments are there yet, or the disk is full
+            self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+            if not isinstance(error, UsageError):
+                self._unsaved = f"the last checkpoint could not be saved in {directory}, and is tried again: {error}"
+            return False
+        self._unsaved = ""
         self._log.info("checkpoint_saved", path=str(path))
+        return True
 
     async def _last_checkpoint(self) -> None:
+        if not await self._checkpoint():
+            self.in_order = False
+
+    async def _finish_archive(self, archive: TapeArchive) -> None:
         try:
-            await self._checkpoint()
+            await archive.finish()
         except OSError as error:
-            self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+            self._log.error("tape_not_archived", error=str(error), safe="it stays on the bus")
             self.in_order = False
 
 

@@ -15,6 +15,7 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
 | UPLOADING | offer | a member's training, which it has not uploaded, at a later attempt | unchanged | member instead |
+| MERGING | not_merged | the outcome is not finite | COLLECTING, then attempt + 1 | Reopened |
 | UPLOADING or MERGING | offer | valid otherwise | unchanged | late: for the next window |
 | any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
 
@@ -248,6 +249,15 @@ class Window:
             del self._members[offer.header.learner]
             self.refused.add(offer.header.learner)
         self.late = [late for late in self.late if late.entry_id != offer.entry_id]
+
+    def not_merged(self) -> tuple[Offer, ...]:
+        """Nothing came of the merge: what was in it leaves, and is returned; the window opens with the next attempt."""
+        assert self._merge is not None  # noqa: S101  # decided
+        gone = self._merge.contributions
+        for offer in (*gone, *self._merge.overdue):
+            self.failed(offer)
+        self._merge, self.state = None, State.COLLECTING
+        return gone
 
     # --- the decision --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -334,7 +335,7 @@ def retensor(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "complaint"),
     [
-        ("state.json", lambda s: s.update(format=2), "format"),
+        ("state.json", lambda s: s.update(format=3), "format"),
         ("state.json", lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
         ("state.json", lambda s: s["fragments"].pop(), "1 fragments, the spec has 2"),
         ("state.json", lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
@@ -353,6 +354,82 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, file, change, compla
     with pytest.raises(UsageError, match=complaint) as error:
         load_checkpoint(tmp_path)
     assert file in str(error.value)
+
+
+def flip(path: Path) -> None:
+    """One bit of the last byte: of a tensor, or of a number."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def poison(path: Path) -> None:
+    retensor(path, lambda t: t["a"].__setitem__((0, 0), np.nan))
+
+
+def older(path: Path) -> None:
+    """As earlier builds wrote it."""
+    rewrite(path / "state.json", lambda s: s.update(format=1))
+    (path / "SHA256SUMS").unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "complaint"),
+    [
+        ("momentum.safetensors", flip, "does not have the digest"),
+        ("momentum.safetensors", poison, "not finite"),
+        ("momentum.safetensors", Path.unlink, "is missing"),
+        ("globals.safetensors", flip, "does not have the digest"),
+        ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
+        ("SHA256SUMS", Path.unlink, "is missing"),
+        ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is no digest"),
+    ],
+)
+def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
+    """A flipped bit, a NaN, a missing file: the file is named, and what to do."""
+    (path,) = save(tmp_path)
+    damage(path / file)
+    with pytest.raises(UsageError, match=complaint) as error:
+        load_checkpoint(tmp_path)
+    assert file in str(error.value)
+
+
+def test_the_digests_are_those_of_sha256sum(tmp_path):
+    """Anybody can check a checkpoint without this project."""
+    (path,) = save(tmp_path)
+    done = subprocess.run(
+        ["/usr/bin/env", "sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": OK") == 3
+
+
+def test_a_checkpoint_of_an_earlier_build_is_loaded_with_what_can_be_checked(tmp_path, capsys):
+    """It has no digest of the momentum: that it is finite is checked, and the rest is said."""
+    (path,) = save(tmp_path)
+    older(path)
+    assert load_checkpoint(path).momentum[0].tobytes() == MOMENTUM.tobytes()
+    assert "checkpoint_without_sums" in capsys.readouterr().out
+    poison(path / "momentum.safetensors")
+    with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):
+        load_checkpoint(path)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    """The checkpoint before stays the newest."""
+    (before,) = save(tmp_path)
+    with pytest.raises(BadPayload, match="fragment 0 version 3 is not finite"):
+        save(tmp_path, momentum=np.full_like(MOMENTUM, np.nan))
+    assert load_checkpoint(tmp_path).path == before
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_path):
+    """A person can choose."""
+    first, second = save(tmp_path, times=2)
+    shutil.rmtree(second)
+    with pytest.raises(UsageError, match=f"there are {first.name}: name one of them"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(first).path == first
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path):

@@ -18,6 +18,7 @@ from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
 from pipeline.moments_messages import OptimizerKind
 from pipeline.settings import SyncSettings
+from pipeline.sums import file_sha256
 from workers import state_folder
 from workers.learner import Learner
 from workers.moments import Moments
@@ -198,6 +199,13 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
 
 
+def flip(folder: Path) -> None:
+    (file,) = folder.glob("moments-*")
+    data = bytearray(file.read_bytes())
+    data[-4] ^= 1
+    file.write_bytes(data)
+
+
 def poison(folder: Path) -> None:
     (file,) = folder.glob("moments-*")
     arrays = safetensors.numpy.load_file(file)
@@ -209,6 +217,7 @@ def add(name: str) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         (file,) = folder.glob("moments-*")
         safetensors.numpy.save_file({**safetensors.numpy.load_file(file), name: np.zeros(3, np.float32)}, file)
+        spoil(lambda told: told.update(moments_sha256=file_sha256(file)))(folder)
 
     return apply
 
@@ -225,6 +234,7 @@ def add(name: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "state.json").write_text("{"), "damaged"),
         (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
         (cut, "no whole state"),
+        (flip, "does not have the digest"),
         (poison, "exp_avg of fragment . is not finite"),
         (add("nothing"), "'nothing' that is no tensor's"),
     ],

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 import safetensors.torch
+import structlog
 import torch
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
 from pipeline.errors import UsageError
+from pipeline.sums import check_sums
 
 from .data.text import BOUNDARY, BYTES
 from .models.gpt import GPT, build
@@ -52,6 +54,8 @@ def load_model(checkpoint: Path) -> Loaded:
     Raises:
         UsageError: not a checkpoint, damaged, or of a model that is not built in.
     """
+    if not check_sums(checkpoint):
+        structlog.get_logger().warning("checkpoint_without_sums", path=str(checkpoint), checked="no digest")
     try:
         state = _State.model_validate_json((checkpoint / "state.json").read_bytes())
         tensors = safetensors.torch.load_file(checkpoint / "globals.safetensors")
@@ -59,6 +63,8 @@ def load_model(checkpoint: Path) -> Loaded:
         raise UsageError(f"{checkpoint} is not a checkpoint: {error}") from error
     except (ValidationError, SafetensorError) as error:
         raise UsageError(f"{checkpoint} is not a checkpoint, or damaged: {error}") from error
+    if strange := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise UsageError(f"{checkpoint} is damaged: {strange[0]} has elements that are not finite")
     model = model_of(state.spec.trainer)
     try:
         model.load_state_dict(tensors)

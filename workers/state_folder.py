@@ -7,10 +7,12 @@
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
 """
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,10 +23,12 @@ import structlog
 from pydantic import Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 
+from pipeline.appending import append_whole
 from pipeline.errors import BadPayload, PeerError
 from pipeline.fragments import Layout
 from pipeline.moments_messages import OptimizerKind
 from pipeline.strict_json import dumps
+from pipeline.sums import file_sha256
 from pipeline.wire import Count, Digest, Message, PartyId, Text
 
 from .background import BackgroundThread
@@ -51,12 +55,14 @@ class RunIdentity(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     identity: RunIdentity
     learner: PartyId
     layout: Digest
     kind: OptimizerKind
     moments_file: Annotated[str, Field(pattern=r"^moments-[0-9]+\.safetensors$")]
+    moments_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Digest of that file; "" in format 1, where only what finiteness and signs show can be checked."""
     numbers: dict[str, tuple[FiniteFloat, ...]]
     steps: Count
     """Inner steps of all the learner's incarnations so far."""
@@ -115,7 +121,9 @@ class StateFolder:
             for name, flat in moments.flats[p].items()
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
-        replace(self.path / state.moments_file, to_safetensors(arrays))
+        digest = hashlib.sha256()
+        replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
@@ -124,8 +132,8 @@ class StateFolder:
 
     def _append(self, lines: Callable[[], Sequence[str]]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOSSES_FILE).open("a") as file:
-            file.writelines(f"{line}\n" for line in lines())
+        with FileIO(self.path / LOSSES_FILE, "ab") as file:
+            append_whole(file, "".join(f"{line}\n" for line in lines()).encode())
 
     # --- read -----------------------------------------------------------------------------------------
 
@@ -149,6 +157,9 @@ class StateFolder:
             self._compare(state, identity, kind)
             moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
             check(moments, self._layout)
+            file = self.path / state.moments_file
+            if state.format > 1 and file_sha256(file) != state.moments_sha256:
+                raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
         except ValidationError as error:
             first = error.errors()[0]
             raise StateRefused(f"{path} is damaged: {first['loc']}: {first['msg']}") from error
@@ -214,6 +225,14 @@ def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | m
     for _, array in widest_first:
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def _digested(
+    parts: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], None]
+) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        update(part)
+        yield part
 
 
 def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from pipeline.errors import UsageError
 from pipeline.settings import RankProcess
 from pipeline.strict_json import dumps
+from pipeline.sums import write_sums
 
 from ..data.blocks import Blocks
 from ..data.text import open_text
@@ -123,6 +124,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
     tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     safetensors.torch.save_file(tensors, folder / "globals.safetensors")
     (folder / "state.json").write_text(dumps({"format": 1, "spec": spec}, indent=1))
+    write_sums(folder)
 
 
 def shared_held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: torch.device) -> float:
