@@ -12,9 +12,11 @@ from pipeline.settings import SyncSettings
 from workers.arguments import one_loss, whole_tokens
 from workers.learner import Learner
 
+from .test_parameters import Net
+
 
 def learner(**given: Any) -> Learner:
-    return Learner(nn.Linear(2, 2), **({"redis_url": "redis://localhost"} | given))
+    return Learner(Net(), **({"redis_url": "redis://localhost"} | given))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ class Learner:
         self.id = learner_id or f"{socket.gethostname()[:48]}-{os.getpid()}"
         self.incarnation = secrets.token_hex(8)
         self.device = check_model(model)
+        if sync is not None:
+            tensor_table(model, sync)
         self._inner_optimizer = check_optimizer(model, optimizer)
         if same_frozen:
             check_frozen(model)
