@@ -65,7 +65,7 @@ CONTRIBUTION = Contribution(
 UPDATE = Update(payload="update", chunks=2, base=bytes(16), averaged=False)
 BASE = MergedBase(learner="l0", incarnation="0" * 8, base_version=3, tokens=400)
 SHARD = Shard(epoch=0, index=1, start=8, stop=16)
-SPEC = samples.spec()
+SPEC = samples.spec().model_copy(update={"frozen": (("base.weight", bytes(16)), ("base.bias", bytes(16)))})
 EXAMPLES: dict[type[Message], Message] = {
     type(one): one
     for one in (

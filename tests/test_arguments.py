@@ -12,14 +12,26 @@ from pipeline.settings import SyncSettings
 from workers.arguments import one_loss, whole_tokens
 from workers.learner import Learner
 
+from .test_parameters import Net
+
 
 def learner(**given: Any) -> Learner:
-    return Learner(nn.Linear(2, 2), **({"redis_url": "redis://localhost"} | given))
+    return Learner(Net(), **({"redis_url": "redis://localhost"} | given))
 
 
 @pytest.mark.parametrize(
     "tokens",
-    [7, 7.0, np.int32(7), np.uint64(7), np.float32(7), np.array(7)[()], torch.tensor(7), torch.tensor([7.0])],
+    [
+        7,
+        7.0,
+        np.int32(7),
+        np.uint64(7),
+        np.float32(7),
+        np.array(7),
+        np.array([7]),
+        torch.tensor(7),
+        torch.tensor([7.0]),
+    ],
     ids=repr,
 )
 def test_whole_numbers_of_every_kind_are_tokens(tokens: Any) -> None:
@@ -36,12 +48,12 @@ def test_no_tokens_are_a_number_too(tokens: Any) -> None:
 @pytest.mark.parametrize(
     "tokens",
     [
-        *(-1, 0.5, float("nan"), float("inf"), -float("inf"), 2**41, 1e300, True, "7", None, [7], 7j),
+        *(-1, 0.5, float("nan"), float("inf"), -float("inf"), 2**41, 1e300, 10**5000, True, "7", None, [7], 7j),
         *(np.bool_(True), np.float64("nan"), np.array([7, 8]), np.datetime64("2020-01-01"), object()),
         *(torch.tensor(True), torch.tensor([3, 4]), torch.tensor(-2), torch.tensor(float("nan")), torch.tensor(1j)),
         torch.tensor([]),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_number_of_tokens_is_refused_by_name(tokens: Any) -> None:
     """At once, and not when a header cannot be written."""
@@ -50,7 +62,7 @@ def test_what_is_no_number_of_tokens_is_refused_by_name(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", [2.5, np.float32(2.5), torch.tensor(2.5), torch.tensor([[2.5]]), np.array(2.5)], ids=repr
+    "loss", [2.5, np.float32(2.5), torch.tensor(2.5), torch.tensor([[2.5]]), np.array(2.5), np.array([2.5])], ids=repr
 )
 def test_one_number_of_every_kind_is_a_loss(loss: Any) -> None:
     taken = one_loss(loss)
@@ -72,8 +84,8 @@ def test_a_loss_that_has_diverged_is_shown_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    [torch.ones(4), torch.ones(0), torch.tensor(1j), np.ones(4), "2.5", b"2", [1.0], object(), 10**400],
-    ids=lambda value: repr(value)[:20],
+    [torch.ones(4), torch.ones(0), torch.tensor(1j), np.ones(4), "2.5", b"2", [1.0], object(), 10**400, 10**5000],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_one_number_is_no_loss(loss: Any) -> None:
     with pytest.raises(UsageError, match=r"step\(loss="):

@@ -32,7 +32,8 @@ from tests.samples import encode_chunks
 from . import samples
 
 KINDS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
-EXAMPLES = [samples.header(), samples.report(), samples.spec(), samples.run_state(), samples.head()]
+FROZEN = samples.spec().model_copy(update={"frozen": (("base", bytes(16)),)})
+EXAMPLES = [samples.header(), samples.report(), samples.spec(), FROZEN, samples.run_state(), samples.head()]
 ARRAY = np.arange(1000, dtype=np.float32)
 CHUNK_BYTES = 1024
 

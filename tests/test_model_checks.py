@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import UsageError
+from pipeline.settings import SyncSettings
 from workers.learner import Learner
 from workers.model_checks import check_optimizer
 
@@ -197,6 +198,11 @@ def test_a_model_that_would_go_wrong_is_refused_by_name(case: str) -> None:
     make, said = REFUSED[case]
     with pytest.raises(UsageError, match=said):
         learner(make())
+
+
+def test_more_fragments_than_tensors_are_refused_when_they_are_asked_for() -> None:
+    with pytest.raises(UsageError, match="fragments=5, but the model has 4 tensors"):
+        learner(Net(), sync=SyncSettings(fragments=5))
 
 
 def test_trained_parameters_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

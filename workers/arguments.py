@@ -1,5 +1,7 @@
 """What a user may say to a `Learner`: each argument is judged at once, by name, with what is allowed."""
 
+import math
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,10 +64,10 @@ def whole_tokens(tokens: Any) -> int:
     Raises:
         UsageError: they are no whole number from 0 on.
     """
-    if isinstance(tokens, torch.Tensor) and tokens.numel() != 1:
-        raise UsageError(f"step(tokens=...): a tensor of shape {tuple(tokens.shape)}; pass the number, as its sum")
-    value = tokens.item() if isinstance(tokens, torch.Tensor | np.generic) else tokens
-    if type(value) is not int and type(value) is not float:
+    if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
+        raise UsageError(f"step(tokens=...): of shape {tuple(tokens.shape)}; pass one number, as their sum")
+    value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"step(tokens={_shown(tokens)}): a {type(tokens).__name__}; pass how many tokens were trained")
     if not (0 <= value <= MAX_STEP_TOKENS and value == int(value)):
         raise UsageError(
@@ -91,7 +93,7 @@ def one_loss(loss: Any) -> float | torch.Tensor | None:
     try:
         if isinstance(loss, str | bytes):
             raise TypeError
-        return float(loss)
+        return float(loss.item() if isinstance(loss, np.ndarray) else loss)
     except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"step(loss={_shown(loss)}): a {type(loss).__name__}; pass one number, or leave it out"
@@ -99,4 +101,7 @@ def one_loss(loss: Any) -> float | torch.Tensor | None:
 
 
 def _shown(value: Any) -> str:
-    return repr(value)[:80]
+    try:
+        return reprlib.repr(value)[:80]
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "..."

@@ -138,12 +138,14 @@ class Learner:
         self.incarnation = secrets.token_hex(8)
         self.id = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
+        if sync is not None:
+            tensor_table(model, sync)
         self._inner_optimizer = check_optimizer(model, optimizer)
         if same_frozen:
             check_frozen(model)
         self._same_frozen = same_frozen
         self._watch: ModelWatch | None = None
-        self._on_device = encode_on == "device" or (encode_on == "auto" and self.device.type == "cuda")
+        self._encode_on, self._on_device = encode_on, False
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self._url, self._run, self._leave_s = url, run, leave_s
@@ -408,7 +410,8 @@ class Learner:
         Raises:
             UsageError: model and settings cannot be a run's.
         """
-        check_model(self.model)
+        self.device = check_model(self.model)
+        self._on_device = self._encode_on == "device" or (self._encode_on == "auto" and self.device.type == "cuda")
         frozen = frozen_digests(self.model) if self._same_frozen else None
         try:
             return Spec(sync=sync, tensors=tensor_table(self.model, sync), trainer=self._trainer, frozen=frozen)

@@ -27,7 +27,7 @@ from .parameters import FragmentTensors, Snapshot
 
 OWN = frozenset({"param_groups", "state", "step"})
 """Attributes that a trial's twin has of its own. A `step` among them was put there by a learning-rate scheduler."""
-PLAIN = (int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
+PLAIN = (type, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
 MAX_PLAIN_ELEMENTS = 4096
 """Of a tensor that is no parameter, such as a learning rate."""
 
