@@ -93,7 +93,7 @@ class MemoryBus(MemoryShards):
         """Replace a report."""
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
-        holder, mine = self.keys.holder(report.learner), b"%d %s" % (report.generation, report.incarnation.encode())
+        holder, mine = self.keys.holder(report.learner), stored.holder(report)
         stored.check_holder(holder, self._bytes(holder), mine, report.generation)
         state = self._hash(self.keys.state).get(b"blob")
         before = self._hash(self.keys.learners).get(name.encode())

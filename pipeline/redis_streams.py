@@ -104,7 +104,7 @@ class RedisBus:
         """Replace a report."""
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
-        holder = (report.generation, report.incarnation)
+        holder = (report.generation, stored.holder(report))
         (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
         return stored.decode_state(blob)
 

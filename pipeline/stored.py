@@ -272,6 +272,11 @@ def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[byte
     return found
 
 
+def holder(report: LearnerReport) -> bytes:
+    """What a report makes its learner's holder."""
+    return b"%d %s" % (report.generation, report.incarnation.encode())
+
+
 def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:
     """Whether a report may be written by who holds its learner's id; what cannot be read holds nothing.
 

@@ -144,6 +144,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     cursors = dict.fromkeys(await learner.tape_end(), START)
     assert len(await learner.read_tape(cursors, block_s=0.01)) == 1
     (head,) = await learner.read_heads([0])
+    assert await learner.read_state() is not None
     assert await learner.read_initial() is not None
     assert len(await learner.read_syncers()) == 1
     assert await learner.read_chunks(head.payload, 0, 10, extend_s=60) == [b"chunk"] * 2
@@ -233,6 +234,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "syncers": keys.syncers,
         "evaluations": keys.evaluations,
         "deltas": keys.deltas(0, "l1"),
+        "holder": keys.holder("l1"),
         "delta_payload": keys.delta_payload(0, "l1", "0" * 8, 0),
     }
 
@@ -310,8 +312,8 @@ KEYLESS: list[tuple[Any, ...]] = [
     ("user", "family"),
     [
         *(("learner-l0", family) for family in families(RunKeys("r"))),
-        # A user for learners of any name writes the deltas of any name.
-        *(("learner", family) for family in families(RunKeys("r")) if not family.startswith("delta")),
+        # A user for learners of any name writes the deltas of any name, and holds any.
+        *(("learner", f) for f in families(RunKeys("r")) if not f.startswith(("delta", "holder"))),
     ],
 )
 async def test_no_plain_command_of_a_learner_changes_what_is_not_its_own(
@@ -362,7 +364,10 @@ SCRIPTED: dict[str, Step] = {
     "offer_as_another": lambda bus, keys, at: bus.offer(samples.header("l1", serial=9)),
     "claim_on_a_head": lambda bus, keys, at: bus._redis.script("claim", [keys.head(9)], "x", 1),  # type: ignore[attr-defined]
     "write_report_elsewhere": lambda bus, keys, at: bus._redis.script(  # type: ignore[attr-defined]
-        "write_report", [keys.state, keys.seen, keys.state], "blob", "9", 1
+        "write_report", [keys.state, keys.seen, keys.state, keys.holder("l0")], "blob", "9", 1, 1, "0" * 8
+    ),
+    "take_anothers_place": lambda bus, keys, at: bus.write_report(
+        samples.report("l1", incarnation="f" * 8, generation=9)
     ),
 }
 COMMITS: dict[str, Any] = {}

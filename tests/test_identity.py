@@ -1,7 +1,6 @@
 """One process at a time has a learner's id, and what joining waits for is said. Memory bus, virtual time."""
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ from pipeline.errors import IdTaken, LearnerReplaced
 from pipeline.fragments import layout_of
 from pipeline.ledger import accounts, problems
 from pipeline.memory import MemoryBus
-from pipeline.messages import LearnerReport, Phase
+from pipeline.messages import LearnerReport
 from pipeline.standing import read_standing
 from workers import joining
 from workers.exchange import CLAIM_TTL_S
 from workers.identity import SILENT_S
 
-from . import samples
 from .virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 A, B, C = ("a" * 16, "b" * 16, "c" * 16)
@@ -238,27 +236,5 @@ def test_a_learner_that_gives_up_joining_counts_as_gone_at_once() -> None:
         await learner.exchange.abandon()
         (seen,) = await world.bus.read_reports()
         assert seen.report.left
-
-    run_virtual(main())
-
-
-def test_who_still_joins_does_not_hold_up_the_end_of_a_run() -> None:
-    """It has nothing to give: the last deltas of the others are merged without it."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(quorum=2, tokens=10**9), drain_s=30.0)
-        world.start_syncer()
-        both = [VirtualLearner(f"l{i}", world, incarnation=i * 8).start() for i in ("aa", "bb")]
-        await world.until_version(2)
-        await both[1].kill()
-        await asyncio.sleep(6.0)
-        await world.bus.write_report(samples.report("joins", versions=(-1, -1), tokens=0, step=0))
-        state = await world.bus.read_state()
-        assert state is not None
-        await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
-        began = asyncio.get_running_loop().time()
-        with suppress(asyncio.CancelledError):
-            await world.finish(both[0])
-        assert asyncio.get_running_loop().time() - began < 10.0
 
     run_virtual(main())

@@ -294,6 +294,7 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
         _loop=SimpleNamespace(call_soon_threadsafe=lambda call: checked.append(call)),
         _check=lambda: check() if shared.shards_wanted else None,
         _rounds=None,
+        _stopping=SimpleNamespace(leave_if_asked=lambda: None),
         incarnation="00",
     )
     order = Learner.blocks(learner, 16, 8)

@@ -71,3 +71,12 @@ def test_who_comes_anew_takes_nobody_for_gone_at_once() -> None:
     for now in range(10):
         live = live_after(watch, 100.0 + now, samples.seen("l0", age_s=60.0 + now), samples.seen("l1", left=True))
         assert live == (["l0"] if now <= LIVENESS_S else [])
+
+
+def test_who_still_joins_when_the_run_ends_is_no_part_of_the_quorum() -> None:
+    """It has nothing to give: the last deltas of the others are merged without it."""
+    watch = RunWatch(samples.sync_spec(quorum=2), LIVENESS_S, DRAIN_S)
+    trains, joins = samples.seen("l0"), samples.seen("l1", versions=(-1, -1), tokens=0)
+    for state, quorum in ((RUNNING, 2), (DRAINING, 1)):
+        live_after(watch, 1.0, trains, joins, state=state)
+        assert watch.conditions(0, 0, None, 1.0).quorum == quorum
