@@ -13,7 +13,6 @@ wire in host memory. In fp32 that is the copy of the floats themselves.
 
 import asyncio
 import gc
-import json
 import os
 import platform
 import time
@@ -40,6 +39,7 @@ from pipeline.errors import UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.payloads import follow, push_growing
+from pipeline.plain_json import to_json
 from pipeline.redis_streams import connect
 from pipeline.wire import Codec
 from syncer.norms import BLOCK, DeltaNorms
@@ -305,7 +305,7 @@ def main(
         spreads = {codec: {name: _spread(values) for name, values in found[codec].items()} for codec in CODECS}
         report["sizes"].append({"elements": elements} | spreads)
     if json_file:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        json_file.write_text(to_json(report, 1) + "\n")
     if plot:
         _draw(report, plot)
 

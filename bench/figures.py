@@ -1,6 +1,5 @@
 """Figures: several measurements as median, least and most; what is shown of them, and the files they go to."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipeline.errors import UsageError
+from pipeline.plain_json import to_json
 
 Spread = dict[str, float]
 """median, min, max and how many measurements (n)."""
@@ -81,4 +81,4 @@ def check_files(*files: Path | None) -> None:
 def write_json(file: Path | None, report: Mapping[str, Any]) -> None:
     """The whole report, if a file was asked for."""
     if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(to_json(report, 1) + "\n")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.settings import parse_duration
+from pipeline.units import parse_duration
 
 from .recovery_plot import draw
 

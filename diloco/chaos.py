@@ -23,7 +23,8 @@ from pipeline.errors import DilocoError, UsageError
 from pipeline.lifecycle import ignore_hangup
 from pipeline.messages import Committed
 from pipeline.output import outlive_readers
-from pipeline.settings import parse_duration
+from pipeline.plain_json import to_json
+from pipeline.units import parse_duration
 
 from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report
 from .folder import Folder, choose
@@ -99,7 +100,7 @@ def strike(
         report = elastic_report.build_elastic(found)
         return Outcome(report, found.step_times(), found.strikes, [], (found.began_s, found.ended_s))
     facts, evidence = asyncio.run(chaos_run.run(settings, folder, for_s, rules, until))
-    folder.report.write_text(json.dumps(build(facts.outcome), indent=1) + "\n")
+    folder.report.write_text(to_json(build(facts.outcome), 1) + "\n")
     merges = [
         (one.unix_s, one.fragment) for one in evidence.records if isinstance(one, Committed) and one.contributions
     ]
@@ -187,7 +188,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
     for path in (folder.path / REPORT_FILE, json_file):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            path.write_text(to_json(report, 1) + "\n")
     typer.echo("\n" + "\n".join([shown.summary(report), *(["", *beside, ""] if beside else [])]))
     typer.echo(f"picture    {picture}\nreport     {folder.path / TEXT_FILE}")
 

@@ -1,12 +1,12 @@
 """The end of a run, once its processes are gone: sampled text, the picture, the report, a few printed lines."""
 
-import json
 import os
 from pathlib import Path
 
 import typer
 
 from pipeline.errors import DilocoError, UsageError
+from pipeline.plain_json import to_json
 
 from .export import find_checkpoint, printable
 from .folder import PICTURE_FILE, SAMPLE_FILE, Folder
@@ -53,7 +53,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     for path in (folder.report, settings.json_report):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            path.write_text(to_json(report, 1) + "\n")
     if text is not None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
     typer.echo(summary(report))

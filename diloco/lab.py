@@ -1,7 +1,6 @@
 """`diloco lab`: run experiments and show their results. Neither torch nor matplotlib is loaded before it is needed."""
 
 import importlib
-import json
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from chaos.lab.store import Store
 from chaos.lab.sweep import News, cores, sweep
 from pipeline.errors import DilocoError, UsageError
 from pipeline.output import outlive_readers
+from pipeline.plain_json import to_json
 
 OUT = Path("runs/lab")
 
@@ -116,7 +116,7 @@ def report(
     ]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
     if json_file is not None:
-        json_file.write_text(json.dumps([as_json(table) for table in tables], indent=1))
+        json_file.write_text(to_json([as_json(table) for table in tables], 1))
     if plot is not None:
         try:
             drawer = importlib.import_module("chaos.lab.plot")

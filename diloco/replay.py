@@ -1,7 +1,5 @@
 """`diloco tape --replay`: the merges of a recorded run made again and compared, for people."""
 
-import json
-import math
 from pathlib import Path
 
 import typer
@@ -10,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipeline.errors import UsageError
 from pipeline.messages import Committed, TapeRecord
+from pipeline.plain_json import to_json
 from pipeline.settings import BusSettings
 from syncer.checkpoint import load_checkpoint
 from syncer.recording import list_recording
@@ -78,13 +77,13 @@ def _as_text(outcome: Replayed) -> str:
 
 
 def _as_json(outcome: Replayed) -> str:
-    return json.dumps(
+    return to_json(
         {
             "merges": outcome.merges,
             "made_again": outcome.repeated,
             "fragments": outcome.fragments,
             "read_bytes": outcome.read_bytes,
-            "largest_relative_difference": outcome.largest if math.isfinite(outcome.largest) else None,
+            "largest_relative_difference": outcome.largest,
             "not_on_tape": outcome.unused,
             "differences": [difference._asdict() for difference in outcome.differences],
         }

@@ -1,6 +1,5 @@
 """What a run needs, and how it fares on mixed hardware: bandwidth, a plan, two studies of the paper."""
 
-import json
 from statistics import fmean
 
 from rich.console import Console
@@ -12,6 +11,7 @@ from chaos.goodput.constants import Constants
 from chaos.goodput.plan import plan as make_plan
 from chaos.goodput.table import standard_error
 from chaos.goodput.units import Amount, Span
+from pipeline.plain_json import to_json
 
 from .simulate_options import Files, Pictured, one, one_whole
 
@@ -79,7 +79,7 @@ def plan(constants: Constants, chips: str, codec: str, global_codec: str, files:
     for warning in made.warnings:
         console.print(f"warning: {warning}")
     if files.json_file:
-        files.json_file.write_text(json.dumps(made.as_dict(), indent=1) + "\n")
+        files.json_file.write_text(to_json(made.as_dict(), 1) + "\n")
     Files(None, files.csv_file).write([made.as_dict() | {"warnings": "; ".join(made.warnings)}], {})
 
 

@@ -3,7 +3,6 @@
 import csv
 import importlib
 import inspect
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from chaos.goodput.units import Amount
 from pipeline.errors import UsageError
+from pipeline.plain_json import to_json
 
 
 def _file(flag: str, text: str) -> Any:
@@ -60,7 +60,7 @@ class Files:
     def write(self, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
         """The rows; `about` is in the JSON only. Of nested values CSV has a column each."""
         if self.json_file:
-            self.json_file.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            self.json_file.write_text(to_json({**about, "rows": rows}, 1) + "\n")
         if self.csv_file:
             flat = [_flat(row) for row in rows]
             names = list(dict.fromkeys(name for row in flat for name in row))

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from pipeline.clock import LoopClock
+from pipeline.plain_json import to_json
 from pipeline.settings import BusSettings
 from pipeline.status import read_status
 
@@ -30,12 +31,12 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool) -> None:
         status = asyncio.run(_read(place.redis_url, place.run))
     elif place.folder is not None and (place.folder / REPORT_FILE).is_file():
         report = json.loads((place.folder / REPORT_FILE).read_text())
-        typer.echo(json.dumps(report) if as_json else summary(report))
+        typer.echo(to_json(report) if as_json else summary(report))
         return
     else:
         assert place.folder is not None  # noqa: S101  # a place without a Redis URL has a folder
         status = baseline_status(place.folder)
     if as_json:
-        typer.echo(json.dumps(status))
+        typer.echo(to_json(status))
     else:
         Console().print(render(status))

@@ -1,7 +1,6 @@
 """Reading a run's event tape: the archive in its output folder, or the live one on Redis."""
 
 import asyncio
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from pipeline.codec import decode, decode_tape
 from pipeline.errors import BadMessage, UsageError
 from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
+from pipeline.plain_json import to_json
 from pipeline.ports import START, Bus
 from pipeline.settings import BusSettings
 from pipeline.wire import Message
@@ -74,7 +74,7 @@ def as_json(record: TapeRecord) -> str:
     """One line of JSON; digests as hex."""
     fields = record.model_dump()
     hexed = {name: value.hex() for name, value in fields.items() if isinstance(value, bytes)}
-    return json.dumps(fields | hexed)
+    return to_json(fields | hexed)
 
 
 def as_text(record: TapeRecord, start_unix_s: float) -> str:

@@ -11,7 +11,6 @@ the address may read all of it: it is loopback unless it is told otherwise.
 
 import hmac
 import ipaddress
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from pipeline.errors import DilocoError, UsageError
+from pipeline.plain_json import to_json
 
 
 def _asks_for(token: str) -> Middleware:
@@ -73,7 +73,7 @@ async def start_http(
             body, code = await status(), 200
         except DilocoError as error:  # the bus is away: say so, and go on
             body, code = {"error": f"{type(error).__name__}: {error}"}, 503
-        return web.Response(status=code, text=json.dumps(body, indent=1) + "\n", content_type="application/json")
+        return web.Response(status=code, text=to_json(body, 1) + "\n", content_type="application/json")
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

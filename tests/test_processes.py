@@ -257,7 +257,7 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a killed launcher leaves ends on Linux only")
 def test_a_run_whose_machine_dies_is_resumed_from_its_last_checkpoint(tmp_path: Path) -> None:
-    """All its processes are killed at once, Redis too: there is no report, and only what came since is trained again."""
+    """All its processes are killed at once, Redis too: no report, and only what came since is trained again."""
     many = ["--learners", 2, "--tokens", 2_000_000]
     with started(tmp_path / "first", *many, "--checkpoint-every", "1s") as first:
         first.reaches(20_000)

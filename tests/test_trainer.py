@@ -388,3 +388,14 @@ def test_a_machine_that_cannot_compile_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setattr(torch, "compile", fails)
     with pytest.raises(UsageError, match=r"g\+\+.*No working C\+\+ compiler found$"):
         forward_of(nn.Linear(1, 1), torch.device("cpu"), compiled=True)
+
+
+def test_an_infinite_clipping_norm_is_no_clipping() -> None:
+    """The step is that of the gradient as it is."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.weight.grad = torch.tensor([[3e30, 4e30]])
+    update(model, optimizer, 1.0, float("inf"))
+    assert torch.equal(model.weight, -torch.tensor([[3e30, 4e30]]))
