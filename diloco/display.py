@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -84,7 +85,7 @@ def _condition(learner: dict[str, Any]) -> Text:
 
 
 class _Fitting:
-    """A table that is made narrower until it fits: closer, long cells folded, then without what matters least."""
+    """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
 
     def __init__(
         self, columns: Mapping[str, Sequence[str | Text]], left: Collection[str], spare: Sequence[str]
@@ -100,7 +101,7 @@ class _Fitting:
                 name,
                 justify="left" if name in self._left else "right",
                 no_wrap=name not in _FOLDED,
-                overflow="fold" if name in _FOLDED else None,
+                overflow="fold" if name in _FOLDED else "ellipsis",
                 max_width=_FOLDED.get(name) if narrow else None,
             )
         for row in zip(*(self._columns[name] for name in names), strict=True):
@@ -208,6 +209,7 @@ class _Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._figures.cell_len + LEAST_BAR > options.max_width:
             yield self._bar
+            yield Segment.line()
             yield self._figures
             return
         grid = Table.grid(padding=(0, 1), expand=True)
