@@ -14,7 +14,7 @@ from syncer.checkpoint import load_checkpoint
 from syncer.recording import list_recording
 from syncer.replay import Replayed, replay
 
-from .tape import read_archive, records_of
+from .tape import archive_of, read_archive, records_of
 
 _MIB = 2**20
 
@@ -49,10 +49,8 @@ def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[T
     """Archived records of `folder`, or of the folder around the recording; else of the run that can be found."""
     if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
         folder = recording.absolute().parent
-    if folder is not None:
-        for place in (folder / "tape", folder):
-            if any(place.glob("*.msgpack")):
-                return read_archive(place)
+    if folder is not None and (archive := archive_of(folder)) is not None:
+        return read_archive(archive)
     return records_of(settings, folder)
 
 
