@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.settings import parse_duration
 from pipeline.strict_json import number
+from pipeline.units import parse_duration
 
 from .recovery_plot import draw
 

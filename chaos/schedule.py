@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeline.errors import UsageError
-from pipeline.settings import parse_duration
+from pipeline.units import parse_duration
 
 LEAST_EVERY_S = 0.2
 NOTHING = ("", "none")

@@ -13,6 +13,7 @@ from bench.environments import default_folder
 from bench.figures import check_files, show_machine, shown, table, write_json
 from bench.machine import describe
 from pipeline.errors import UsageError
+from pipeline.units import parse_count
 
 COLUMNS = {
     "publish_to_adopted_s": ("last publish to adopted, s", 1.0),
@@ -31,8 +32,8 @@ def sizes(text: str) -> list[tuple[int, int]]:
     for part in text.split(","):
         params, _, fragments = part.partition("/")
         try:
-            one = int(float(params)), int(fragments or "1")
-        except (ValueError, OverflowError):
+            one = int(str(parse_count(params))), int(fragments or "1")
+        except ValueError:
             one = (0, 0)
         if one[0] < 65_536 or not 1 <= one[1] <= 64:
             raise UsageError(f"--sizes {text}: parameters (65536 or more), or parameters/fragments, e.g. 10e6,100e6/8")

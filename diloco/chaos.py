@@ -23,8 +23,8 @@ from pipeline.errors import DilocoError, UsageError
 from pipeline.lifecycle import ignore_hangup
 from pipeline.messages import Committed
 from pipeline.output import outlive_readers
-from pipeline.settings import parse_duration
 from pipeline.strict_json import dumps
+from pipeline.units import parse_duration
 
 from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report
 from .folder import Folder, choose

@@ -227,6 +227,13 @@ def elastic(
 Folder = Annotated[
     Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
 ]
+TapeFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]",
+        help="Output folder of `diloco run`, finished or not, or a syncer's --tape-dir (default: the newest in runs/)",
+    ),
+]
 Replay = Annotated[
     Path | None,
     typer.Option(
@@ -249,7 +256,7 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
 
 @app.command()
 @takes(BusSettings)
-def tape(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, replay: Replay = None) -> None:
+def tape(settings: BusSettings, folder: TapeFolder = None, as_json: AsJson = False, replay: Replay = None) -> None:
     """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
 
     With --replay, make all its merges again from what --record-deltas kept, and compare.

@@ -5,16 +5,19 @@
 
 import sys
 import time
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +26,8 @@ Status = dict[str, Any]
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
 """Learners and fragments shown; more of them would not fit on a screen."""
+LEAST_BAR = 10
+"""Cells of the progress bar beside its figures."""
 
 _STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
 
@@ -89,49 +94,89 @@ def _condition(learner: dict[str, Any]) -> Text:
     return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
 
 
-def _learner_table(status: Status) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("learner")
-    for name in ("inner step", "tokens/s", "loss", "versions"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state")
+class _Fitting:
+    """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
+
+    def __init__(
+        self, columns: Mapping[str, Sequence[str | Text]], left: Collection[str], spare: Sequence[str]
+    ) -> None:
+        """Cells by heading; those flush left; and what may be left out, in this order. `_FOLDED` ones may be folded."""
+        self._columns, self._left, self._spare = columns, left, spare
+
+    def _table(self, narrow: bool, without: Collection[str] = ()) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow)
+        names = [name for name in self._columns if name not in without]
+        for name in names:
+            table.add_column(
+                name,
+                justify="left" if name in self._left else "right",
+                no_wrap=name not in _FOLDED,
+                overflow="fold" if name in _FOLDED else "ellipsis",
+                max_width=_FOLDED.get(name) if narrow else None,
+            )
+        for row in zip(*(self._columns[name] for name in names), strict=True):
+            table.add_row(*row)
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table(narrow=False)
+        unbounded = options.update(max_width=10_000)
+        for kept in range(len(self._spare) + 1):
+            if console.measure(table, options=unbounded).maximum <= options.max_width:
+                break
+            table = self._table(narrow=True, without=self._spare[:kept])
+        yield table
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table(narrow=False))
+
+
+_FOLDED = {"learner": 20, "state": 8}
+"""Columns whose cells may take several lines, and their width in a table that has to be narrow."""
+
+
+def _learner_table(status: Status) -> _Fitting:
+    rows: list[tuple[str | Text, ...]] = []
     learners = present(status["learners"])
     for learner in learners[:MOST_ROWS]:
-        table.add_row(
-            escape(learner["id"]),
-            str(learner["step"]),
-            count(learner["tokens_per_s"]) if learner["live"] else "-",
-            _loss(learner["loss"]),
-            compact_versions(learner["versions"]),
-            _condition(learner),
+        rows.append(
+            (
+                Text(learner["id"]),
+                str(learner["step"]),
+                count(learner["tokens_per_s"]) if learner["live"] else "-",
+                _loss(learner["loss"]),
+                compact_versions(learner["versions"]),
+                _condition(learner),
+            )
         )
     if len(learners) > MOST_ROWS:
-        table.add_row(Text(f"... {len(learners) - MOST_ROWS} more", "dim"))
-    return table
+        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", ""))
+    names = ("learner", "inner step", "tokens/s", "loss", "versions", "state")
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+    return _Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
 
 
-def _fragment_table(status: Status) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("fragment", "version"):
-        table.add_column(name, justify="right")
-    table.add_column("window")
-    for name in ("k of K", "expected", "grace left"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _fragment_table(status: Status) -> _Fitting:
+    rows: list[tuple[str | Text, ...]] = []
     fragments = status["fragments"]
     for fragment in fragments[:MOST_ROWS]:
         window = fragment["window"]
         left = window["deadline_in_s"]
-        table.add_row(
-            str(fragment["id"]),
-            str(fragment["version"]),
-            Text(window["state"], _STATE_STYLES.get(window["state"], "")),
-            f"{len(window['members'])} of {window['quorum']}",
-            str(window["expected"]),
-            "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
+        rows.append(
+            (
+                str(fragment["id"]),
+                str(fragment["version"]),
+                Text(window["state"], _STATE_STYLES.get(window["state"], "")),
+                f"{len(window['members'])} of {window['quorum']}",
+                str(window["expected"]),
+                "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
+            )
         )
     if len(fragments) > MOST_ROWS:
-        table.add_row("", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"))
-    return table
+        rows.append(("", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
+    names = ("fragment", "version", "window", "k of K", "expected", "grace left")
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+    return _Fitting(columns, left=("window",), spare=("expected", "grace left", "k of K"))
 
 
 def _syncers(status: Status) -> str:
@@ -147,7 +192,7 @@ def refusals(by_reason: dict[str, int]) -> str:
     return f"{total} delta{'s' if total > 1 else ''} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
 
 
-def _summary(status: Status) -> Table:
+def _summary(status: Status) -> Columns:
     lost = sum(value for cause, value in status["tokens_lost"].items() if cause != "pending")
     evaluation = status["evaluation"]
     facts = [
@@ -158,22 +203,30 @@ def _summary(status: Status) -> Table:
     ]
     if len(status["syncers"]) > 1:
         facts.append(("syncers", _syncers(status)))
-    grid = Table.grid(padding=(0, 3))
-    grid.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts))
-    return grid
+    return Columns([Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts], padding=(0, 3))
 
 
-def _progress(status: Status) -> Table:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(ratio=1)
-    for _ in range(2):
+class _Progress:
+    """The bar with its figures beside it, or below it where there is no room."""
+
+    def __init__(self, status: Status) -> None:
+        self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
+        self._figures = Text(
+            f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens, "
+            f"{duration(status['elapsed_s'])} gone, {duration(time_left(status))} left"
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._figures.cell_len + LEAST_BAR > options.max_width:
+            yield self._bar
+            yield Segment.line()
+            yield self._figures
+            return
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(ratio=1)
         grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(
-        ProgressBar(total=1.0, completed=min(1.0, status["progress"])),
-        f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
-        f"{duration(status['elapsed_s'])} gone, {duration(time_left(status))} left",
-    )
-    return grid
+        grid.add_row(self._bar, self._figures)
+        yield grid
 
 
 def render(status: Status) -> RenderableType:
@@ -188,7 +241,7 @@ def render(status: Status) -> RenderableType:
     warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
     if status["refused"]:
         warnings.insert(0, Text(f"refused {refusals(status['refused'])}", "yellow"))
-    parts = [*tables, Text(""), _summary(status), *warnings, _progress(status)]
+    parts = [*tables, Text(""), _summary(status), *warnings, _Progress(status)]
     return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import SecretStr
 
 from pipeline.errors import UsageError
@@ -118,7 +119,7 @@ class Folder:
 
     def write_settings(self, settings: RunProcess) -> None:
         """Write the file that the children read."""
-        self.settings.write_text(to_toml(settings))
+        self.settings.write_text(to_toml(settings), "utf-8")
 
     def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int]) -> None:
         """Say where the live run is."""
@@ -233,9 +234,4 @@ def to_toml(settings: RunProcess) -> str:
     """The settings that all children share, as flat TOML; what is None is left out."""
     names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG]
     values = plain(settings)
-    return "".join(f"{name} = {_toml(values[name])}\n" for name in names if values[name] is not None)
-
-
-def _toml(value: str | int | float | bool) -> str:
-    # JSON's strings, numbers and booleans are TOML's, but for the character that only JSON leaves as it is.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return tomli_w.dumps({name: values[name] for name in names if values[name] is not None})

@@ -47,6 +47,13 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def is_live(folder: Path) -> bool:
+    """Whether `diloco run` is at work in this output folder."""
+    if (folder / REPORT_FILE).is_file() or not (folder / RUN_FILE).is_file():
+        return False
+    return is_running(json.loads((folder / RUN_FILE).read_text())["pids"]["launcher"])
+
+
 def locate(settings: BusSettings, folder: Path | None) -> Place:
     """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/.
 
@@ -65,7 +72,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
     live = json.loads((folder / RUN_FILE).read_text())
-    if not is_running(live["pids"]["launcher"]):
+    if not is_live(folder):
         ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
         if (folder / "checkpoints" / "latest").is_file():
             ended += f". To go on from its last checkpoint: diloco run --resume {folder}"

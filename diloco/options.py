@@ -5,6 +5,7 @@ TOML file, so a bad value gets the same message wherever it came from.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -15,6 +16,7 @@ from pydantic import BeforeValidator, Field, SecretStr
 from pipeline.errors import UsageError
 from pipeline.settings import (
     NO_FLAG,
+    PARTIES,
     BusSettings,
     Duration,
     EvaluatorProcess,
@@ -27,6 +29,7 @@ from pipeline.settings import (
     SyncSettings,
     TrainerSettings,
     allowed,
+    check_variables,
     load,
 )
 
@@ -56,7 +59,7 @@ class RunSettings(Settings):
     )
     redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
     prompt: str = Field("def ", description="Start of the text that the trained model writes at the end")
-    kill_learner: int | None = Field(None, ge=0, description="Demonstration: SIGKILL this learner (0, 1 ...)")
+    kill_learner: int | None = Field(None, ge=0, le=255, description="Demonstration: SIGKILL this learner (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
     restart_at: float = Field(0.6, ge=0, lt=1, description="Share of the budget at which it is started again")
 
@@ -82,7 +85,9 @@ class RunProcess(
     redis_url: SecretStr | None = Field(
         None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
     )
-    threads: int | None = Field(None, ge=1, description="Torch threads of each learner (default: cores // learners)")
+    threads: int | None = Field(
+        None, ge=1, le=4096, description="Torch threads of each learner (default: cores // learners)"
+    )
     http_port: int = Field(
         0,
         ge=0,
@@ -125,7 +130,7 @@ class ChaosProcess(RunProcess, ChaosSettings):
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
-        None, ge=1, description="Budget: ends the run before --for is over (default: more than it can train)"
+        None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "debug", description="Least severe log line; the audit of the data shards needs debug"
@@ -150,7 +155,7 @@ NOT_OF_CHAOS = frozenset(
 )
 """Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
 
-ALL_FIELDS = frozenset(RunProcess.model_fields) | frozenset(EvaluatorProcess.model_fields)
+ALL_FIELDS = PARTIES | frozenset(ChaosProcess.model_fields)
 """What a settings file may hold: it can serve all parties of a run."""
 
 
@@ -315,6 +320,8 @@ def takes(kind: type[S], omit: frozenset[str] = frozenset()) -> Callable[[Callab
 
         def command(*args: Any, **given: Any) -> None:
             flags = {name: given.pop(name) for name in names}
+            for warning in check_variables(ALL_FIELDS) if kind.from_environment else ():
+                sys.stderr.write(f"warning: {warning}\n")
             settings = load(kind, flags, given.pop("config"), known=ALL_FIELDS)
             function(settings, *args, **given)
 

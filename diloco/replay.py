@@ -1,6 +1,5 @@
 """`diloco tape --replay`: the merges of a recorded run made again and compared, for people."""
 
-import math
 from pathlib import Path
 
 import typer
@@ -16,7 +15,7 @@ from syncer.checkpoint import load_checkpoint
 from syncer.recording import list_recording
 from syncer.replay import Replayed, replay
 
-from .tape import read_archive, records_of
+from .tape import archive_of, read_archive, records_of
 
 _MIB = 2**20
 
@@ -52,10 +51,8 @@ def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[T
     """Archived records of `folder`, or of the folder around the recording; else of the run that can be found."""
     if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
         folder = recording.absolute().parent
-    if folder is not None:
-        for place in (folder / "tape", folder):
-            if any(place.glob("*.msgpack")):
-                return read_archive(place)
+    if folder is not None and (archive := archive_of(folder)) is not None:
+        return read_archive(archive)
     return records_of(settings, folder)
 
 
@@ -86,7 +83,7 @@ def _as_json(outcome: Replayed) -> str:
             "made_again": outcome.repeated,
             "fragments": outcome.fragments,
             "read_bytes": outcome.read_bytes,
-            "largest_relative_difference": outcome.largest if math.isfinite(outcome.largest) else None,
+            "largest_relative_difference": outcome.largest,
             "not_on_tape": outcome.unused,
             "differences": [difference._asdict() for difference in outcome.differences],
         }

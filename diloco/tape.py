@@ -16,7 +16,7 @@ from pipeline.settings import BusSettings
 from pipeline.strict_json import dumps
 from pipeline.wire import Message
 
-from .locate import locate, open_bus
+from .locate import is_live, locate, open_bus
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
@@ -98,12 +98,26 @@ async def _from_redis(url: str, run: str) -> list[TapeRecord]:
         return await read_live(bus)
 
 
+def archive_of(folder: Path) -> Path | None:
+    """Where the tape is archived: in an output folder's `tape`, or in the folder itself, one of --tape-dir."""
+    return next((place for place in (folder / "tape", folder) if any(place.glob("*.msgpack"))), None)
+
+
 def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
-    """The tape of the run that `locate` finds: its archive, then what is only on the bus yet.
+    """The tape in `folder`, one of --tape-dir or a run's; or else of the run that `locate` finds.
+
+    Of a run that is live: its archive, then what is only on the bus yet.
 
     Raises:
         UsageError: there is no such run, or nothing was recorded.
     """
+    if folder is not None and not is_live(folder):
+        archive = archive_of(folder)
+        if archive is None:
+            raise UsageError(
+                f"{folder} holds no tape (*.msgpack): name an output folder of `diloco run`, or a syncer's --tape-dir"
+            )
+        return read_archive(archive)
     place = locate(settings, folder)
     records: list[TapeRecord] = []
     if place.folder is not None:

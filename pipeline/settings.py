@@ -4,14 +4,15 @@ Precedence: flag, environment, TOML file, default. One flat namespace: a file ma
 parties, each takes its own. A party of a run leaves what it was not told to the run's spec (`agree`).
 """
 
-import re
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -22,19 +23,10 @@ from pydantic_settings import (
 from .errors import SpecMismatch, UsageError
 from .messages import SyncSpec
 from .tls import OPTIONS, with_tls
+from .units import parse_count, parse_duration
 from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName
 
 ENV_PREFIX = "DILOCO_"
-
-_UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_duration(value: Any) -> Any:
-    """'200ms', '10s', '5m', '1h' or a number of seconds; anything else is left for the validator to refuse."""
-    if isinstance(value, str) and (match := re.fullmatch(r"([0-9.]+)\s*(ms|s|m|h)", value.strip())):
-        return float(match[1]) * _UNITS_S[match[2]]
-    return value
-
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -47,10 +39,24 @@ class Settings(BaseSettings):
     """Base: knows which fields were given on purpose (`model_fields_set`)."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_default=True
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
     from_environment: ClassVar[bool] = True
     """Whether `DILOCO_*` variables count."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_people_write(cls, value: Any, info: ValidationInfo) -> Any:
+        """Whole numbers may be '2.5M' or '4e3'; text that cannot be written down again is refused here."""
+        if isinstance(value, str):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError("not UTF-8")
+            if cls.model_fields[str(info.field_name)].annotation in (int, int | None):
+                try:
+                    return int(str(parse_count(value)))
+                except ValueError:
+                    raise ValueError("not a whole number, such as 4000, 4e3 or 2.5M") from None
+        return value
 
     @classmethod
     def settings_customise_sources(
@@ -93,9 +99,9 @@ class SyncSettings(Settings):
     """The protocol's constants; equal for all parties, kept in the run's spec."""
 
     fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P")
-    sync_interval: int = Field(24, ge=1, description="Inner steps H between two syncs of one fragment")
+    sync_interval: int = Field(24, ge=1, le=10**6, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
-    overlap_steps: int = Field(2, ge=0, description="Inner steps tau that a sync may hide behind")
+    overlap_steps: int = Field(2, ge=0, le=10**6, description="Inner steps tau that a sync may hide behind")
     grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
     codec: Codec = Field(
         "bf16",
@@ -140,7 +146,9 @@ class SyncSettings(Settings):
     doubling: int = Field(
         8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
-    tokens: int = Field(2_500_000, ge=1, description="Budget: trained tokens of all learners together")
+    tokens: int = Field(
+        2_500_000, ge=1, le=10**18, description="Budget: trained tokens of all learners together, e.g. 2.5M"
+    )
     groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
     chunk_bytes: int = Field(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
@@ -161,15 +169,15 @@ class TrainerSettings(Settings):
         description="Text file or folder; 'stdlib': Python's own source text; a .npy file of tokens; or hf:OWNER/NAME, "
         "a data set of the Hugging Face hub",
     )
-    seed: int = Field(0, ge=0, description="Seed of initial parameters and data order")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of initial parameters and data order")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
-    batch: int = Field(8, ge=1, description="Sequences in a micro-batch")
-    accumulate: int = Field(1, ge=1, description="Micro-batches in an inner step")
+    batch: int = Field(8, ge=1, le=10**6, description="Sequences in a micro-batch")
+    accumulate: int = Field(1, ge=1, le=10**6, description="Micro-batches in an inner step")
     lr: float = Field(4e-3, gt=0, description="Peak inner learning rate")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
     warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
-    clip: float = Field(1.0, gt=0, description="Gradient clipping norm")
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
 
     def trainer_spec(self) -> dict[str, str | int | float | bool | None]:
         """As kept in the spec."""
@@ -189,7 +197,10 @@ class LearnerSettings(Settings):
     )
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:N or mps")
     threads: int | None = Field(
-        None, ge=1, description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)"
+        None,
+        ge=1,
+        le=4096,
+        description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)",
     )
     compile: bool = Field(
         False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
@@ -210,7 +221,9 @@ class LearnerSettings(Settings):
         description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
         "fresh; peer: not its own; fresh: neither",
     )
-    ramp_steps: int = Field(20, ge=0, description="Steps of learning-rate ramp after joining with fresh moments")
+    ramp_steps: int = Field(
+        20, ge=0, le=10**9, description="Steps of learning-rate ramp after joining with fresh moments"
+    )
     log_losses: bool = Field(False, description="Append each step's training loss to losses.jsonl in --state-dir")
 
 
@@ -248,7 +261,7 @@ class EvaluatorSettings(Settings):
     """The evaluator process."""
 
     eval_every: Duration = Field(5.0, description="Shortest time between evaluations")
-    eval_tokens: int = Field(16_384, ge=1, description="Size of the fixed validation slice")
+    eval_tokens: int = Field(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
 
 
 class SyncerProcess(BusSettings, SyncSettings, SyncerSettings):
@@ -262,7 +275,7 @@ class LearnerProcess(BusSettings, SyncSettings, TrainerSettings, LearnerSettings
 class EvaluatorProcess(BusSettings, EvaluatorSettings):
     """`diloco evaluator`."""
 
-    threads: int = Field(1, ge=1, description="Torch threads")
+    threads: int = Field(1, ge=1, le=4096, description="Torch threads")
     data: str | None = Field(
         None, description="Text file or folder, or 'stdlib': the run's text (default: where the run's spec says)"
     )
@@ -270,6 +283,12 @@ class EvaluatorProcess(BusSettings, EvaluatorSettings):
 
 class RankProcess(LearnerProcess, EvaluatorSettings):
     """One process of the data-parallel baseline."""
+
+
+PARTIES = frozenset(
+    name for kind in (SyncerProcess, LearnerProcess, EvaluatorProcess, RankProcess) for name in kind.model_fields
+)
+"""Settings of all parties; the launcher has some of its own."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -294,6 +313,53 @@ def allowed(kind: type[Settings], name: str) -> str:
     )
 
 
+_NO_SETTINGS = ("launcher_pid", "test_")
+"""Beginnings of the names of other `DILOCO_*` variables of this project."""
+_MISSPELT = 0.82
+"""Names that have so much in common differ by a slip; `difflib` counts."""
+_NEAR = 0.7
+"""So much, and it is worth naming."""
+
+
+def _nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    return next(iter(get_close_matches(name.lower(), sorted(known), 1, cutoff)), None)
+
+
+def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
+    """Look for `DILOCO_*` variables that are no setting of any party.
+
+    One that may be meant for other programs is a warning, for instance what Kubernetes says of a service `diloco-...`,
+    or a name of one's own for compose; one that is nearly the name of a setting is taken for that, misspelt.
+
+    Args:
+        known: settings of all parties.
+        wanted: only what is nearly one of these counts, and is a warning then.
+
+    Returns: warnings.
+
+    Raises:
+        UsageError: a variable is misspelt, and nothing is `wanted`.
+    """
+    warnings = []
+    for variable in sorted(os.environ):
+        if not variable.upper().startswith(ENV_PREFIX) or not os.environ[variable]:
+            continue
+        name = variable[len(ENV_PREFIX) :].lower()
+        if name in known or name.startswith(_NO_SETTINGS):
+            continue
+        misspelt = _nearest(name, known if wanted is None else wanted, _MISSPELT)
+        if misspelt:
+            said = f"unknown variable {variable}: is {ENV_PREFIX}{misspelt.upper()} meant?"
+            if wanted is None:
+                raise UsageError(f"{said} Rename it, or unset it")
+            warnings.append(said)
+        elif wanted is None:
+            near = _nearest(name, known, _NEAR)
+            hint = f"; the nearest is {ENV_PREFIX}{near.upper()}" if near else ""
+            warnings.append(f"the variable {variable} is no setting{hint}")
+    return warnings
+
+
 def load(
     kind: type[S],
     flags: Mapping[str, Any] | None = None,
@@ -315,12 +381,16 @@ def load(
     table: dict[str, Any] = {}
     if config is not None:
         try:
-            table = tomllib.loads(config.read_text())
+            table = tomllib.loads(config.read_text("utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"cannot read settings file {config}: {error}") from error
         unknown = sorted(set(table) - set(fields) - known)
         if unknown:
-            raise UsageError(f"{config}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+            near = _nearest(unknown[0], {*fields, *known}, _NEAR)
+            meant = f" (is {near!r} meant?)" if near else ""
+            raise UsageError(
+                f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted({*fields, *known}))}"
+            )
     token = _file_values.set({name: table[name] for name in fields if name in table})
     try:
         return kind(**{name: value for name, value in (flags or {}).items() if value is not None})
@@ -338,7 +408,8 @@ def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
         shown = "***" if name in SECRETS else repr(problem["input"])
         hint = f" (allowed: {takes})" if takes else ""
         ways = "--" + name.replace("_", "-") + f", {ENV_PREFIX}{name.upper()}" * kind.from_environment
-        lines.append(f"{name}={shown}: {problem['msg']}{hint}; set it with {ways} or the settings file")
+        what = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{name}={shown}: {what}{hint}; set it with {ways} or the settings file")
     return lines
 
 

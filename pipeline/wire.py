@@ -61,4 +61,11 @@ class Message(BaseModel):
     max_parts: ClassVar[int] = 2 * MAX_LEARNERS
     max_items: ClassVar[int] = MAX_LEARNERS
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        ser_json_bytes="hex",
+        val_json_bytes="hex",
+        ser_json_inf_nan="constants",  # a checkpoint has to know `clip = inf` again
+    )

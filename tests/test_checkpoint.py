@@ -111,6 +111,13 @@ def test_what_was_saved_is_loaded(tmp_path):
         assert loaded.momentum[1] is None
 
 
+def test_a_run_without_clipping_is_one_after_its_checkpoint_too(tmp_path):
+    """Infinity is a number that a checkpoint knows again."""
+    spec = samples.spec().model_copy(update={"trainer": {"clip": float("inf")}})
+    (path,) = save(tmp_path, spec=spec)
+    assert load_checkpoint(path).spec.trainer == {"clip": float("inf")}
+
+
 def test_a_restored_run_goes_on_where_it_was(tmp_path):
     """Versions, payloads, momentum, tokens and shards are those of the checkpoint; the next merge is version + 1."""
     save(tmp_path)

@@ -181,6 +181,35 @@ def test_replay_prints_what_differs_and_exits_with_1(tmp_path, capsys, monkeypat
     assert "no run in ./runs" in capsys.readouterr().err
 
 
+def test_a_tape_is_read_from_wherever_a_syncer_archived_it(tmp_path, capsys):
+    """A folder of --tape-dir; one with `tape` in it; the output folder of a run that was killed. Else it is told."""
+    commits = []
+
+    async def main():
+        world = VirtualRun(sync_spec(tokens=2000))
+        world.start_syncer(tape_dir=tmp_path / "kept" / "tape")
+        await world.finish(VirtualLearner("l", world).start())
+        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+
+    run_virtual(main())
+    (tmp_path / "killed").mkdir()
+    shutil.copytree(tmp_path / "kept" / "tape", tmp_path / "killed" / "tape")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "killed" / "run.json").write_text(json.dumps({"pids": {"launcher": gone.pid}}))
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for folder in ("kept/tape", "kept", "killed"):
+        assert cli.main(["tape", str(tmp_path / folder), "--json"]) == 0
+        shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [one["version"] for one in shown if one["kind"] == "committed"] == [one.version for one in commits]
+    for folder in ("empty", "nowhere"):
+        assert cli.main(["tape", str(tmp_path / folder)]) == 2
+        said = capsys.readouterr().err
+        assert folder in said
+        assert "--tape-dir" in said
+
+
 def test_replay_finds_that_a_tape_has_not_all_that_the_checkpoint_has(tmp_path, capsys):
     """Tape and recording lost their last merge, as on a full disk; the checkpoint of the output folder has it."""
     run, commits = tmp_path / "run", []

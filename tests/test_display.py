@@ -112,7 +112,23 @@ def test_a_learner_that_went_silent_is_called_silent():
     assert "silent for 12 s" in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_on_a_narrow_terminal_less_is_shown_but_versions_and_windows_whole(width):
+    """What is left out is what matters least; a long name and a long state take several lines."""
+    long = learner("ip-10-11-12-13.compute.internal-31313", versions=[1312, 1298])
+    shown = status(learners=[learner("learner-0"), long, learner("learner-2", live=False, age_s=130.0)])
+    shown["fragments"][0]["version"] = 1312
+    text = text_of(shown, width)
+    for part in ("versions", "12-13", "1298-1312", "silent", "version", "1312", "window", "grace", "collecting"):
+        assert part in text
+    for part in ("3 of 3", "104", "2.1874", "1:21 gone", "1:28 left", "1.62M of 2.50M tokens"):
+        assert part in " ".join(text.replace("│", "").split())
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert ("inner step" in text) == (width > 60)
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
 def test_it_fits_the_width_of_any_terminal(width):
     assert max(len(line) for line in text_of(status(), width).splitlines()) <= width
 

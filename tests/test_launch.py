@@ -23,6 +23,7 @@ from diloco.locate import locate, without_secrets
 from diloco.options import PRESETS, RunProcess, check, with_preset
 from pipeline.errors import UsageError
 from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from pipeline.strict_json import dumps
 
 ROOT = Path(__file__).parents[1]
 
@@ -129,6 +130,27 @@ def test_the_shared_settings_file_suits_every_party(tmp_path):
     assert load(SyncerProcess, {}, path, known).lease_s == 3.0
     evaluator = load(EvaluatorProcess, {}, path, known)
     assert (evaluator.eval_every, evaluator.threads) == (7.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clip", float("inf")), ("lr", 1e-30), ("seed", 2**63 - 1), ("compile", True)]
+    + [("data", text) for text in ("a\nb", "tab\tnul\x00\x1b", "'''", '"""', "C:\\new\\u0041", "日本 \u2028 é")],
+)
+def test_whatever_a_setting_is_the_settings_file_can_be_read(tmp_path, name, value):
+    """Every child gets exactly what the launcher was told."""
+    folder = Folder(tmp_path)
+    folder.write_settings(RunProcess(**{name: value}))
+    read = load(LearnerProcess, {}, folder.settings, frozenset(RunProcess.model_fields))
+    assert getattr(read, name) == value
+
+
+def test_a_report_is_json_for_every_program():
+    """Also of a run without clipping whose loss diverged."""
+    settings = plain(RunProcess(clip="inf"))
+    written = dumps({"settings": settings, "loss": float("nan"), "rates": (1.0, float("-inf"))})
+    read = json.loads(written, parse_constant=pytest.fail)
+    assert (read["settings"]["clip"], read["loss"], read["rates"]) == (None, None, [1.0, None])
 
 
 def test_no_secret_reaches_a_file(tmp_path):

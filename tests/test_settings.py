@@ -1,11 +1,15 @@
 """Settings: where a value comes from, how a wrong one is named, and how a party agrees with its run."""
 
+from difflib import get_close_matches
 from pathlib import Path
 
 import pytest
 
+from diloco.cli import main
+from diloco.options import ALL_FIELDS
 from pipeline.errors import SpecMismatch, UsageError
 from pipeline.settings import (
+    PARTIES,
     BusSettings,
     LearnerProcess,
     LearnerSettings,
@@ -14,6 +18,7 @@ from pipeline.settings import (
     TrainerSettings,
     agree,
     allowed,
+    check_variables,
     load,
     parse_duration,
 )
@@ -65,6 +70,59 @@ def test_durations_are_read(text, seconds):
     assert load(LearnerSettings, {"pace": text}).pace == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        *[("2.5M", 2_500_000), ("2.3m", 2_300_000), ("4e3", 4000), ("1.1 B", 1_100_000_000), ("12k", 12_000)],
+        *[("1_000", 1000), ("700", 700), (4e3, 4000), (7, 7)],
+    ],
+)
+def test_whole_numbers_are_read_as_people_write_them(given, tokens, tmp_path, monkeypatch):
+    """By flag, variable and file alike, and to the last digit."""
+    assert load(SyncSettings, {"tokens": given}).tokens == tokens
+    assert load(SyncSettings, config=toml(tmp_path, f"tokens = {given!r}\n")).tokens == tokens
+    monkeypatch.setenv("DILOCO_TOKENS", str(int(given) if isinstance(given, float) else given))
+    assert load(SyncSettings).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    "given", ["2.5", "0.0005k", "M", "2.5Mega", "1e-3", "1.2.3", "", "nan", "1e400", "1e99999", 2.5]
+)
+def test_what_is_not_whole_is_refused_with_the_value_as_it_was_given(given):
+    """Nothing is rounded, and nothing is larger than the wire can say."""
+    with pytest.raises(UsageError) as error:
+        load(SyncSettings, {"tokens": given})
+    for word in (f"tokens={given!r}", "at least 1, at most", "--tokens", "DILOCO_TOKENS"):
+        assert word in str(error.value)
+
+
+def test_every_number_that_is_allowed_is_so_on_the_wire_too():
+    """The largest of each protocol constant makes a spec; more is refused before that."""
+    for name, info in SyncSettings.model_fields.items():
+        if info.annotation is int:
+            (most,) = (rule.le for rule in info.metadata if hasattr(rule, "le"))
+            load(SyncSettings, {name: most}).sync_spec()
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_what_is_no_finite_number_is_refused(text):
+    """But for the clipping norm, of which infinity is none at all."""
+    for kind, name in ((SyncSettings, "outer_lr"), (LearnerSettings, "pace"), (TrainerSettings, "weight_decay")):
+        with pytest.raises(UsageError, match=f"{name}='{text}'"):
+            load(kind, {name: text})
+    if text == "inf":
+        assert load(TrainerSettings, {"clip": text}).clip == float("inf")
+    else:
+        with pytest.raises(UsageError, match=f"clip='{text}'"):
+            load(TrainerSettings, {"clip": text})
+
+
+def test_text_that_no_file_can_hold_is_refused():
+    """A path whose bytes are no UTF-8, as the system hands it to a program."""
+    with pytest.raises(UsageError, match=r"data='book\\udcff': not UTF-8; set it with --data"):
+        load(TrainerSettings, {"data": "book\udcff"})
+
+
 @pytest.mark.parametrize("text", ["soon", "10 days", "-5s", "ms", "1.2.3s"])
 def test_what_is_no_duration_is_refused(text):
     """By name, not by a stack trace."""
@@ -110,7 +168,7 @@ def test_a_wrong_variable_or_file_value_is_named_too(tmp_path, monkeypatch):
 def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
     """Unless it belongs to another party: one file serves all of them."""
     config = toml(tmp_path, "qurum = 2\npace = '1s'\n")
-    with pytest.raises(UsageError, match="'qurum'"):
+    with pytest.raises(UsageError, match=r"'qurum' .is 'quorum' meant"):
         load(SyncSettings, config=config, known=frozenset({"pace"}))
     assert load(SyncSettings, config=toml(tmp_path, "pace = '1s'\n"), known=frozenset({"pace"}))
 
@@ -185,3 +243,68 @@ def test_other_things_than_text_are_left_to_the_validator():
     """parse_duration never guesses."""
     assert parse_duration(None) is None
     assert parse_duration([1]) == [1]
+
+
+# --- variables -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("DILOCO_TOKNES", "DILOCO_TOKENS"),
+        ("DILOCO_TOKEN", "DILOCO_TOKENS"),
+        ("DILOCO_QURUM", "DILOCO_QUORUM"),
+        ("diloco_redis_ulr", "DILOCO_REDIS_URL"),
+        ("DILOCO_SYNC_INTERVALL", "DILOCO_SYNC_INTERVAL"),
+        ("DILOCO_CHECKPOINT_EVRY", "DILOCO_CHECKPOINT_EVERY"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_by_name_with_the_one_that_is_meant(variable, meant, monkeypatch):
+    """As a misspelt key of a file is; also one of another party."""
+    monkeypatch.setenv(variable, "hunter2")
+    with pytest.raises(UsageError, match=f"unknown variable {variable}: is {meant} meant?") as error:
+        check_variables(ALL_FIELDS)
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "variable", ["DILOCO_IMAGE", "DILOCO_REDIS_SERVICE_HOST", "DILOCO_REDIS_PORT_6379_TCP", "DILOCO_X"]
+)
+def test_a_variable_that_may_be_another_programs_is_warned_of(variable, monkeypatch):
+    """Kubernetes sets some for a service of that name, and people for compose."""
+    monkeypatch.setenv(variable, "1")
+    (warning,) = check_variables(ALL_FIELDS)
+    assert variable in warning
+
+
+def test_the_variables_of_all_parties_are_known_to_each(monkeypatch):
+    """One environment serves all of them, as one file does; so are those that are no settings, or empty."""
+    for name in (*ALL_FIELDS, "launcher_pid", "test_redis_server"):
+        monkeypatch.setenv(f"DILOCO_{name.upper()}", "1")
+    monkeypatch.setenv("DILOCO_TOKNES", "")
+    assert check_variables(ALL_FIELDS) == []
+
+
+def test_of_a_library_only_what_it_would_read_is_looked_at(monkeypatch):
+    """A program with a learner in it has its own settings: a warning, and only of Redis and the run's name."""
+    for name in ("DILOCO_TOKNES", "DILOCO_LEARNERS", "DILOCO_REDIS_PORT", "DILOCO_REDIS_PASSWORD", "DILOCO_OUT"):
+        monkeypatch.setenv(name, "1")
+    assert check_variables(PARTIES, wanted=BusSettings.model_fields) == []
+    monkeypatch.setenv("DILOCO_REDIS_ULR", "redis://x")
+    (warning,) = check_variables(PARTIES, wanted=BusSettings.model_fields)
+    assert "DILOCO_REDIS_ULR: is DILOCO_REDIS_URL meant?" in warning
+
+
+def test_names_of_settings_are_not_each_others_misspellings():
+    """The launcher's own, unknown to the library, are none of what it reads."""
+    assert not [name for name in ALL_FIELDS - PARTIES if get_close_matches(name, BusSettings.model_fields, 1, 0.82)]
+
+
+@pytest.mark.parametrize("command", ["run", "syncer", "learner", "evaluator", "status", "tape", "chaos"])
+def test_every_command_looks_at_the_variables(command, monkeypatch, capsys):
+    """Before it does anything."""
+    monkeypatch.setenv("DILOCO_IMAGE", "mine")
+    monkeypatch.setenv("DILOCO_TOKNES", "5")
+    assert main([command]) == 2
+    said = capsys.readouterr().err
+    assert "unknown variable DILOCO_TOKNES: is DILOCO_TOKENS meant?" in said

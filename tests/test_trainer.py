@@ -403,9 +403,24 @@ def test_a_machine_that_cannot_compile_says_what_to_install(monkeypatch: pytest.
 
 def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
     """So that the status can tell who takes more than there is. Read in the exchange's thread, which trains nothing."""
+    had = torch.get_num_threads()
     torch.set_num_threads(3)
-    learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere")
-    spec = samples.spec()
-    learner._rounds = Rounds(layout_of(spec.tensors), spec.sync)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(learner._report, False).result().threads == (3, usable_cores())
+    try:
+        learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere")
+        spec = samples.spec()
+        learner._rounds = Rounds(layout_of(spec.tensors), spec.sync)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(learner._report, False).result().threads == (3, usable_cores())
+    finally:
+        torch.set_num_threads(had)
+
+
+def test_an_infinite_clipping_norm_is_no_clipping() -> None:
+    """The step is that of the gradient as it is."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.weight.grad = torch.tensor([[3e30, 4e30]])
+    update(model, optimizer, 1.0, float("inf"))
+    assert torch.equal(model.weight, -torch.tensor([[3e30, 4e30]]))

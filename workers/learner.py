@@ -42,7 +42,7 @@ from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import LearnerReport, Phase, Spec, SyncSpec
 from pipeline.ports import Bus
-from pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
+from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
 
 from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
@@ -129,11 +129,13 @@ class Learner:
         )
         if log_losses and state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
+        if not structlog.is_configured():
+            logs.configure("warning")  # in somebody else's program, only what needs attention
+        for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
+            structlog.get_logger().warning("variable_unknown", detail=warning)
         url = load(BusSettings, {"redis_url": redis_url or None}).bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
-        if not structlog.is_configured():
-            logs.configure("warning")  # in somebody else's program, only what needs attention
         self.model, self.optimizer = model, optimizer
         self.incarnation = secrets.token_hex(8)
         self.id = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"

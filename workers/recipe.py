@@ -1,5 +1,6 @@
 """What the trainer, the data-parallel baseline and the evaluator share: device, text, batches, one inner step."""
 
+import math
 import signal
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -124,8 +125,9 @@ def add_gradients(model: nn.Module, batches: Iterable[torch.Tensor], count: int)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> None:
-    """Clip the gradients, take one step of the inner optimizer, and clear the gradients."""
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    """Clip the gradients (infinity: not), take one step of the inner optimizer, and clear the gradients."""
+    if clip < math.inf:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -80,7 +80,7 @@ class LabRun(BaseModel):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
     warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
-    clip: float = Field(1.0, gt=0, description="Gradient clipping norm")
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
     beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
     eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def read_experiment(path: Path) -> Experiment:
         UsageError: not readable, an unknown name, a value out of bounds: says where, and what is allowed.
     """
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read experiment {path}: {error}") from error
     known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}
