@@ -31,7 +31,7 @@ from .figures import Spread, progress, spread
 from .machine import cores
 
 KINDS = "python", "torch"
-"""What the loop does: hold the interpreter's lock all the time, or leave it in operators of about half a millisecond."""
+"""What the loop does: hold the interpreter's lock all the time, or leave it in operators of half a millisecond."""
 SIDE = 192
 CALIBRATION_S = 0.3
 """Of each of five trials: the fastest says how much work a step is."""
@@ -162,7 +162,7 @@ def main() -> None:
             print(dumps(_block(work_of(kind), int(units), int(steps), parameters, learner)), flush=True)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _block(
     compute: Callable[[int], None], units: int, steps: int, parameters: list[torch.Tensor], learner: Learner
 ) -> dict[str, float]:
