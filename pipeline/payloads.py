@@ -28,14 +28,15 @@ def _piece(chunk_bytes: int) -> int:
 async def pull(
     bus: Bus, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = 60.0
 ) -> PayloadReader:
-    """Read a payload that is complete on the bus; it is kept from expiring meanwhile.
+    """Read a payload that is complete on the bus; one that takes several reads is kept from expiring meanwhile.
 
     Raises:
         BadPayload: missing, incomplete (a replaced payload may have gone: read the head again) or corrupt.
     """
-    reader = PayloadReader(elements, codec, chunk_bytes)
+    reader, limit = PayloadReader(elements, codec, chunk_bytes), _piece(chunk_bytes)
+    extend_s *= reader.expected > limit
     while not reader.complete:
-        chunks = await bus.read_chunks(key, reader.received, _piece(chunk_bytes), extend_s=extend_s)
+        chunks = await bus.read_chunks(key, reader.received, limit, extend_s=extend_s)
         if not chunks:
             raise BadPayload(f"{key} has {reader.received} of {reader.expected} chunks")
         for chunk in chunks:

@@ -40,6 +40,8 @@ from pipeline.messages import (
     Head,
     LearnerReport,
     Spec,
+    TapeRecord,
+    WindowChanged,
 )
 from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock
@@ -117,6 +119,7 @@ class Exchange:
         self._feedback = ErrorFeedback(learner, incarnation, self._encoder.grown)
         self._identity = Identity(bus, clock, learner, incarnation, self._retry)
         self._reports = self._outages = 0
+        self._told_s = 0.0
         self._outage = False
         """A call failed; all heads must be read anew."""
         self._look_at_all_s = 0.0
@@ -263,8 +266,18 @@ class Exchange:
                     self.shared.republish |= record.base_digest is None
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
-            if entries:
-                await self._look(sorted({entry.record.fragment for entry in entries}))
+            told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}
+            if told:
+                await self._look(sorted(told))
+
+    def _knows(self, record: TapeRecord) -> bool:
+        """Whether a record is of no news here: a first attempt on a base that this learner has published on.
+
+        It asks for nothing that was not given, and the next record of the fragment is looked at anyway.
+        """
+        if not isinstance(record, WindowChanged) or record.attempt > 0:
+            return False
+        return self._newest.get(record.fragment, (-1, 0))[0] == record.version
 
     async def _look_at_all(self) -> None:
         """See what all heads say. Should some be gone for long, the run begins again with what was adopted of them."""
@@ -450,6 +463,8 @@ class Exchange:
 
     async def _tell(self) -> LearnerReport:
         """Write a report, and learn the run's state by it."""
+        self._report_wake.clear()
+        self._told_s = self._clock.now()
         self._reports += 1
         report = self._report_now(self._left).model_copy(update={"number": self._reports, "outages": self._outages})
         self.shared.state = await self._identity.write(report)
@@ -458,16 +473,22 @@ class Exchange:
     async def _report(self) -> None:
         saved: tuple[str, int] | None = None
         while True:
-            self._report_wake.clear()
-            position = self.shared.shard_position
+            position, began = self.shared.shard_position, self._clock.now()
             await self._tell()
             if position is not None and position != saved:
                 await self.claims.save(position)
                 saved = position
-            await asyncio.sleep(LEAST_REPORT_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
-                    await self._report_wake.wait()
+            while (rest_s := began + REPORT_S - self._clock.now()) > LEAST_REPORT_S:
+                if not self._report_wake.is_set():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(rest_s):
+                            await self._report_wake.wait()
+                elif self._clock.now() - self._told_s >= LEAST_REPORT_S:
+                    break
+                else:  # a delta's own report may tell of it meanwhile
+                    await asyncio.sleep(LEAST_REPORT_S)
+            else:
+                await asyncio.sleep(LEAST_REPORT_S)
 
     async def _look_for_syncers(self) -> None:
         """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use."""

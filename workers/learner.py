@@ -62,6 +62,8 @@ from .stopping import Stopped, Stopping
 
 STEPS_KEPT = 4096
 """Step times the median is taken over."""
+MEDIAN_S = 1.0
+"""It is taken anew so often: sorting takes longer than all else of a report."""
 SMOOTHING = 0.9
 LOOK_FOR_SIGNAL_S = 0.2
 
@@ -172,6 +174,8 @@ class Learner:
         self._failure: BaseException | None = None
         self._loss: float | torch.Tensor | None = None
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._median = 0.0, -MEDIAN_S
+        """Of step times, and when it was taken."""
         self._step_s = self._tokens_per_s = self._blocked_s = 0.0
         self._began = self._returned = 0.0
 
@@ -511,7 +515,10 @@ class Learner:
         rounds, loss = self._rounds, self._loss
         assert rounds is not None  # noqa: S101  # set before the thread starts
         counts = rounds.counts
-        times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
+        now = time.perf_counter()
+        if left or not self._median[0] or now - self._median[1] >= MEDIAN_S:
+            times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
+            self._median = median(times) if times else 0.0, now
         value = None if loss is None else float(loss)
         return LearnerReport(
             learner=self.id,
@@ -524,9 +531,9 @@ class Learner:
             loss=value,
             tokens_per_s=self._tokens_per_s,
             step_s=self._step_s,
-            step_s_median=median(times) if times else 0.0,
+            step_s_median=self._median[0],
             blocked_s=self._blocked_s,
-            wall_s=time.perf_counter() - self._began if self._began else 0.0,
+            wall_s=now - self._began if self._began else 0.0,
             left=left,
             host=socket.gethostname(),
             device=str(self.device),
