@@ -166,7 +166,7 @@ def main() -> None:
 def _block(
     compute: Callable[[int], None], units: int, steps: int, parameters: list[torch.Tensor], learner: Learner
 ) -> dict[str, float]:
-    rounds, blocked_s = learner._rounds, learner._blocked_s
+    rounds, blocked_s = learner._rounds, learner.times.blocked_s
     deltas = 0 if rounds is None else rounds._serial
     cpu_s, began = time.process_time(), time.perf_counter()
     for _ in range(steps):
@@ -177,7 +177,7 @@ def _block(
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu_s,
-        "blocked_s": learner._blocked_s - blocked_s,
+        "blocked_s": learner.times.blocked_s - blocked_s,
         "deltas": 0 if rounds is None else rounds._serial - deltas,
     }
 

@@ -310,9 +310,9 @@ class FragmentOwner:
         key = self._key(offer)
         still_needed = any(self._key(other) == key for other in self._window.pending() if other is not offer)
         self._intake.forget([offer.entry_id])
-        payloads = () if still_needed else (key,)
+        gone = () if still_needed else (key,)
         await self._refusing.refuse(
-            self._at, offer.entry_id, offer.header, reason, detail, lost_tokens=lost, payloads=payloads
+            self._at, offer.entry_id, offer.header, reason, detail, lost_tokens=lost, payloads=gone
         )
 
     async def _outdone(self, replaced: Offer, offer: Offer) -> None:
@@ -336,8 +336,7 @@ class FragmentOwner:
     def _fold(self) -> None:
         """Sum what is complete while the rest is awaited."""
         assert self._window is not None  # noqa: S101  # loaded before the loop
-        complete = [self._intake.deltas[offer.entry_id] for offer in self._window.complete()]
-        self._folding.fold(complete)
+        self._folding.fold([self._intake.deltas[offer.entry_id] for offer in self._window.complete()])
 
     def _downloaded(self, taken: tuple[Offer, Outcome]) -> Failed | None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
@@ -473,10 +472,7 @@ class FragmentOwner:
             tokens=commit.merged_tokens,
             reason=decision.reason,
             norm=round(merged.norm, 5),
-            quorum_s=round(record.quorum_s, 3),
-            grace_s=round(record.grace_s, 3),
-            upload_s=round(record.upload_s, 3),
-            merge_s=round(record.merge_s, 3),
+            **{name: round(getattr(record, name), 3) for name in ("quorum_s", "grace_s", "upload_s", "merge_s")},
         )
         fragment.advance(merged)
         self._not_finite_times = 0

@@ -428,7 +428,7 @@ async def test_a_learner_whose_run_has_no_syncer_says_so(
     redis_binary: Path | None, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it publishes stays bounded; with a syncer it goes on by itself."""
-    monkeypatch.setattr("workers.exchange.LOOK_FOR_SYNCERS_S", 0.5)
+    monkeypatch.setattr("workers.joining.LOOK_FOR_SYNCERS_S", 0.5)
     async with real_run(redis_binary, 2) as run:
         assert run.syncer is not None
         run.syncer.cancel()

@@ -56,6 +56,7 @@ PURE = (
     "syncer/sharing.py",
     "syncer/uploads.py",
     "workers/schedule.py",
+    "workers/step_times.py",
     "workers/encoding.py",
     "workers/feedback.py",
     "workers/retries.py",

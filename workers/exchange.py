@@ -51,7 +51,7 @@ from .claims import ShardClaims
 from .encoding import Encoder, OnHost
 from .feedback import ErrorFeedback
 from .identity import Identity
-from .joining import meanwhile, say_why
+from .joining import look_for_syncers, meanwhile, say_why
 from .retries import Retries
 from .rounds import Base, OpenWindow, Publication
 from .shared import Shared
@@ -71,7 +71,6 @@ DELTA_TTL_S = 600.0
 POLL_S = 0.05
 SLOW_PULL_S = 60.0
 ABANDON_S = 2.0
-LOOK_FOR_SYNCERS_S = 10.0
 LOOK_AT_ALL_S = 5.0
 """Time between two looks at all heads, whatever the tape says."""
 LOST_HEADS_S = 15.0
@@ -491,16 +490,4 @@ class Exchange:
                 await asyncio.sleep(LEAST_REPORT_S)
 
     async def _look_for_syncers(self) -> None:
-        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use."""
-        missed = 0
-        while True:
-            await asyncio.sleep(LOOK_FOR_SYNCERS_S)
-            here = await self._bus.read_syncers()
-            if here and missed > 1:
-                self._log.info("syncer_found", syncers=list(here.values()))
-            missed = 0 if here else missed + 1
-            if missed == 2:
-                remedy = (
-                    "start `diloco syncer` for this run; training goes on, and all that is published is offered again"
-                )
-                self._log.warning("no_syncer", detail=f"nothing is merged: {remedy}")
+        await look_for_syncers(self._bus, self._log)

@@ -1,4 +1,4 @@
-"""What goes on beside a learner's joining, and what is said where that takes long. asyncio."""
+"""What goes on beside a learner's joining; what is said where that takes long, or later nobody merges. asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -10,6 +10,7 @@ from pipeline.ports import Bus
 
 PATIENCE_S = 3.0
 """After so long it is said what is waited for."""
+LOOK_FOR_SYNCERS_S = 10.0
 
 
 @asynccontextmanager
@@ -54,3 +55,23 @@ async def reason(bus: Bus, fragments: Sequence[int], claim_s: float) -> str:
             f"within {claim_s:g} s"
         )
     return f"syncer {', '.join(sorted(set(syncers.values())))} has yet to take over the first parameters"
+
+
+async def look_for_syncers(bus: Bus, log: Any) -> None:
+    """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use.
+
+    Until cancelled.
+
+    Raises:
+        BusError: the bus cannot be read.
+    """
+    missed = 0
+    while True:
+        await asyncio.sleep(LOOK_FOR_SYNCERS_S)
+        here = await bus.read_syncers()
+        if here and missed > 1:
+            log.info("syncer_found", syncers=list(here.values()))
+        missed = 0 if here else missed + 1
+        if missed == 2:
+            remedy = "start `diloco syncer` for this run; training goes on, and all that is published is offered again"
+            log.warning("no_syncer", detail=f"nothing is merged: {remedy}")

@@ -20,19 +20,16 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
 import structlog
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from pipeline import logs
@@ -40,7 +37,7 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import LearnerReport, Phase, Spec, SyncSpec
+from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
 from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
 
@@ -50,21 +47,18 @@ from .background import yield_core
 from .device_encoding import OnDevice
 from .encoding import OnHost
 from .exchange import Exchange
-from .frozen_digests import check_frozen, frozen_digests
+from .frozen_digests import check_frozen
 from .joining import meanwhile
 from .model_checks import check_model, check_optimizer
 from .model_watch import ModelWatch
 from .parameters import FragmentParameters, tensor_table
+from .proposal import proposal
 from .recovery import Recover, Recovery, RecoveryOptions, Source
 from .rounds import Publication, Rounds
 from .shards import read_blocks
+from .step_times import StepTimes
 from .stopping import Stopped, Stopping
 
-STEPS_KEPT = 4096
-"""Step times the median is taken over."""
-MEDIAN_S = 1.0
-"""It is taken anew so often: sorting takes longer than all else of a report."""
-SMOOTHING = 0.9
 LOOK_FOR_SIGNAL_S = 0.2
 
 
@@ -164,7 +158,7 @@ class Learner:
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._entered = threading.Lock()
-        """Taken for good when it is entered."""
+        """Taken for good on entering."""
         self._pid = os.getpid()
         self._stopping = Stopping()
         self._joined = threading.Event()
@@ -173,11 +167,7 @@ class Learner:
         self._ended: asyncio.Event | None = None
         self._failure: BaseException | None = None
         self._loss: float | torch.Tensor | None = None
-        self._times: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._median = 0.0, -MEDIAN_S
-        """Of step times, and when it was taken."""
-        self._step_s = self._tokens_per_s = self._blocked_s = 0.0
-        self._began = self._returned = 0.0
+        self.times = StepTimes()
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -199,10 +189,7 @@ class Learner:
         assert rounds is not None and exchange is not None and recovery is not None  # noqa: S101, PT018  # _check
         assert self._watch is not None  # noqa: S101  # set with the rounds
         self._watch.look(entered)
-        took = entered - self._returned
-        self._times.append(took)
-        first = rounds.steps == 0
-        self._step_s = took if first else SMOOTHING * self._step_s + (1 - SMOOTHING) * took
+        self.times.entered(entered)
         rounds.trained(tokens)
         adopted = self._adopt()
         if exchange.shared.republish:
@@ -212,11 +199,7 @@ class Learner:
         if loss is not None:
             self._loss = loss
         recovery.stepped(exchange.shared, self.progress, loss)
-        now = time.perf_counter()
-        rate = tokens / (now - self._returned)
-        self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
-        self._blocked_s += now - entered
-        self._returned = now
+        self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
 
     @property
@@ -269,7 +252,7 @@ class Learner:
                 self._check()
                 self._stopping.leave_if_asked()
         if self._rounds is not None and not self._rounds.steps:
-            self._began = self._returned = time.perf_counter()
+            self.times.begin(time.perf_counter())
 
         def finished(entry_id: str) -> None:
             self._tell(exchange.claims.finish, entry_id)
@@ -312,7 +295,7 @@ class Learner:
                 self._trainer = dict(held.trainer)
         else:
             sync = self._sync.sync_spec()
-        spec = self._proposal(sync)
+        spec = proposal(self.model, sync, self._trainer, self._same_frozen)
         layout = layout_of(spec.tensors)
         self._rounds = Rounds(layout, sync)
         self._parameters = FragmentParameters(self.model, layout)
@@ -335,7 +318,7 @@ class Learner:
         self._spec = spec
         self._recovery.restore()
         self._hand_over((), self._adopt())
-        self._began = self._returned = time.perf_counter()
+        self.times.begin(time.perf_counter())
 
     def _abandon(self) -> None:
         """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
@@ -409,22 +392,6 @@ class Learner:
     def _run_is_over(self) -> bool:
         state = self._exchange.shared.state if self._exchange else None
         return state is not None and state.phase is not Phase.RUNNING
-
-    def _proposal(self, sync: SyncSpec) -> Spec:
-        """The spec as this learner would have it; what the model is has been judged, but may have changed since.
-
-        Raises:
-            UsageError: model and settings cannot be a run's.
-        """
-        self.device = check_model(self.model)
-        self._on_device = self._encode_on == "device" or (self._encode_on == "auto" and self.device.type == "cuda")
-        frozen = frozen_digests(self.model) if self._same_frozen else None
-        try:
-            return Spec(sync=sync, tensors=tensor_table(self.model, sync), trainer=self._trainer, frozen=frozen)
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(map(str, problem["loc"])) or "the run's spec"
-            raise UsageError(f"{where}: {problem['msg']}") from error
 
     def _adopt(self) -> bool:
         exchange, rounds, parameters = self._exchange, self._rounds, self._parameters
@@ -515,10 +482,6 @@ class Learner:
         rounds, loss = self._rounds, self._loss
         assert rounds is not None  # noqa: S101  # set before the thread starts
         counts = rounds.counts
-        now = time.perf_counter()
-        if left or not self._median[0] or now - self._median[1] >= MEDIAN_S:
-            times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
-            self._median = median(times) if times else 0.0, now
         value = None if loss is None else float(loss)
         return LearnerReport(
             learner=self.id,
@@ -529,12 +492,8 @@ class Learner:
             published=counts.published,
             versions=rounds.versions,
             loss=value,
-            tokens_per_s=self._tokens_per_s,
-            step_s=self._step_s,
-            step_s_median=self._median[0],
-            blocked_s=self._blocked_s,
-            wall_s=now - self._began if self._began else 0.0,
             left=left,
+            **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),
             device=str(self.device),
             threads=(torch.get_num_threads(), usable_cores()) if self.device.type == "cpu" else (0, 0),

@@ -1,0 +1,36 @@
+"""The spec as a learner would have it, from its model and settings."""
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+from torch import nn
+
+from pipeline.errors import UsageError
+from pipeline.messages import Spec, SyncSpec
+
+from .frozen_digests import frozen_digests
+from .model_checks import check_model
+from .parameters import tensor_table
+
+
+def proposal(
+    model: nn.Module, sync: SyncSpec, trainer: Mapping[str, str | int | float | bool | None], same_frozen: bool
+) -> Spec:
+    """What is proposed to a run that has no spec, and compared with the spec of one that has.
+
+    Args:
+        model: has been judged, but may have changed since.
+        sync, trainer: as in the spec.
+        same_frozen: frozen parameters are part of what is agreed on.
+
+    Raises:
+        UsageError: model and settings cannot be a run's.
+    """
+    check_model(model)
+    frozen = frozen_digests(model) if same_frozen else None
+    try:
+        return Spec(sync=sync, tensors=tensor_table(model, sync), trainer=dict(trainer), frozen=frozen)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "the run's spec"
+        raise UsageError(f"{where}: {problem['msg']}") from error

@@ -1,0 +1,58 @@
+"""How long a learner's steps take, and how much of that its own calls. Pure: the caller reads the clock.
+
+The training thread writes, the exchange's thread reads.
+"""
+
+from collections import deque
+from statistics import median
+from typing import Any
+
+STEPS_KEPT = 4096
+"""Step times the median is taken over."""
+MEDIAN_S = 1.0
+"""It is taken anew so often: sorting takes longer than all else of a report."""
+SMOOTHING = 0.9
+
+
+class StepTimes:
+    """Of one incarnation, in seconds; times of a clock that only rises."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._median = 0.0, -MEDIAN_S
+        """Of step times, and when it was taken."""
+        self._step_s = self._tokens_per_s = 0.0
+        self.blocked_s = 0.0
+        """Time inside the library's own calls: not what its other thread costs beside it."""
+        self._began = self._returned = 0.0
+
+    def begin(self, now: float) -> None:
+        """Training begins: what came before was joining."""
+        self._began = self._returned = now
+
+    def entered(self, now: float) -> None:
+        """A step of the user's is done."""
+        took = now - self._returned
+        self._step_s = SMOOTHING * self._step_s + (1 - SMOOTHING) * took if self._times else took
+        self._times.append(took)
+
+    def returned(self, entered: float, now: float, tokens: int) -> None:
+        """So is what the library does after it."""
+        rate = tokens / (now - self._returned)
+        first = len(self._times) == 1
+        self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
+        self.blocked_s += now - entered
+        self._returned = now
+
+    def reported(self, now: float, last: bool) -> dict[str, Any]:
+        """What a report says of it; the last one is exact."""
+        if last or not self._median[0] or now - self._median[1] >= MEDIAN_S:
+            times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
+            self._median = median(times) if times else 0.0, now
+        return {
+            "tokens_per_s": self._tokens_per_s,
+            "step_s": self._step_s,
+            "step_s_median": self._median[0],
+            "blocked_s": self.blocked_s,
+            "wall_s": now - self._began if self._began else 0.0,
+        }
