@@ -40,8 +40,8 @@ def trial_shape(dims: int) -> tuple[int, ...]:
 def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, Any]:
     """What the optimizer keeps for a parameter of a group, after one step on zero gradients of a twin.
 
-    The twin has the class and copies of plain attributes, nothing else: whatever its step does, it cannot reach the
-    optimizer, whose parameters and states therefore stay as they were.
+    The twin has the class and copies of plain attributes, nothing else: whatever its step does, short of what is global
+    to the program, it cannot reach the optimizer, whose parameters and states therefore stay as they were.
 
     Raises:
         TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along;
