@@ -41,6 +41,7 @@ from pipeline.messages import TensorSpec
 from pipeline.payloads import follow, push_growing
 from pipeline.redis_streams import connect
 from pipeline.strict_json import dumps
+from pipeline.units import parse_count
 from pipeline.wire import Codec
 from syncer.norms import BLOCK, DeltaNorms
 from workers.device_encoding import OnDevice
@@ -260,8 +261,8 @@ def _draw(report: dict[str, Any], path: Path) -> None:
 
 def _sizes(text: str) -> list[int]:
     try:
-        found = [int(float(part)) for part in text.split(",")]
-    except (ValueError, OverflowError):
+        found = [int(str(parse_count(part))) for part in text.split(",")]
+    except ValueError:
         found = [0]
     if min(found) < 1:
         raise UsageError(f"--params {text}: numbers of elements, e.g. 12.5e6,100e6")

@@ -93,8 +93,7 @@ class FragmentOwner:
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
         self._folding = Folding(layout, spec.sync, offload, metrics)
         self._grace = GraceEstimator()
-        self._not_finite_times = 0
-        """Merges in a row whose outcome was not finite."""
+        self._not_finite_times = 0  # merges in a row whose outcome was not finite
         self._view = IDLE_VIEW
         self._merges = LastMerges()
 
