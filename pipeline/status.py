@@ -84,7 +84,7 @@ def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
 
 
 def _crowded(reports: Sequence[SeenReport]) -> list[str]:
-    """Machines on which learners have more threads together than there are cores."""
+    """Machines on which learners have more threads together than there are cores, and could have fewer."""
     by_host: dict[str, list[SeenReport]] = {}
     for seen in reports:
         if all(seen.report.threads):
@@ -92,8 +92,8 @@ def _crowded(reports: Sequence[SeenReport]) -> list[str]:
     found = []
     for host, here in sorted(by_host.items()):
         threads, cores = sum(seen.report.threads[0] for seen in here), max(seen.report.threads[1] for seen in here)
-        if len(here) > 1 and threads > cores:
-            each = max(1, cores // len(here))
+        each = max(1, cores // len(here))
+        if threads > cores and len(here) > 1 and any(seen.report.threads[0] > each for seen in here):
             found.append(
                 f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
                 f"start each with --threads {each}"

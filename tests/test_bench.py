@@ -135,6 +135,8 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
         assert report[key]["n"] == 2
         assert report["with_aof"][key]["n"] == 2
         assert report["with_aof"][key] != report[key]
+    assert 0 < report["merged_share"] <= 1
+    assert "merged share of what was trained" in done.stdout
     assert "append-only file on" in done.stdout
     assert report["settings"]["fragments"] == 2
     assert {"cores", "cpu", "python", "torch", "numpy", "redis"} <= report["machine"].keys()

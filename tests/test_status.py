@@ -164,6 +164,7 @@ def test_learners_with_more_threads_than_cores_are_told_what_to_do():
     for fine in (
         [samples.seen("a", threads=(2, 2), host="x"), samples.seen("b", threads=(2, 2), host="y")],
         [samples.seen("a", threads=(1, 2)), samples.seen("b", threads=(1, 2))],
+        [samples.seen(f"l{n}", threads=(1, 2)) for n in range(4)],
         [samples.seen("a"), samples.seen("b")],
         [samples.seen("a", threads=(2, 2)), samples.seen("b", 60.0, threads=(2, 2))],
     ):
