@@ -27,7 +27,6 @@ class Lost:
         self._encoded = encode(spec)
         self._other_since_s: float | None = None
         self._reports: dict[tuple[str, str], SeenReport] = {}
-        self._state: RunState | None = None
         self._emptied = False
         self._log = structlog.get_logger()
 
@@ -48,21 +47,21 @@ class Lost:
         self._reports |= now
         return [*found, *gone]
 
-    async def state(self, found: RunState | None) -> RunState | None:
-        """The run's state, from memory if the bus has lost it; then all else that it may have lost is looked after.
+    async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
+        """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
 
         Raises:
             BusError, SpecMismatch: as `spec`.
         """
         if found is not None:
-            self._state, self._emptied = found, False
-        elif self._state is not None and not self._emptied:
+            self._emptied = False
+        elif known is not None and not self._emptied:
             self._emptied = True
             self._log.warning("state_lost", detail="the bus has lost the run's state: what is known here is put back")
             for owner in self._owners:
                 owner.look()
             await self.spec()
-        return self._state
+        return known if found is None else found
 
     async def spec(self) -> None:
         """See that the bus has this run's spec; put it back if that is gone, or another one has its place.

@@ -267,7 +267,7 @@ class SyncerService:
             began = self.clock.now()
             found = await self.bus.read_reports()
             latency = self.clock.now() - began
-            state = await lost.state(await self.bus.read_state())
+            state = await lost.state(await self.bus.read_state(), watch.state)
             reports = await lost.reports(found)
             if self._leads():
                 state = await self._lead(watch, state)

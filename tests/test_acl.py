@@ -129,6 +129,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await pull(syncer, keys.initial_payload(0, NONCE), 8, "fp32", 1024)
     assert await syncer.announce_syncer(NONCE, "s0", 10) == (NONCE,)
     await syncer.write_state(samples.run_state())
+    assert await syncer.replace_spec(encode(spec), encode(spec))
     expected = await first_head(syncer)
     assert await syncer.read_leases([0]) == [NONCE]
     assert await syncer.tape_end()

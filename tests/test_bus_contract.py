@@ -58,6 +58,16 @@ async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:
     assert await bus.read_spec() == b"one"
 
 
+async def test_a_spec_is_replaced_only_if_it_is_the_one_that_was_seen(bus: Bus) -> None:
+    assert not await bus.replace_spec(b"two", b"one")
+    assert await bus.read_spec() is None
+    await bus.propose_spec(b"one")
+    assert not await bus.replace_spec(b"two", b"another")
+    assert await bus.read_spec() == b"one"
+    assert await bus.replace_spec(b"two", b"one")
+    assert await bus.read_spec() == b"two"
+
+
 async def test_a_run_never_moves_back_to_an_earlier_phase(bus: Bus) -> None:
     draining = samples.run_state(phase=Phase.DRAINING)
     assert await bus.read_state() is None
@@ -529,6 +539,7 @@ async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdo
         bus.write_report(samples.report()),
         bus.read_reports(),
         bus.read_spec(),
+        bus.replace_spec(b"two", b"one"),
         bus.claim_initial(A, 1),
         bus.write_chunks(deltas, 0, [b"a"], 1),
     ):

@@ -108,6 +108,54 @@ def rejected(learner: str, lost: int = 0) -> Rejected:
     )
 
 
+# --- put back ---
+
+
+async def lost_head(bus: Bus, backdoor: Backdoor) -> tuple[Any, Commit]:
+    """Fragment 0 at version 1, with totals; its head goes. The head, and what puts it back."""
+    expected = await first_head(bus)
+    await bus.commit(await commit_on(bus, expected))
+    (before,) = await bus.read_heads([0])
+    at = (before.version, before.digest)
+    entry = await bus.offer(samples.header("l0"))
+    await bus.refuse(0, Refusal(NONCE, at, (entry,), (), (rejected("l0", 7),), 7))
+    (before,) = await bus.read_heads([0])
+    backdoor.delete(bus.keys.head(0))
+    again = await commit_on(
+        bus,
+        None,
+        version=1,
+        digest=before.digest,
+        payload=Staged(before.payload, before.chunks),
+        momentum=Staged(before.momentum, 3),
+        merged=before.merged,
+        record=Committed.installed(0, 1, before.digest, reason="put back", syncer="s0", unix_s=2.0),
+        lost=before,
+    )
+    return before, again
+
+
+async def test_a_head_that_is_put_back_is_the_one_that_was_lost(bus: Bus, backdoor: Backdoor) -> None:
+    """Version, digests, payloads that stay, merged bases, and all totals; the next merge goes on from it."""
+    before, again = await lost_head(bus, backdoor)
+    await bus.commit(again)
+    (after,) = await bus.read_heads([0])
+    assert after == before
+    assert backdoor.ttl_s(before.payload) is None
+    await bus.commit(await commit_on(bus, (1, before.digest), version=2))
+    assert (await bus.read_heads([0]))[0].merged_tokens == before.merged_tokens + 800
+
+
+async def test_a_head_is_put_back_only_where_there_is_none(bus: Bus, backdoor: Backdoor) -> None:
+    """Whatever it is: somebody else was quicker."""
+    _, again = await lost_head(bus, backdoor)
+    await bus.commit(again)
+    dump = backdoor.dump()
+    with pytest.raises(HeadMoved):
+        await bus.commit(again)
+    assert backdoor.dump() == dump
+
+
 # --- done --------------------------------------------------------------------------------------------
 
 

@@ -227,6 +227,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     save(build("tiny", 0), {"trainer": {}}, tmp_path)
     with pytest.raises(UsageError, match="not one of the built-in"):
         load_model(tmp_path)
+    save(build("tiny", 0), {"trainer": {"model": "tiny", "seed": 0}}, tmp_path)
+    load_model(tmp_path)
+    whole = (tmp_path / "globals.safetensors").read_bytes()
+    (tmp_path / "globals.safetensors").write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
+    with pytest.raises(UsageError, match=r"globals\.safetensors is damaged: it does not have the digest"):
+        load_model(tmp_path)
     (tmp_path / "globals.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
     with pytest.raises(UsageError, match="damaged"):
         load_model(tmp_path)

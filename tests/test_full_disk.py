@@ -177,6 +177,15 @@ def test_losses_of_a_learner_whose_disk_was_full_are_whole_lines(disk: Path) -> 
     assert (disk / "state" / "losses.jsonl").read_text() == "first\nlast\n"
 
 
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    """Also where the damage is in a file that the export does not need: who else relies on it should know."""
+    (path,) = save(tmp_path / "run")
+    (path / "momentum.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"momentum\.safetensors is missing"):
+        export(tmp_path / "run", tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def test_an_export_to_a_full_disk_is_refused_in_words(disk: Path, tmp_path: Path) -> None:
     """No traceback, and no half file."""
     save(tmp_path / "run")

@@ -417,6 +417,35 @@ def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> None:
     books_of(story, tmp_path)
 
 
+@pytest.mark.parametrize("syncer_too", [False, True])
+def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer_too: bool) -> None:
+    """What was put back counts as merged once; what a new syncer never knew of died; nothing is unaccounted."""
+
+    async def story(run: Run) -> None:
+        world = run.world
+        learners = [run.learner(i) for i in range(2)]
+        await world.until_version(5)
+        if syncer_too:
+            assert world.syncer is not None
+            world.syncer.cancel()
+            await asyncio.gather(world.syncer, return_exceptions=True)
+        for key in list(world.store.values):
+            world.store.delete(key)
+        if syncer_too:
+            world.start_syncer()
+        await asyncio.sleep(40.0)
+        await run.drain(*learners)
+        tape = read_archive(run.folder)
+        assert any(isinstance(r, Rewound) for r in tape)
+        everything = sum(len(r.contributions) for r in tape if isinstance(r, Committed))
+        commits, lost = surviving(tape)
+        assert lost
+        assert (sum(len(commit.contributions) for commit in commits) < everything) is syncer_too
+        await run.books()
+
+    books_of(story, tmp_path)
+
+
 def test_headers_that_come_twice(tmp_path: Path) -> None:
     """Every answer to an offer is lost once, so that each header stands on its stream twice."""
 

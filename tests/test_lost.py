@@ -1,6 +1,7 @@
 """What the bus has lost is put back by who still knows it, or is said. In virtual time."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from pipeline.errors import SpecMismatch
 from pipeline.globals import pull_state
 from pipeline.messages import Committed, Rewound, Spec
 from pipeline.status import read_status
+from syncer.replay import replay
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 CODECS = ("fp32", "bf16", "int8")
@@ -259,6 +261,26 @@ def test_a_lost_data_queue_goes_back_to_the_epoch_under_way_and_no_further() -> 
         for epoch in range(last):
             assert {block for e, block in reader.read if e == epoch} == set(range(40)), "all of it was read"
         await end(reader)
+
+    run_virtual(main())
+
+
+def test_a_recorded_run_whose_bus_was_emptied_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    """Versions that were put back join the history before to the one after."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=6000, quorum=2, outer_momentum=0.5), record_deltas=tmp_path)
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(4)
+        tape = await world.tape()
+        flush(world)
+        await world.finish(*party)
+        tape += await world.tape()
+        commits = [record for record in tape if isinstance(record, Committed)]
+        outcome = replay(tmp_path, commits, lambda merges: None)
+        assert outcome.differences == []
+        assert outcome.repeated == outcome.merges > 10
 
     run_virtual(main())
 

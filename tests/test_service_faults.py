@@ -177,8 +177,9 @@ def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
     run_virtual(main())
 
 
-def test_a_bus_that_comes_back_as_before_version_0_begins_again_with_what_was_trained() -> None:
-    """No head is left and nobody is joining: the learners that train upload what they have adopted."""
+@pytest.mark.parametrize("syncer_too", [False, True])
+def test_a_bus_that_comes_back_as_before_version_0_keeps_what_was_trained(syncer_too: bool) -> None:
+    """No head is left: the syncer puts back what it has; where that is new too, learners upload what they adopted."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9))
@@ -190,11 +191,17 @@ def test_a_bus_that_comes_back_as_before_version_0_begins_again_with_what_was_tr
         saved = world.store.snapshot()
         await world.until_version(5)
         trained = min(float(values.min()) for values in learners[0].values)
+        if syncer_too:
+            world.syncer.cancel()
+            await asyncio.gather(world.syncer, return_exceptions=True)
         world.store.restart(saved)
         for learner in learners:
             disconnect(learner)
         assert not await world.versions()
+        if syncer_too:
+            world.start_syncer()
         await world.until_version(3)
+        assert (max(await world.versions()) < 5) is syncer_too
         assert min(float(values.min()) for values in learners[0].values) > trained > 0
         for learner in learners:
             await learner.kill()

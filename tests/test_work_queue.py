@@ -53,6 +53,15 @@ async def test_an_epoch_is_queued_once_and_each_shard_is_claimed_once(bus: Bus) 
     assert (await claim(bus, L1, second)).shard == SHARDS[0]
 
 
+async def test_an_epoch_that_the_bus_has_lost_is_queued_again_once(bus: Bus) -> None:
+    """Whoever knows that three epochs were queued puts the third there again, where the bus counts none."""
+    assert not await bus.fill_shards(2, SHARDS, 1)
+    assert await bus.fill_shards(2, SHARDS, 0)
+    assert not await bus.fill_shards(2, SHARDS, 0)
+    assert await bus.count_epochs() == 3
+    assert len((await bus.read_shards()).open) == len(SHARDS)
+
+
 async def test_the_most_shards_that_an_epoch_can_have_are_queued_by_one_call(bus: Bus) -> None:
     assert await bus.fill_shards(0, cut_epoch(0, 16 * MAX_SHARDS, 8))
     assert len((await bus.read_shards()).open) == MAX_SHARDS

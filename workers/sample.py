@@ -54,8 +54,6 @@ def load_model(checkpoint: Path) -> Loaded:
     Raises:
         UsageError: not a checkpoint, damaged, or of a model that is not built in.
     """
-    if not check_sums(checkpoint):
-        structlog.get_logger().warning("checkpoint_without_sums", path=str(checkpoint), checked="no digest")
     try:
         state = _State.model_validate_json((checkpoint / "state.json").read_bytes())
         tensors = safetensors.torch.load_file(checkpoint / "globals.safetensors")
@@ -70,6 +68,8 @@ def load_model(checkpoint: Path) -> Loaded:
         model.load_state_dict(tensors)
     except RuntimeError as error:
         raise UsageError(f"{checkpoint} does not fit model {state.spec.trainer['model']!r}: {error}") from error
+    if not check_sums(checkpoint):
+        structlog.get_logger().warning("checkpoint_without_sums", path=str(checkpoint), checked="no digest")
     return Loaded(model, state.spec.trainer)
 
 
