@@ -171,8 +171,9 @@ class LearnerReport(Message):
     """True in the last report of a clean leave."""
     host: Text
     device: Text
+    generation: Count = 0
     number: Count = 0
-    """Counts this incarnation's reports, so that an older one never replaces a newer."""
+    """Of those with this learner's id, the greatest generation holds it; of its reports, the last one counts."""
     outages: Count = 0
     """Calls to the bus that failed: it may have lost what it had acknowledged."""
     threads: tuple[Count, Count] = (0, 0)
