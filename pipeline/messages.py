@@ -171,9 +171,8 @@ class LearnerReport(Message):
     """True in the last report of a clean leave."""
     host: Text
     device: Text
-    generation: Count = 0
     number: Count = 0
-    """Of those with this learner's id, the greatest generation holds it; of its reports, the last one counts."""
+    """Counts this incarnation's reports, so that an older one never replaces a newer."""
     outages: Count = 0
     """Calls to the bus that failed: it may have lost what it had acknowledged."""
     threads: tuple[Count, Count] = (0, 0)
