@@ -29,6 +29,7 @@ from workers.models.gpt import build
 from .end_to_end import ROOT, Fleet, Process, server
 from .figures import Spread, progress, spread
 from .machine import cores
+from .stepping import MODELS as MODELS
 
 KINDS = "python", "torch"
 """What the loop does: hold the interpreter's lock all the time, or leave it in operators of half a millisecond."""

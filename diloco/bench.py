@@ -263,6 +263,35 @@ def step(
 
 
 @app.command()
+def cost(
+    steps: Annotated[str, typer.Option(metavar="MS,MS,...", help="Lengths of a step in ms")] = "1,10,100",
+    model: Annotated[
+        str, typer.Option(help="tiny, small, base, medium or large (100M): what is synchronised")
+    ] = "tiny",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of a second, with the learner and without it each")] = 15,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What a learner costs by wall clock, all its threads included: a loop with it and without it, on one core."""
+    out = _Out(json_file, plot)
+    _learners("cost")
+    lengths = tuple(map(float, whole(steps, "steps")))
+    measuring = importlib.import_module("bench.cost")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    given = measuring.Loops(model, interval, fragments, _wire(wire), lengths, rounds)
+    found = measuring.measure(given, out.console, redis_url)
+    title = f"A learner beside a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop alone"
+    out.show(title, found)
+    out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
+    out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
+
+
+@app.command()
 def window(
     params: Params = "10e6",
     fragments: Annotated[str, typer.Option(metavar="P,P,...", help="Numbers of fragments")] = "1,2,4,8,16,32",

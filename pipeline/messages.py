@@ -164,7 +164,8 @@ class LearnerReport(Message):
     """Smoothed compute step time."""
     step_s_median: Seconds
     blocked_s: Seconds
-    """Time the training thread has spent inside the library instead of computing."""
+    """Time the training thread has spent inside `Learner.step`. What other threads of the learner take from it, by the
+    interpreter's lock and on its core, is not in here: `diloco bench cost` measures that too."""
     wall_s: Seconds
     """Time since the first step."""
     left: bool

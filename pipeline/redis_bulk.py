@@ -57,6 +57,19 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
     return replies
 
 
+async def ask(client: Redis, command: Sequence[Argument]) -> Any:
+    """One command's reply as Redis gives it, by a shorter way than the library's own.
+
+    Raises:
+        ResponseError: the reply is an error.
+        ConnectionError: the connection was lost.
+    """
+    (reply,) = await send(client, (command,))
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
 async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview]:
     """All strings of a command's reply, however they are nested; none where it is nil.
 

@@ -323,7 +323,7 @@ class RedisCalls:
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         async with self.call("control", CONTROL_S) as client:
             try:
-                reply = await client.execute_command(*command)
+                reply = await (client.execute_command(*command) if self.cluster else redis_bulk.ask(client, command))
             except rx.NoScriptError:
                 reply = None
         if reply is None:
@@ -369,6 +369,18 @@ class RedisCalls:
             if isinstance(reply, Exception):
                 raise translate(reply, self._where) from reply
         return replies
+
+    async def hashes(self, keys: Iterable[str]) -> list[Mapping[bytes, bytes]]:
+        """Fields of hashes, in one round trip on the control lane; of one that is not there, none."""
+        commands = [("HGETALL", key) for key in keys]
+        if self.cluster:
+            return await self.many(commands)
+        async with self.call("control", CONTROL_S) as client:
+            replies = await redis_bulk.send(client, commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise translate(reply, self._where) from reply
+        return [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in replies]
 
     async def scripts(
         self,
@@ -437,7 +449,10 @@ class RedisCalls:
                 node = client.get_node_from_key(next(iter(cursors)))
                 found = await client.execute_command(*command, target_nodes=node)
             else:
-                found = await client.execute_command(*command)
+                return [
+                    (key.decode(), [(at.decode(), fields[1] if fields else b"") for at, fields in entries])
+                    for key, entries in await redis_bulk.ask(client, command) or ()
+                ]
         return [
             (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])
             for key, entries in found or ()

@@ -217,7 +217,7 @@ class RedisBus:
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads."""
-        found = await self._redis.many(("HGETALL", self.keys.head(p)) for p in fragments)
+        found = await self._redis.hashes(self.keys.head(p) for p in fragments)
         return [stored.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
 
     async def tape_end(self) -> dict[int, str]:

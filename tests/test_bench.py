@@ -84,6 +84,8 @@ def test_what_does_not_fit_is_said_before_it_is_started():
         (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is for the embedded Redis"),
         (("merge", "--json", "no/such/folder/x.json"), "no folder"),
         (("step", "--model", "huge"), "one of large"),
+        (("cost", "--model", "huge"), "one of large"),
+        (("cost", "--steps", "0"), "steps"),
         (("transport", "--redis-url", "rediss://localhost:1"), "not rediss://"),
         (("transport", "--redis-url", "redis://localhost:1"), "no Redis answers"),
     ],
@@ -184,6 +186,7 @@ def test_fragments_in_turn_and_transport_and_merge(tmp_path):
 def test_step_and_window(tmp_path):
     runs = {
         "step": ("step", "--model", "tiny", "--tokens", "32", "--rounds", "1"),
+        "cost": ("cost", "--steps", "5", "--model", "tiny", "--rounds", "1"),
         "window": ("window", "--params", "300e3", "--fragments", "1,3", "--rounds", "2"),
     }
     for name, arguments in runs.items():
