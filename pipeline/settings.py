@@ -147,7 +147,7 @@ class SyncSettings(Settings):
         8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
     tokens: int = Field(
-        2_500_000, ge=1, le=10**18, description="Budget: trained tokens of all learners together, e.g. 2.5M"
+        2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
     groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
     chunk_bytes: int = Field(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")

@@ -18,7 +18,7 @@ from pipeline.clock import LoopClock
 from pipeline.codec import encode
 from pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from pipeline.keys import RunKeys
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase
+from pipeline.messages import Evaluation, Event, InitialUpload, Phase, SeenReport
 from pipeline.payloads import pull, push
 from pipeline.ports import START, Bus, Refusal, Republication
 from pipeline.redis_calls import connect_calls
@@ -130,6 +130,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.announce_syncer(NONCE, "s0", 10) == (NONCE,)
     await syncer.write_state(samples.run_state())
     assert await syncer.replace_spec(encode(spec), encode(spec))
+    await syncer.put_back_report(SeenReport(report=samples.report(), age_s=60.0))
     expected = await first_head(syncer)
     assert await syncer.read_leases([0]) == [NONCE]
     assert await syncer.tape_end()

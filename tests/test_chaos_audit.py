@@ -211,5 +211,6 @@ def test_every_key_of_a_run_has_a_bound() -> None:
         keys.moments_payload(0, "exp_avg", "n"),
         keys.senders(0),
         keys.arrivals(0),
+        keys.holder("l"),
     ]
     assert {key.split("}:")[1].split(":")[0] for key in (*fixed, *made)} == set(bounds(SCALE))

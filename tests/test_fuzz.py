@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages, moments_messages, payload_messages, stored
+from pipeline import messages, moments_messages, payload_messages, shard_messages, spec_messages, stored
 from pipeline.codec import PayloadReader, decode
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.messages import DeltaHeader, LearnerReport
@@ -23,7 +23,7 @@ def test_every_kind_of_message_is_fuzzed() -> None:
     """A kind that is added later must get an example."""
     kinds = {
         kind
-        for module in (messages, moments_messages, payload_messages, stored)
+        for module in (messages, moments_messages, payload_messages, shard_messages, spec_messages, stored)
         for kind in vars(module).values()
         if isinstance(kind, type)
     }

@@ -271,12 +271,16 @@ def test_the_command_says_that_an_id_is_taken_in_one_line(
     told += ["--data", str(tmp_path / "text"), "--model", "tiny", "--seq-len", "32"]
     stop = threading.Event()
 
+    def report(number: int) -> None:
+        write(redis_server, "command", samples.report("l0", number=number, host="other-host", generation=3))
+
     def live() -> None:
-        number = 0
+        number = 1
         while not stop.wait(0.1):
             number += 1
-            write(redis_server, "command", samples.report("l0", number=number, host="other-host", generation=3))
+            report(number)
 
+    report(1)
     thread = threading.Thread(target=live)
     thread.start()
     try:

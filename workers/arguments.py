@@ -44,18 +44,15 @@ def check_arguments(**given: Any) -> None:
     """
     try:
         _Arguments(**given)
-        if given["sync"] is not None:
-            given["sync"].sync_spec()
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = problems[0]
         name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
-        prefix = "" if first["loc"][0] in given else "sync."
         shown = "***" if name == "redis_url" else _shown(first["input"])
         allowed = " or ".join(
             dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is first["input"])
         )
-        raise UsageError(f"Learner: {prefix}{name}={shown}: {allowed}") from None
+        raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
 
 
 def whole_tokens(tokens: Any) -> int:

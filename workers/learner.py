@@ -295,6 +295,8 @@ class Learner:
                 self._trainer = dict(held.trainer)
         else:
             sync = self._sync.sync_spec()
+        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
+        self._on_device = self._encode_on == "device" or (self._encode_on == "auto" and self.device.type == "cuda")
         spec = proposal(self.model, sync, self._trainer, self._same_frozen)
         layout = layout_of(spec.tensors)
         self._rounds = Rounds(layout, sync)
@@ -471,8 +473,7 @@ class Learner:
         assert self._rounds is not None  # noqa: S101  # set before the thread starts
         rounds, shared = self._rounds, exchange.shared
         peers = recovery.peers(bus, LoopClock(), spec.sync.chunk_bytes)
-        versions = tuple(base.version for base in shared.adoptions.values())
-        await recovery.find(peers, versions, shared.state)
+        await recovery.find(peers, tuple(base.version for base in shared.adoptions.values()), shared.state)
         self._joined.set()
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.take)
@@ -482,7 +483,6 @@ class Learner:
         rounds, loss = self._rounds, self._loss
         assert rounds is not None  # noqa: S101  # set before the thread starts
         counts = rounds.counts
-        value = None if loss is None else float(loss)
         return LearnerReport(
             learner=self.id,
             incarnation=self.incarnation,
@@ -491,7 +491,7 @@ class Learner:
             overwritten=counts.overwritten,
             published=counts.published,
             versions=rounds.versions,
-            loss=value,
+            loss=None if loss is None else float(loss),
             left=left,
             **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),

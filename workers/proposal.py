@@ -9,7 +9,6 @@ from pipeline.errors import UsageError
 from pipeline.messages import Spec, SyncSpec
 
 from .frozen_digests import frozen_digests
-from .model_checks import check_model
 from .parameters import tensor_table
 
 
@@ -19,14 +18,13 @@ def proposal(
     """What is proposed to a run that has no spec, and compared with the spec of one that has.
 
     Args:
-        model: has been judged, but may have changed since.
+        model: judged (`model_checks`).
         sync, trainer: as in the spec.
         same_frozen: frozen parameters are part of what is agreed on.
 
     Raises:
         UsageError: model and settings cannot be a run's.
     """
-    check_model(model)
     frozen = frozen_digests(model) if same_frozen else None
     try:
         return Spec(sync=sync, tensors=tensor_table(model, sync), trainer=dict(trainer), frozen=frozen)
