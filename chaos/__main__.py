@@ -1,7 +1,6 @@
 """`python -m chaos`: run simulated worlds; replay and shrink one that failed."""
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipeline.clock import fast_loop
+from pipeline.cores import usable_cores
 from pipeline.embedded import EmbeddedRedis
 
 from .campaign import Summary, campaign, code_digest, done_before, quiet
@@ -25,16 +25,11 @@ console = Console(soft_wrap=True)
 REPLAY = "python -m chaos seed {seed}"
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @app.command("seeds")
 def run_seeds(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds")] = 10_000,
     first: Annotated[int, typer.Option(min=0, help="The first seed")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes")] = cores(),
+    jobs: Annotated[int, typer.Option(min=1, help="Processes")] = usable_cores(),
     folder: Annotated[Path, typer.Option(help="Where results are kept, so that the next call goes on")] = Path(".dst"),
 ) -> None:
     """Run many seeds over all cores. Interrupted, it goes on where it was; changed code begins anew."""

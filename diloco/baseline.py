@@ -21,7 +21,7 @@ from .display import Screen
 from .finish import conclude
 from .folder import Folder, plain
 from .launch import Child, ChildDied, Children, environment, threads_for
-from .locate import RUN_FILE
+from .locate import RunFile
 from .options import RunProcess
 from .report import Outcome
 
@@ -47,7 +47,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, An
     lines = _progress(out)
     last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
     measured = [line for line in lines if line["val_loss"] is not None]
-    budget = budget_tokens or int(json.loads((out / RUN_FILE).read_text())["budget_tokens"])
+    budget = budget_tokens or RunFile.read(out).budget_tokens
     evaluation = None
     if measured:
         evaluation = {"loss": measured[-1]["val_loss"], "final": False}

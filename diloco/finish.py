@@ -7,6 +7,7 @@ import typer
 
 from pipeline.errors import DilocoError, UsageError
 from pipeline.strict_json import dumps
+from syncer import checkpoint as checkpoints
 
 from .export import find_checkpoint, printable
 from .folder import PICTURE_FILE, SAMPLE_FILE, Folder
@@ -42,6 +43,9 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
+    unsaved = checkpoint is not None and not checkpoints.is_of(checkpoint, outcome.standing.heads)
+    if unsaved:
+        outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text are of an earlier one")
     report = build(outcome)
     picture = folder.path / PICTURE_FILE
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
@@ -58,5 +62,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
     typer.echo(summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.report}")
+    if unsaved:
+        raise DilocoError(f"the run's last state was not saved; the logs in {folder.logs} say why")
     if checkpoint is None:
         raise DilocoError(f"the run left no checkpoint; the logs in {folder.logs} say why")

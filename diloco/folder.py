@@ -10,7 +10,6 @@ learners/<name>/  what each learner saves for its own restart (workers/state_fol
 report.json  loss.png  sample.txt   at the end
 """
 
-import json
 import os
 import shutil
 import time
@@ -37,7 +36,7 @@ from pipeline.strict_json import dumps
 from pipeline.tls import OPTIONS
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 
-from .locate import REPORT_FILE, RUN_FILE, RUNS, is_running, without_secrets
+from .locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
 from .options import CHOSEN_BY_LAUNCHER, RunProcess
 from .report import Origin
 
@@ -184,7 +183,7 @@ def _alive(path: Path) -> str | None:
     """Name and pid of a process of the run in `path` that has not ended."""
     if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
         return None
-    pids = json.loads((path / RUN_FILE).read_text())["pids"]
+    pids = RunFile.read(path).pids
     return next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None)
 
 

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chaos.lab.report import as_json, markdown, table_of
 from chaos.lab.settings import LabRun, read_experiment, settings_help
 from chaos.lab.store import Store
-from chaos.lab.sweep import News, cores, sweep
+from chaos.lab.sweep import News, sweep
+from pipeline.cores import usable_cores
 from pipeline.errors import DilocoError, UsageError
 from pipeline.output import outlive_readers
 from pipeline.strict_json import dumps
@@ -60,7 +61,7 @@ def run(
     if find_spec("torch") is None:
         raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'decoupled-diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
-    raise typer.Exit(_sweep(console, names, missing, out, jobs or max(1, cores() // threads), threads, device))
+    raise typer.Exit(_sweep(console, names, missing, out, jobs or max(1, usable_cores() // threads), threads, device))
 
 
 def _sweep(

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, PositiveInt, ValidationError
 
 from pipeline.errors import UsageError
 from pipeline.ports import Bus
@@ -47,11 +50,50 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file of an output folder says.
+
+    Raises:
+        UsageError: it cannot be read, or is no object.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} is damaged: it holds no JSON object")
+    return found
+
+
+class RunFile(BaseModel):
+    """What the launcher says of a run under way, in `RUN_FILE`."""
+
+    redis_url: str | None = None
+    run: str = "run"
+    budget_tokens: int = 0
+    pids: dict[str, PositiveInt]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """That of an output folder.
+
+        Raises:
+            UsageError: it is damaged.
+        """
+        try:
+            return cls.model_validate(read_object(folder / RUN_FILE))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{folder / RUN_FILE} is damaged: {where}: {first['msg']}") from error
+
+
 def is_live(folder: Path) -> bool:
     """Whether `diloco run` is at work in this output folder."""
     if (folder / REPORT_FILE).is_file() or not (folder / RUN_FILE).is_file():
         return False
-    return is_running(json.loads((folder / RUN_FILE).read_text())["pids"]["launcher"])
+    launcher = RunFile.read(folder).pids.get("launcher")
+    return launcher is not None and is_running(launcher)
 
 
 def locate(settings: BusSettings, folder: Path | None) -> Place:
@@ -71,18 +113,18 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         return Place(settings.run, None, folder)
     if not (folder / RUN_FILE).is_file():
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
-    live = json.loads((folder / RUN_FILE).read_text())
+    live = RunFile.read(folder)
     if not is_live(folder):
         ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
         if (folder / "checkpoints" / "latest").is_file():
             ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
         raise UsageError(ended)
-    url = live["redis_url"]
+    url = live.redis_url
     if url is not None and "***" in url:
         if (named := settings.bus_url()) is None:
             raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
         url = named
-    return Place(live["run"], url, folder)
+    return Place(live.run, url, folder)
 
 
 @asynccontextmanager

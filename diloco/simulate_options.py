@@ -3,7 +3,6 @@
 import csv
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from chaos.goodput.units import Amount
+from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.strict_json import dumps
 
@@ -34,8 +34,7 @@ class Sample:
     @property
     def processes(self) -> int:
         """How many to use."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return self.jobs or cores or 1
+        return self.jobs or usable_cores()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """`diloco status`: a live run as its display shows it, a finished one by its report."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pipeline.strict_json import dumps
 
 from .baseline import baseline_status
 from .display import render
-from .locate import REPORT_FILE, locate, open_bus
+from .locate import REPORT_FILE, locate, open_bus, read_object
 from .report import summary
 
 
@@ -30,7 +29,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool) -> None:
     if place.redis_url is not None:
         status = asyncio.run(_read(place.redis_url, place.run))
     elif place.folder is not None and (place.folder / REPORT_FILE).is_file():
-        report = json.loads((place.folder / REPORT_FILE).read_text())
+        report = read_object(place.folder / REPORT_FILE)
         typer.echo(dumps(report) if as_json else summary(report))
         return
     else:

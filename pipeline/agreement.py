@@ -3,6 +3,8 @@
 from .messages import Spec
 
 MOST_TOLD = 20
+PATIENCE_S = 10.0
+"""Another spec on the bus that stays for so long is the run's: until then a syncer may put back the one before."""
 
 
 def differences(here: Spec, held: Spec) -> str:
@@ -20,10 +22,13 @@ def differences(here: Spec, held: Spec) -> str:
     for name in sorted({*ours, *runs}):
         if ours.get(name) != runs.get(name):
             described = [
-                f"{list(t.shape)} {t.dtype} fragment {t.fragment}" if t else "absent"
+                f"{list(t.shape)} {t.dtype} fragment {t.fragment}, {t.rule}{', a matrix' * t.matrix}" if t else "absent"
                 for t in (ours.get(name), runs.get(name))
             ]
             lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
+    if ours == runs and here.tensors != held.tensors:  # a fragment's elements lie in this order
+        mine, theirs = next((a.name, b.name) for a, b in zip(here.tensors, held.tensors, strict=True) if a != b)
+        lines.append(f"  order of the tensors: here {mine!r} where the run has {theirs!r}")
     lines += _frozen(here, held)
     more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
     return "\n".join([*lines[:MOST_TOLD], *more])

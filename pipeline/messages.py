@@ -179,7 +179,7 @@ class LearnerReport(Message):
     threads: tuple[Count, Count] = (0, 0)
     """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
     generation: Count = 0
-    """How many had this learner's id before this incarnation, at least: the greatest one holds it."""
+    """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
 
 
 class SeenReport(Message):

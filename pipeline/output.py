@@ -23,7 +23,7 @@ class _Lasting(io.FileIO):
     def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # what is written
         for refuge in (_refuge, _NOWHERE):
             try:
-                return super().write(data)
+                return super().write(data) or len(data)  # None: a descriptor that must not block, and is full
             except OSError as error:
                 if error.errno not in _GONE:
                     break  # a full disk: these bytes are lost, later ones may not be
@@ -46,7 +46,8 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
         return _NOWHERE.open("w")
     stream.flush()
     raw: io.RawIOBase = _Lasting(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+    through = getattr(stream, "write_through", False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", None, True, through)
 
 
 def outlive_readers(refuge: Path | None = None) -> None:

@@ -51,7 +51,8 @@ def slow_merges(
     known = [s for s in step_times if s > 0]
     if not known:
         return None
-    found = [(one.merge_s / (interval_at(sync, one.version) * median(known)), one) for one in fragments]
+    step_s = median(known)
+    found = [(one.merge_s / (interval_at(sync, one.version) * step_s), one) for one in fragments]
     slow = [(ratio, one) for ratio, one in found if ratio > allowed]
     if not slow:
         return None

@@ -111,7 +111,7 @@ def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
 
 
 def head_after(head: Head, commit: Commit) -> Head:
-    """What a commit makes of a head; what was refused before is not told any more."""
+    """What a commit makes of a head, as far as its owner knows."""
     return Head(
         fragment=head.fragment,
         version=commit.version,
@@ -123,6 +123,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         merged_deltas=head.merged_deltas + len(commit.entries),
         merged_tokens=head.merged_tokens + commit.merged_tokens,
         rejected_tokens=head.rejected_tokens,
+        refused=head.refused,
     )
 
 

@@ -1,6 +1,12 @@
 """Waiting for the first of several events. asyncio."""
 
 import asyncio
+from collections.abc import Callable
+
+from .ports import Clock
+
+LEAST_S = 1e-3
+"""A finer wait could end a rounding error early, for ever."""
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
@@ -20,3 +26,12 @@ async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s
         await asyncio.wait({waiting, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+
+
+async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, pause_s: float) -> None:
+    """So long, or until it shall not go on, which is asked whenever `wake` is set; it is set afterwards."""
+    until = clock.now() + pause_s
+    while goes_on() and (left_s := until - clock.now()) > LEAST_S:
+        wake.clear()
+        await first_of(wake, timeout_s=left_s)
+    wake.set()

@@ -17,7 +17,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,11 +145,11 @@ def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], mom
         pointer.write_text(name + "\n")
         _sync(pointer)
         pointer.rename(directory / "latest")
-        _sync(directory)
     except OSError:  # a disk that is full must not be filled with what nothing names
         pointer.unlink(missing_ok=True)
         shutil.rmtree(directory / name, ignore_errors=True)
         raise
+    _sync(directory)
     with suppress(FileNotFoundError):  # another syncer drops them at the same time
         found = [file.parent for file in directory.glob("checkpoint-*/state.json")]
         # File times are coarse: among equals the longer name, then the higher number, is the newer one.
@@ -242,8 +242,8 @@ def find_checkpoint(path: Path) -> Path:
     for directory in (path, path / "checkpoints"):
         pointer = directory / "latest"
         if pointer.is_file():
-            name = pointer.read_text().strip()
-            if (directory / name / "state.json").is_file():
+            name = pointer.read_text(errors="replace").strip()
+            if Path(name).name == name and (directory / name / "state.json").is_file():
                 return directory / name
             there = sorted(folder.parent.name for folder in directory.glob("checkpoint-*/state.json"))
             found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
@@ -293,6 +293,17 @@ def is_saved(directory: Path, run: RunState) -> bool:
     except UsageError:
         return False
     return (saved.phase, saved.manifest) == (run.phase, run.manifest)
+
+
+def is_of(folder: Path, heads: Iterable[tuple[int, int, bytes]]) -> bool:
+    """Whether a checkpoint is of these heads (fragment, version, digest); True if it is no run's, or there are none.
+
+    Raises:
+        UsageError: its state cannot be read.
+    """
+    if not (known := {p: (version, digest) for p, version, digest in heads}):
+        return True
+    return {p: (one.version, one.digest) for p, one in enumerate(_read_state(folder).fragments)} == known
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -65,11 +65,8 @@ class Merged:
     """As `merge.Reduced`."""
     orthogonal: npt.NDArray[np.float32] | None = None
     """As `Stepped`."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether it may be committed. One pass over values and momentum."""
-        return finite(self.theta, self.momentum)
+    finite: bool = True
+    """Values and momentum have no NaN and no infinity: it may be committed."""
 
 
 def finite(theta: npt.NDArray[np.float32], momentum: npt.NDArray[np.float32] | None) -> bool:
@@ -236,6 +233,7 @@ class FragmentState:
             norm=stepped.reduced.norm,
             directions=stepped.reduced.directions,
             orthogonal=stepped.orthogonal,
+            finite=finite(stepped.theta, stepped.momentum),
         )
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:

@@ -113,8 +113,10 @@ class _OneLine:
         else:
             self._log.error("http_answer_failed", error=error, **more)
 
-    debug = exception
-    """A first request with an unknown method comes here: TLS, or another protocol."""
+    def debug(self, *args: Any, exc_info: Any = None) -> None:
+        """A first request with an unknown method comes here: TLS, or another protocol."""
+        if exc_info is not None:
+            self.exception(*args, exc_info=exc_info)
 
 
 class _Server(web.Server):

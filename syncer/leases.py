@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Phase
+from pipeline.messages import Head, Phase
 from pipeline.ports import Bus, Clock
 from pipeline.waiting import first_of
 
@@ -44,6 +44,9 @@ class Owner(Protocol):
     def forget(self) -> None:
         """Another syncer serves the fragment now."""
 
+    def knows(self, head: Head | None) -> bool:
+        """None: whether it has a head in its memory."""
+
 
 class Leases:
     """One syncer's leases, from its start until it parts."""
@@ -60,6 +63,8 @@ class Leases:
         """Fragment -> when its lease was last taken or prolonged, as of before the call."""
         self._stopping: set[int] = set()
         """Of those held: given back once their owners have stopped."""
+        self._headless: dict[int, float] = {}
+        """Fragments without a head that others may remember -> since when that is known."""
         self._parting = False
         self._prolonging, self._sharing = asyncio.Lock(), asyncio.Lock()
         self._log = structlog.get_logger()
@@ -164,7 +169,6 @@ class Leases:
                 for p in stopped:  # from here on nobody prolongs it
                     self._stopping.discard(p)
                     self._held.pop(p, None)
-                    self._owners[p].forget()
                     self._log.info("lease_given_back", fragment=p)
             await asyncio.gather(*(self._in_time(self._bus.release_lease(p, self._nonce)) for p in stopped))
             if not stopped:
@@ -196,19 +200,22 @@ class Leases:
             return
         sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
         self._stop(excess(self._held.keys() - self._stopping, *sharing))
-        if wanted(self._held, range(len(self._owners)), *sharing):
-            await self._take(sharing)
+        await self._take(sharing)
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:
         """Take free leases up to the quota; `sharing`: (rank, syncers, fragments)."""
         holders = await self._in_time(self._bus.read_leases(range(len(self._owners))))
+        for p, holder in enumerate(holders):
+            if holder not in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set():
+                self._owners[p].forget()  # what is cached here is older, and of no more use
         free = [
             p
             for p, holder in enumerate(holders)
             # Ours without being held: the answer to our call was lost. An owner must have stopped to begin anew.
             if holder in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set()
         ]
-        while not self._parting and (some := wanted(self._held, free, *sharing)):
+        mine, free = await self._by_memory(free, sharing)
+        while not self._parting and (some := mine or wanted(self._held, free, *sharing)):
             began = self._clock.now()
             calls = (self._in_time(self._bus.acquire_lease(p, self._nonce, self._lease_s)) for p in some)
             errors: list[BaseException] = []
@@ -221,7 +228,29 @@ class Leases:
                     self._log.info("lease_taken", fragment=p)
             if errors:
                 raise errors[0]
-            free = free[len(some) :]
+            free, mine = free if mine else free[len(some) :], []
+
+    async def _by_memory(self, free: list[int], sharing: tuple[int, int, int]) -> tuple[list[int], list[int]]:
+        """Free fragments whose heads the bus has lost and that are remembered here; and others that may be taken.
+
+        The first are taken above the quota too, to be put back before anybody begins them anew, and given back then.
+        What another syncer may remember is left to it for two lease times.
+        """
+        if not free:
+            self._headless.clear()
+            return [], []
+        heads = await self._in_time(self._bus.read_heads(free))
+        gone = {p for p, head in zip(free, heads, strict=True) if head is None}
+        mine = [p for p in free if p in gone and self._owners[p].knows(None)]
+        now, begun = self._clock.now(), bool(gone) and await self._trained()
+        self._headless = {p: self._headless.get(p, now) for p in gone} if begun else {}
+        young = {p for p, since in self._headless.items() if now - since < 2 * self._lease_s}
+        return mine, [p for p in free if p not in mine and p not in young]
+
+    async def _trained(self) -> bool:
+        """Whether a learner has adopted something: then a head that is not there was lost."""
+        reports = await self._in_time(self._bus.read_reports())
+        return any(max(seen.report.versions, default=-1) >= 0 for seen in reports)
 
     async def _in_time(self, call: Awaitable[T]) -> T:
         return await in_time(call, self._lease_s / 4)

@@ -4,19 +4,17 @@ Heads are their owners' (`mending`). A bus that came back empty shows by its hav
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import structlog
 
-from pipeline.agreement import differences
+from pipeline.agreement import PATIENCE_S, differences
 from pipeline.codec import decode, encode
-from pipeline.errors import SpecMismatch
+from pipeline.errors import BadMessage, BusFull, SpecMismatch
 from pipeline.messages import RunState, SeenReport, Spec
 from pipeline.ports import Bus, Clock
 
 from .owner import FragmentOwner
-
-PATIENCE_S = 10.0
-"""Another spec that stays for so long is the run's: until then who has the values may put the old one back."""
 
 
 class Lost:
@@ -26,7 +24,10 @@ class Lost:
         self._bus, self._clock, self._spec, self._owners = bus, clock, spec, owners
         self._encoded = encode(spec)
         self._other_since_s: float | None = None
-        self._reports: dict[tuple[str, str], SeenReport] = {}
+        self._reports: dict[tuple[str, str], tuple[SeenReport, float]] = {}
+        """With the time at which each was seen."""
+        self._put_back: set[tuple[str, str]] = set()
+        """Those that have not been seen since."""
         self._emptied = False
         self._log = structlog.get_logger()
 
@@ -38,14 +39,22 @@ class Lost:
         Raises:
             BusError: ask again.
         """
-        now = {(seen.report.learner, seen.report.incarnation): seen for seen in found}
-        gone = [seen for name, seen in self._reports.items() if name not in now]
-        for seen in gone:
-            await self._bus.put_back_report(seen)
-        if gone:
-            self._log.warning("reports_put_back", learners=sorted({seen.report.learner for seen in gone}))
-        self._reports |= now
-        return [*found, *gone]
+        now = self._clock.now()
+        there = {(seen.report.learner, seen.report.incarnation): (seen, now) for seen in found}
+        gone = {
+            name: seen.model_copy(update={"age_s": seen.age_s + now - seen_s})
+            for name, (seen, seen_s) in self._reports.items()
+            if name not in there
+        }
+        self._reports |= there
+        self._put_back -= there.keys()
+        if lost := gone.keys() - self._put_back:
+            with suppress(BusFull):  # the next look tries again: the run must go on meanwhile
+                for name in sorted(lost):
+                    await self._bus.put_back_report(gone[name])
+                self._put_back |= lost
+                self._log.warning("reports_put_back", learners=sorted({learner for learner, _ in lost}))
+        return [*found, *gone.values()]
 
     async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
         """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
@@ -74,13 +83,13 @@ class Lost:
         if found is None:
             found = await self._bus.propose_spec(self._encoded)
             self._log.warning("spec_put_back")
-        if found == self._encoded:
+        told = self._told(found)
+        if not told:
             self._other_since_s = None
             return
         now = self._clock.now()
         if self._other_since_s is None:
             self._other_since_s = now
-        told = differences(self._spec, decode(Spec, found))
         if await self._ours() and await self._bus.replace_spec(self._encoded, found):
             self._log.warning("spec_put_back", instead_of=told)
             self._other_since_s = None
@@ -89,6 +98,16 @@ class Lost:
                 f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
                 "Start this syncer again to serve that run, or choose another run name."
             )
+
+    def _told(self, found: bytes) -> str:
+        """How the bus's spec differs from this one; "" if it does not."""
+        if found == self._encoded:
+            return ""
+        try:
+            held = decode(Spec, found)
+        except BadMessage as error:
+            return f"  it cannot be read: {error}"
+        return differences(self._spec, held)
 
     async def _ours(self) -> bool:
         """Whether the heads are those that this syncer's owners have; where there is none, whether they have any."""

@@ -18,7 +18,7 @@ from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, Win
 from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Commit, Offered
 from pipeline.stored import head_after, parse_offer_id
-from pipeline.waiting import first_of, woken_or_done
+from pipeline.waiting import first_of, pause, woken_or_done
 from pipeline.wire import Digest
 
 from .doubts import Doubts
@@ -418,7 +418,7 @@ class FragmentOwner:
             return merged
 
         merged, published = await self._staging.stage(head, room, not outer_momentum, merging())
-        if not await self._offload(lambda: merged.finite):
+        if not merged.finite:
             return await self._not_finite(window)
         now = self._clock.now()
         opened, quorum, fixed = (
@@ -482,11 +482,11 @@ class FragmentOwner:
         """The version stays, and learners are asked for other deltas; less and less often if it happens again."""
         gone = window.not_merged()
         detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
-        pause_s = min(2.0**self._not_finite_times, NOT_FINITE_PAUSE_S)
+        pause_s = min(2.0 ** min(self._not_finite_times, 5), NOT_FINITE_PAUSE_S)
         self._not_finite_times += 1
         learners = [offer.header.learner for offer in gone]
         self._log.error("merge_not_finite", version=window.version, learners=learners, detail=detail, pause_s=pause_s)
-        await asyncio.sleep(pause_s)
+        await pause(self.wake, lambda: self._serving, self._clock, pause_s)
         return [(offer, RefusalReason.NON_FINITE, detail) for offer in gone]
 
     async def _next_window(self, window: Window, commit: Commit, head: Head) -> None:

@@ -20,7 +20,7 @@ import structlog
 
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, SpecMismatch, UsageError, outage_event
-from pipeline.fragments import layout_of
+from pipeline.fragments import Layout, layout_of
 from pipeline.messages import Phase, RunState, Spec
 from pipeline.pacing import slow_merges
 from pipeline.ports import Bus, Clock
@@ -46,6 +46,7 @@ from .watch import RunWatch
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""
 BUS_LOOK_S = 5.0
+SAMPLE_RETRY_S = 1.0
 TAPE_KEPT_S = 600.0
 """How much of the tape stays on the bus where nobody archives it."""
 
@@ -72,6 +73,8 @@ class SyncerService:
         """False once a shutdown took longer than its budget."""
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
         self._watch: RunWatch | None = None
+        self._layout: Layout | None = None
+        self._sample_from_s = 0.0
         self._lost: Lost | None = None
         self._unsaved = ""
         """Why the last checkpoint could not be saved, in words for the status."""
@@ -107,7 +110,7 @@ class SyncerService:
         spec = await self._until(stop, start.spec())
         if spec is None:
             return
-        layout = layout_of(spec.tensors)
+        self._layout = layout = layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
         await self._retrying(partial(check_memory, self.bus, layout))
         recorder = None
@@ -330,9 +333,13 @@ class SyncerService:
 
     async def _merged_tokens(self) -> int | None:
         """Of the whole model; None before every fragment has a head: a resumed run's have merged tokens already."""
-        assert self.spec is not None  # noqa: S101  # known before the background starts
+        assert self._layout is not None  # noqa: S101  # set before the background starts
+        now = self.clock.now()
+        if now < self._sample_from_s:
+            return None
+        self._sample_from_s = now + SAMPLE_RETRY_S
         heads = [head for head in await self.bus.read_heads(range(len(self.owners))) if head is not None]
-        return merged_tokens(layout_of(self.spec.tensors), heads) if len(heads) == len(self.owners) else None
+        return merged_tokens(self._layout, heads) if len(heads) == len(self.owners) else None
 
     def _slow_merges(self, watch: RunWatch, allowed: float) -> str | None:
         """What `pacing.slow_merges` says of the fragments that this syncer serves."""

@@ -9,14 +9,14 @@ import asyncio
 import structlog
 
 from pipeline import codec
-from pipeline.agreement import differences
+from pipeline.agreement import PATIENCE_S, differences
 from pipeline.errors import SpecMismatch
 from pipeline.messages import Spec
 from pipeline.ports import Bus, Clock
 
 LOOK_S = 5.0
-PATIENCE_S = 10.0
-"""Another spec that stays for so long is the run's: until then a syncer may put back the one before."""
+OTHERS_S = 40.0
+"""Learners that have trained put back what they have after `exchange.LOST_HEADS_S`."""
 LIVE_S = 10.0
 """A learner that reported within this may put back what it has trained."""
 
@@ -43,6 +43,7 @@ class Agreement:
         self._bus, self._clock, self._learner = bus, clock, learner
         self._spec, self._encoded = spec, codec.encode(spec)
         self._other_since_s: float | None = None
+        self._asked_since_s: float | None = None
 
     async def keep_agreed(self) -> None:
         """Look every few seconds, until cancelled.
@@ -61,9 +62,9 @@ class Agreement:
             SpecMismatch: it has had another one for so long; shows what differs.
             BusError: ask again.
         """
-        encoded = await self._bus.propose_spec(self._encoded)
+        encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)
         held = self._spec if encoded == self._encoded else codec.decode(Spec, encoded)
-        if held == self._spec:
+        if not differences(self._spec, held):
             self._other_since_s = None
             return
         now = self._clock.now()
@@ -77,10 +78,14 @@ class Agreement:
     async def others_trained(self) -> bool:
         """Whether a live learner has what version 0 must not be put in the place of.
 
+        Not for ever: whoever has trained puts it back soon, and nobody's word keeps a run from beginning.
+
         Raises:
             BusError: ask again.
         """
-        return any(
+        now = self._clock.now()
+        self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
+        return now - self._asked_since_s < OTHERS_S and any(
             seen.age_s < LIVE_S
             and not seen.report.left
             and seen.report.learner != self._learner

@@ -61,6 +61,8 @@ def whole_tokens(tokens: Any) -> int:
     Raises:
         UsageError: they are no whole number from 0 on.
     """
+    if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
+        return tokens
     if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
         raise UsageError(f"step(tokens=...): of shape {tuple(tokens.shape)}; pass one number, as their sum")
     value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens

@@ -262,7 +262,8 @@ class Exchange:
             for record in (entry.record for entry in entries):
                 if isinstance(record, Committed):
                     # One that was put back: what was offered on it may be lost with its head.
-                    self.shared.republish |= record.base_digest is None
+                    if record.base_digest is None:
+                        self.shared.republish = True
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
             told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}

@@ -24,6 +24,7 @@ LIVE_S = 5.0
 SILENT_S = 1.0
 """Several times what lies between two reports."""
 LOOK_S = 0.1
+MOST_GENERATIONS = 10**9
 HEARD = 3
 """Reports that only a live one sends: one or two may be late calls of a dead one."""
 
@@ -97,6 +98,7 @@ class Identity:
         """The last to take the id, other than this one."""
         others = [seen for seen in await self._bus.read_reports() if seen.report.learner == self._learner]
         others = [seen for seen in others if seen.report.incarnation != self._incarnation]
+        others = [seen for seen in others if seen.report.generation < MOST_GENERATIONS]  # more were made up
         return max(others, key=lambda seen: (seen.report.generation, -seen.age_s), default=None)
 
 

@@ -51,6 +51,7 @@ from .frozen_digests import check_frozen
 from .joining import meanwhile
 from .model_checks import check_model, check_optimizer
 from .model_watch import ModelWatch
+from .other_thread import ask, result_of
 from .parameters import FragmentParameters, tensor_table
 from .proposal import proposal
 from .recovery import Recover, Recovery, RecoveryOptions, Source
@@ -239,11 +240,11 @@ class Learner:
             total: blocks in an epoch; every learner must say the same.
             per_shard: blocks handed out at a time.
         """
-        exchange, loop = self._exchange, self._loop
+        exchange = self._exchange
         self._check()
-        assert exchange is not None and loop is not None  # noqa: S101, PT018
+        assert exchange is not None  # noqa: S101  # _check
         exchange.shared.shards_wanted = (total, per_shard)
-        loop.call_soon_threadsafe(exchange.claims.want)
+        self._tell(exchange.claims.want)
         while True:
             try:
                 first = exchange.shared.shards.get(timeout=0.5)
@@ -254,9 +255,7 @@ class Learner:
         if self._rounds is not None and not self._rounds.steps:
             self.times.begin(time.perf_counter())
 
-        def finished(entry_id: str) -> None:
-            self._tell(exchange.claims.finish, entry_id)
-
+        finished = partial(self._tell, exchange.claims.finish)
         return read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
 
     @staticmethod
@@ -324,18 +323,20 @@ class Learner:
 
     def _abandon(self) -> None:
         """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
-        self._abandoned, thread = True, self._thread
-        self._thread = None
+        self._abandoned, thread, self._thread = True, self._thread, None
         self._end_thread()
         self._stopping.restore()
-        if thread is not None and thread.ident is not None:
+        if thread is not None and thread.ident:
             thread.join(timeout=10)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failure = self._failure if self._thread is not None else None
         self.close(save_state=error is None or isinstance(error, Stopped))
         if error is None:
+            if failure is not None:  # since the last step, which could not tell
+                raise failure
             self._stopping.leave_if_unseen()
 
     def close(self, save_state: bool = True) -> None:
@@ -349,14 +350,15 @@ class Learner:
         if os.getpid() != self._pid:
             return  # forked inside the `with` block: the run is the parent's
         thread, self._thread = self._thread, None
+        if thread is None:  # it is closed, or being closed
+            return
         try:
-            if thread is not None and thread.is_alive() and self._failure is None:
+            if thread.is_alive() and self._failure is None:
                 self._leave(thread, save_state)
         finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
             self._end_thread()
             self._stopping.restore()
-        if thread is not None:
-            thread.join(timeout=10)
+        thread.join(timeout=10)
 
     def _leave(self, thread: threading.Thread, save_state: bool) -> None:
         loop, exchange, rounds, recovery = self._loop, self._exchange, self._rounds, self._recovery
@@ -368,10 +370,10 @@ class Learner:
                 self._hand_over([publication], adopted=False)
             except UsageError as error:  # the model has changed
                 structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
-        leaving = asyncio.run_coroutine_threadsafe(exchange.leave(self._leave_s), loop)
+        leaving = ask(loop, exchange.leave(self._leave_s))
         recovery.close(exchange.shared, save_state and not over, self._leave_s)
         try:
-            self.left_in_order = leaving.result()
+            self.left_in_order = result_of(leaving, thread)
         except CancelledError:  # the thread failed meanwhile
             thread.join(timeout=10)
             raise self._failure or UsageError("the learner's own thread ended before it had left") from None

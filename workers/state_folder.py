@@ -35,6 +35,7 @@ from .background import BackgroundThread
 from .moments import Float32, Moments, check, slots
 
 STATE_FILE = "state.json"
+TEMPORARY = ".writing-"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
 LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
@@ -115,6 +116,8 @@ class StateFolder:
         state, moments = make()
         check(moments, self._layout)  # what could not be loaded must not take the place of what can
         self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
+            left.unlink()
         arrays = {
             f"{name}/{slot.tensor.name}": flat[slot.start : slot.stop].reshape(slot.tensor.shape)
             for p, slot in slots(self._layout)
@@ -237,7 +240,7 @@ def _digested(
 
 def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(parts)

@@ -38,7 +38,7 @@ class StepTimes:
 
     def returned(self, entered: float, now: float, tokens: int) -> None:
         """So is what the library does after it."""
-        rate = tokens / (now - self._returned)
+        rate = tokens / max(now - self._returned, 1e-9)
         first = len(self._times) == 1
         self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
         self.blocked_s += now - entered

@@ -2,7 +2,7 @@
 
 Only where nobody else handles them: in the main thread, and in place of the system's default, which would end the
 process with nothing said to anybody. The handler only notes the signal. Then `Learner.finished` is true; a loop that
-does not ask ends in its next `step` but one, by `SystemExit`. A second signal ends the process at once, as by default.
+does not ask ends in its next `step` but one, by `SystemExit`. A second SIGTERM ends the process at once, as by default.
 """
 
 import os
@@ -10,6 +10,7 @@ import signal
 import threading
 from types import FrameType
 
+HANGUP = getattr(signal, "SIGHUP", None)
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -22,6 +23,8 @@ class Stopping:
 
     def __init__(self) -> None:
         self._asked = 0
+        self._told = False
+        """By another signal than SIGHUP."""
         self._seen = self._stepped = False
         self._installed: list[int] = []
         self._pid = os.getpid()
@@ -77,7 +80,9 @@ class Stopping:
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._asked or os.getpid() != self._pid:  # a second one; or in a child, e.g. one that loads data
+        hangup = number == HANGUP  # comes twice as a rule (`pipeline.lifecycle`): never the second of two
+        if (self._told and not hangup) or os.getpid() != self._pid:  # the latter in a child, e.g. one that loads data
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._asked = number
+        self._told |= not hangup
+        self._asked = self._asked or number

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from pipeline.agreement import PATIENCE_S
 from pipeline.errors import BusError, UsageError
 from pipeline.fragments import Layout
 from pipeline.messages import InitialUpload
 from pipeline.payloads import push
 from pipeline.ports import Bus
 
-from .agreement import PATIENCE_S, Agreement
+from .agreement import Agreement
 
 Float32 = npt.NDArray[np.float32]
 INITIAL_TTL_S = 600.0

@@ -16,6 +16,7 @@ import structlog
 
 from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.memory import MemoryBus, MemoryStore
+from pipeline.messages import Head
 from syncer.leases import Leases
 
 from .constants import Constants
@@ -88,6 +89,10 @@ class _Owner:
 
     def forget(self) -> None:
         """It has cached nothing."""
+
+    def knows(self, head: Head | None) -> bool:
+        """It has cached nothing."""
+        return False
 
 
 class _Syncers:

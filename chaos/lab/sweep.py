@@ -36,11 +36,6 @@ class News(NamedTuple):
     """Last measure; not a number before the first."""
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def sweep(
     runs: Sequence[LabRun],
     folder: Path,
