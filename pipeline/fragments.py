@@ -61,7 +61,8 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int) -> dict[str, int]:
     ordered = sorted(sizes, key=lambda item: (-item[1], item[0]))
     if len(ordered) < fragments:
         raise UsageError(
-            f"fragments={fragments}, but the model has {len(ordered)} tensors: at most one fragment a tensor"
+            f"fragments={fragments}, but the model has {len(ordered)} trained tensors, and each fragment needs one: "
+            f"say fragments={len(ordered)} (--fragments, DILOCO_FRAGMENTS, or sync=SyncSettings(fragments=...))"
         )
     load = [0] * fragments
     chosen: dict[str, int] = {}

@@ -236,6 +236,8 @@ class RunState(Message):
     """Trained tokens of all learners, earlier parts of a resumed run included."""
     base_tokens: Count
     """Of those, tokens trained before this run was resumed."""
+    base_merged: Count | None = None
+    """Of these, tokens merged; None: not known, or nothing was resumed."""
     budget_tokens: Count
     started_unix_s: UnixSeconds
     reason: Text

@@ -116,9 +116,11 @@ def _tokens(
         overwritten = sum(seen.report.overwritten for seen in reports) // total
         dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
+    # What a checkpoint lacked of what was trained before it will not come any more.
+    before = 0 if state is None or state.base_merged is None else max(0, base - state.base_merged)
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
-    died = rest if finished else min(rest, unpublished)
+    died = rest if finished else min(rest, unpublished + before)
     lost = {"overwritten": overwritten, "rejected": rejected, "died": died, "pending": rest - died}
     return tokens, merged, lost
 

@@ -399,11 +399,20 @@ async def restore_checkpoint(
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock)
 
 
+def _merged_tokens(checkpoint: Checkpoint) -> int:
+    """Of the whole model: a fragment counts by its share of it."""
+    merged = sum(
+        len(theta) * one.merged_tokens for theta, one in zip(checkpoint.globals, checkpoint.fragments, strict=True)
+    )
+    return min(checkpoint.state.tokens, merged // sum(map(len, checkpoint.globals)))
+
+
 def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
     return RunState(
         phase=Phase.RUNNING,
         tokens=checkpoint.state.tokens,
         base_tokens=checkpoint.state.tokens,
+        base_merged=_merged_tokens(checkpoint),
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.path.name}",

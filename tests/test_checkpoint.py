@@ -390,6 +390,9 @@ def older(path: Path) -> None:
         ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
         ("SHA256SUMS", Path.unlink, "is missing"),
         ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is no digest"),
+        ("SHA256SUMS", lambda path: path.write_text(""), "does not name globals"),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name momentum"),
+        ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),
     ],
 )
 def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
@@ -399,6 +402,20 @@ def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, c
     with pytest.raises(UsageError, match=complaint) as error:
         load_checkpoint(tmp_path)
     assert file in str(error.value)
+
+
+@pytest.mark.parametrize("named", [b"\xff\xfe", b"../elsewhere", b""])
+def test_a_latest_that_names_no_folder_beside_it_is_refused_and_replaced_by_the_next_save(tmp_path, named):
+    """Bytes that are no text, or a path to another run's."""
+    (path,) = save(tmp_path)
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    path.rename(elsewhere)
+    named = named.replace(b"elsewhere", elsewhere.name.encode())
+    (tmp_path / "latest").write_bytes(named)
+    with pytest.raises(UsageError, match="latest names"):
+        load_checkpoint(tmp_path)
+    save(tmp_path)
+    load_checkpoint(tmp_path)
 
 
 def test_the_digests_are_those_of_sha256sum(tmp_path):

@@ -64,7 +64,7 @@ def test_the_order_of_the_table_does_not_matter(sizes, data):
 
 def test_too_many_fragments_are_refused_with_the_numbers():
     """The message names the setting, its value and the bound."""
-    with pytest.raises(UsageError, match=r"fragments=3.*2 tensors"):
+    with pytest.raises(UsageError, match=r"fragments=3.*2 trained tensors.*fragments=2"):
         balance([("a", 1), ("b", 1)], 3)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chaos.virtual_time import run_virtual
+from pipeline.agreement import differences
 from pipeline.codec import decode, encode
 from pipeline.errors import SpecMismatch, UsageError
 from pipeline.messages import Spec
@@ -255,3 +256,20 @@ def test_a_learner_on_another_base_is_refused(redis_server: str, capsys: pytest.
     with a_syncer(redis_server, "any"), learner(0, "l0", "any", same_frozen=False), learner(1, "l1", "any") as joined:
         joined.step(tokens=1)
     assert "frozen_not_compared" in "".join(capsys.readouterr())
+
+
+def test_the_same_tensors_in_another_order_are_refused_by_name() -> None:
+    """A fragment's elements lie in the order of the tensors: adopted in another one, they would be exchanged."""
+    spec = samples.spec()
+    turned = spec.model_copy(update={"tensors": spec.tensors[::-1]})
+    assert differences(spec, spec) == ""
+    assert "order of the tensors" in differences(turned, spec)
+    with pytest.raises(SpecMismatch, match="order of the tensors"):
+        compare(turned, spec)
+
+
+def test_a_difference_in_how_a_tensor_is_merged_is_told() -> None:
+    spec = samples.spec()
+    other = spec.tensors[0].model_copy(update={"rule": "mean" if spec.tensors[0].rule != "mean" else "rda"})
+    told = differences(spec.model_copy(update={"tensors": (other, *spec.tensors[1:])}), spec)
+    assert f", {other.rule}, the run has" in told

@@ -366,3 +366,64 @@ def test_a_process_asked_while_another_thread_trains_is_not_touched() -> None:
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 3.0])
+def test_a_learner_that_was_replaced_after_its_last_step_says_so_on_leaving(redis_server: str, busy_s: float) -> None:
+    """Also while its thread's own work still goes on: leaving neither hangs nor is silent."""
+    run = f"late-{busy_s:g}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run)
+
+        async def refused(report: LearnerReport) -> None:
+            raise LearnerReplaced("another one has its place", 2)
+
+        def train() -> None:
+            with learner:
+                learner.step(1)
+                if busy_s:
+                    assert learner._loop is not None
+                    asyncio.run_coroutine_threadsafe(asyncio.to_thread(time.sleep, busy_s), learner._loop)
+                    time.sleep(0.1)
+                learner._exchange._identity.write = refused  # type: ignore[union-attr, method-assign, assignment]
+                if not busy_s:
+                    until(lambda: learner._failure)
+
+        with pytest.raises(LearnerReplaced):
+            train()
+
+
+def test_another_close_while_the_first_one_flushes_changes_nothing(redis_server: str) -> None:
+    """From another thread, say: what is on its way is published all the same."""
+    with a_syncer(redis_server, "closed-twice"):
+        learner = learner_of(redis_server, "closed-twice")
+        learner.__enter__()
+        learner.step(1)
+        flush, flushing = learner._exchange.leave, threading.Event()  # type: ignore[union-attr]
+
+        async def leave(deadline_s: float) -> bool:
+            flushing.set()
+            await asyncio.sleep(0.5)
+            return await flush(deadline_s)
+
+        learner._exchange.leave = leave  # type: ignore[union-attr, method-assign]
+        closing = threading.Thread(target=learner.close)
+        closing.start()
+        assert flushing.wait(10)
+        learner.close()
+        closing.join()
+        assert learner.left_in_order
+        assert [seen.report.left for seen in reports(redis_server, "closed-twice")] == [True]
+
+
+@pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM])
+def test_a_hangup_that_is_followed_by_another_signal_ends_a_loop_in_order(second: signal.Signals) -> None:
+    """A closed terminal tells twice as a rule."""
+    stopping = Stopping()
+    stopping.install()
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(second)
+        assert stopping.asked
+    finally:
+        stopping.restore()

@@ -8,11 +8,12 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.codec import decode, encode
-from pipeline.errors import SpecMismatch
+from pipeline.errors import BusUnavailable, SpecMismatch
 from pipeline.globals import pull_state
 from pipeline.messages import Committed, Rewound, Spec
 from pipeline.status import read_status
 from syncer.replay import replay
+from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 CODECS = ("fp32", "bf16", "int8")
@@ -175,6 +176,122 @@ def test_two_syncers_keep_their_fragments_when_the_bus_is_emptied() -> None:
             before = after
         assert services
         await end(*party)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_comes_back_empty(seed: int) -> None:
+    """Their leases have lapsed: a fragment falls to the one that remembers it, not to the one that is quicker."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, fragments=4, outer_momentum=0.5))
+        services = [world.start_syncer(syncer_id="a")]
+        party = learners(world)
+        await world.until_version(4)
+        services.append(world.start_syncer(syncer_id="b"))
+        await asyncio.sleep(20 + 0.37 * seed)
+        before = await world.versions()
+        away = True
+
+        def unreachable(bus):
+            turn = bus._turn
+
+            async def gone():
+                await turn()
+                if away:
+                    await asyncio.sleep(0.05)
+                    raise BusUnavailable("away")
+
+            bus._turn = gone
+
+        for bus in [*(service.bus for service in services), *(one.exchange._bus for one in party)]:
+            unreachable(bus)
+        await asyncio.sleep(10.0)
+        flush(world)
+        away = False
+        async with asyncio.timeout(30):
+            while len(after := await world.versions()) < 4:
+                await asyncio.sleep(0.1)
+        assert all(now >= was for now, was in zip(after, before, strict=True)), (before, after)
+        await rises(world, 40.0)
+        await end(*party)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("versions", [(0, 0), (7, 7)])
+def test_nobodys_word_keeps_a_run_from_beginning(versions: tuple[int, ...]) -> None:
+    """A learner that says it has trained, where nothing was, is waited for as long as one that has would need."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        liar = samples.report("liar", versions=versions)
+
+        async def lie() -> None:
+            number = 0
+            while True:
+                number += 1
+                await world.bus.write_report(liar.model_copy(update={"number": number}))
+                await asyncio.sleep(0.3)
+
+        lying = asyncio.create_task(lie())
+        await asyncio.sleep(1.0)
+        party = learners(world)
+        await world.until_version(1, 120.0)
+        lying.cancel()
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_spec_that_cannot_be_read_is_replaced_by_the_runs_own() -> None:
+    """Junk that somebody put there after the bus was emptied keeps nobody out for ever."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(3)
+        world.store.delete(world.bus.keys.spec)
+        await world.bus.propose_spec(b"\xc1junk")
+        await asyncio.sleep(20.0)
+        assert await world.bus.read_spec() == encode(world.spec)
+        await rises(world)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_reports_are_put_back_once_and_as_old_as_they_are() -> None:
+    """Who is long gone does not count as live again, and what cannot be put back is not tried for ever."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=1))
+        service = world.start_syncer()
+        party = learners(world, 3)
+        await world.until_version(3)
+        await party[2].kill()
+        await asyncio.sleep(30.0)
+        put_back = service.bus.put_back_report
+        calls = []
+
+        async def counted(seen):
+            calls.append(seen.report.learner)
+            await put_back(seen)
+
+        service.bus.put_back_report = counted
+        flush(world)
+        await asyncio.sleep(3.0)
+        seen = {one.report.learner: one for one in await world.bus.read_reports()}
+        assert 30 <= seen["l2"].age_s < 40
+        assert calls.count("l2") == 1
+        world.store.delete(world.bus.keys.learners)
+        world.store.hset(world.bus.keys.learners, {f"l2/{seen['l2'].report.incarnation}": b"\xc1"})
+        await asyncio.sleep(20.0)
+        assert calls.count("l2") == 2
+        await end(*party[:2])
 
     run_virtual(main())
 

@@ -86,6 +86,22 @@ def test_a_fragment_that_never_merges_finitely_does_not_spin_and_holds_up_no_oth
     run_virtual(main())
 
 
+def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once() -> None:
+    """The pause after them, of up to half a minute, is nothing that is waited for."""
+
+    async def main() -> None:
+        world, learners = await start(10**6)
+        await asyncio.sleep(100.0)
+        began = asyncio.get_running_loop().time()
+        world.stop.set()
+        await world.syncer
+        assert asyncio.get_running_loop().time() - began < 5.0
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
     """As an earlier build may have left them: the owner says so, and waits."""
 

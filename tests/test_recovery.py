@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -318,6 +319,34 @@ def test_whatever_breaks_in_a_save_is_said_and_the_next_one_is_made(
     assert "no such luck" in capsys.readouterr().out
     left(tmp_path)
     assert Party(tmp_path).join() == "checkpoint"
+
+
+def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one is told, again and again; what a killed one was writing is removed by the next."""
+    left(tmp_path)
+    (tmp_path / ".writing-killed").write_bytes(b"half")
+    kind = OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=())
+    saved = SavedState.model_validate_json((tmp_path / "state.json").read_bytes())
+    layout = layout_of((samples.tensor("wide", (10, 10)),))
+    flat = np.ones(100, dtype=np.float32)
+    made = (
+        saved.model_copy(update={"layout": layout.digest, "kind": kind, "numbers": {}}),
+        Moments(kind, ({"exp_avg": flat, "exp_avg_sq": flat},), {}),
+    )
+    first, second = StateFolder(tmp_path, layout), StateFolder(tmp_path, layout)
+    first.save(lambda: made)
+    while first.busy:
+        time.sleep(0.01)
+    assert not list(tmp_path.glob(".writing-*"))
+    assert "state_not_saved" not in capsys.readouterr().out
+    second.save(lambda: made)
+    second.close(60.0)
+    assert "another learner that is alive saves to" in capsys.readouterr().out
+    first.close(60.0)
+    third = StateFolder(tmp_path, layout)
+    third.save(lambda: made)
+    third.close(60.0)
+    assert "state_not_saved" not in capsys.readouterr().out
 
 
 def test_saving_makes_no_second_copy_of_the_moments(tmp_path: Path) -> None:

@@ -207,6 +207,13 @@ def test_tokens_of_earlier_parts_of_a_resumed_run_count():
     assert build(state=samples.run_state(tokens=20_000))["progress"] == 1.0
 
 
+def test_what_a_checkpoint_lacked_is_not_pending_after_a_resume():
+    """It was trained before, and nobody publishes it any more."""
+    state = samples.run_state(base_tokens=5000, base_merged=4000, tokens=5500)
+    status = build(state=state, heads=[samples.head(p, merged_tokens=4000) for p in range(2)], reports=[])
+    assert (status["tokens_lost"]["died"], status["tokens_lost"]["pending"]) == (1000, 500)
+
+
 def test_a_learner_is_live_until_it_leaves_or_goes_silent():
     """Live: not left and heard from within the limit."""
     reports = [samples.seen("a", 4.9), samples.seen("b", 5.0), samples.seen("c", 0.1, left=True)]

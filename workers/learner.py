@@ -197,8 +197,7 @@ class Learner:
             exchange.shared.republish = False
             rounds.republish()
         self._hand_over(rounds.publications(exchange.shared.windows), adopted)
-        if loss is not None:
-            self._loss = loss
+        self._loss = self._loss if loss is None else loss
         recovery.stepped(exchange.shared, self.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
@@ -290,8 +289,7 @@ class Learner:
             read = partial(self.read_spec, self._url, self._run)
             held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
             sync = held.sync if held else SyncSettings().sync_spec()
-            if not self._trainer and held:
-                self._trainer = dict(held.trainer)
+            self._trainer = self._trainer or (dict(held.trainer) if held else {})
         else:
             sync = self._sync.sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged

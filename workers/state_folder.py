@@ -7,6 +7,7 @@
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
 """
 
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -36,6 +37,7 @@ from .moments import Float32, Moments, check, slots
 
 STATE_FILE = "state.json"
 TEMPORARY = ".writing-"
+LOCK_FILE = ".lock"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
 LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
@@ -84,6 +86,7 @@ class StateFolder:
         """The folder is made with the first thing that is written."""
         self.path, self._layout = path, layout
         self._writer = BackgroundThread("state")
+        self._lock: int | None = None
 
     # --- write ----------------------------------------------------------------------------------------
 
@@ -105,6 +108,9 @@ class StateFolder:
         if not self._writer.close(within_s):
             error = f"the disk took longer than {within_s:g} s"
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
+        elif self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _logged(self, work: Callable[..., None], *args: Any) -> None:
         try:
@@ -112,10 +118,28 @@ class StateFolder:
         except Exception as error:  # a full disk, moments that are not finite: no reason to end the training
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
 
+    def _take(self) -> None:
+        """Have the folder to ourselves for as long as this process lives.
+
+        Raises:
+            OSError: another learner saves there.
+        """
+        if self._lock is None:
+            lock = os.open(self.path / LOCK_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise OSError(
+                    f"another learner that is alive saves to {self.path}: give each a folder of its own"
+                ) from error
+            self._lock = lock
+
     def _save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         state, moments = make()
         check(moments, self._layout)  # what could not be loaded must not take the place of what can
         self.path.mkdir(parents=True, exist_ok=True)
+        self._take()
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
         arrays = {
