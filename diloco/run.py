@@ -19,7 +19,7 @@ from urllib.parse import quote
 from pipeline import lifecycle, logs
 from pipeline.clock import LoopClock
 from pipeline.codec import decode
-from pipeline.errors import BusUnavailable, DilocoError, UsageError
+from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from pipeline.fragments import layout_of
 from pipeline.messages import Event, Phase, Spec
 from pipeline.output import outlive_readers
@@ -148,7 +148,9 @@ class Launcher:
                     self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
                 silent_since = None
-            except BusUnavailable:
+            except (BusError, PeerError) as error:  # away, or holding what cannot be read
+                if silent_since is None and not isinstance(error, BusUnavailable):
+                    self._warn(f"Redis cannot be read: {error}")
                 silent_since = silent_since or self._clock.now()
                 if self._clock.now() > silent_since + SILENT_BUS_S:
                     raise
@@ -313,6 +315,9 @@ class Launcher:
         data = await self._bus.read_spec()
         state = await self._bus.read_state()
         if data is None or state is None:
+            if self._progress:
+                where, logs = self._folder.checkpoints, self._folder.logs
+                raise DilocoError(f"Redis has lost the run: what is saved of it is in {where}; the logs are in {logs}")
             return None
         status = await read_status(self._bus, self._clock, self._settings.liveness_s)
         if not status["fragments"]:

@@ -156,7 +156,9 @@ class LearnerReport(Message):
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
     published: Count
     """Token-elements in deltas of this incarnation; of several on one base, the most."""
-    versions: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
+    versions: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=2**48)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)
+    ]
     """Adopted version of each fragment; -1 before the first."""
     loss: float | None
     tokens_per_s: Seconds

@@ -19,6 +19,7 @@ from .messages import Evaluation, Head, Phase, RunState, SeenReport, Spec
 from .pacing import Pace, slow_merges
 from .ports import START, Bus, Clock
 from .shares import shares
+from .wire import MOST_TOKENS
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live."""
@@ -106,7 +107,7 @@ def _tokens(
 ) -> tuple[int, int, dict[str, int]]:
     """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
-    tokens = max(written, base + sum(seen.report.tokens for seen in reports))
+    tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
     merged = overwritten = rejected = unpublished = 0
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]

@@ -39,7 +39,7 @@ from pipeline.payloads import push
 from pipeline.ports import Bus, Clock, Commit
 from pipeline.shard_messages import ShardQueue
 from pipeline.sums import SUMS_FILE, check_sums, write_sums
-from pipeline.wire import Count, Digest, Message, Version
+from pipeline.wire import MOST_TOKENS, Count, Digest, Message, Version
 
 from .norms import all_finite
 from .scratch import scratch_folder
@@ -216,11 +216,11 @@ async def save_checkpoint(
         raise UsageError("the run has no state yet: there is nothing to save")
     reports = [seen.report for seen in await bus.read_reports()]
     # The state is written a few times a second; the reports are newer.
-    tokens = max(run.tokens, run.base_tokens + sum(report.tokens for report in reports))
+    tokens = min(MOST_TOKENS, max(run.tokens, run.base_tokens + sum(report.tokens for report in reports)))
     state = SavedState(
         spec=spec,
         run=run.model_copy(update={"tokens": tokens}),
-        overwritten=sum(report.overwritten for report in reports),
+        overwritten=min(MOST_TOKENS, sum(report.overwritten for report in reports)),
         fragments=tuple(fragments),
         shards=await bus.read_shards(),
     )

@@ -11,6 +11,7 @@ import structlog
 
 from pipeline.messages import Head, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus, Clock, Offered, Refusal
+from pipeline.wire import MOST_TOKENS
 
 from .leases import holding, in_time, release_all
 
@@ -68,6 +69,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
         if state.phase is Phase.FINISHED and state.manifest == manifest:
             break
         tokens = state.base_tokens + sum(seen.report.tokens for seen in await bus.read_reports())
+        tokens = min(MOST_TOKENS, tokens)
         update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
         await bus.write_state(state.model_copy(update=update))
     outer_steps = sum(head.version for head in heads)

@@ -5,10 +5,12 @@ import asyncio
 import numpy as np
 import structlog
 
-from pipeline.errors import BadPayload
+from pipeline.agreement import differences
+from pipeline.codec import decode, encode
+from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Committed, SyncSpec, WindowView
+from pipeline.messages import Committed, Spec, WindowView
 from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock, Commit, Rest, Staged
 
@@ -26,12 +28,27 @@ AT_ONCE = 2
 class Beginning:
     """What all fragments of one syncer begin with."""
 
-    def __init__(self, bus: Bus, clock: Clock, sync: SyncSpec, *, nonce: str, syncer: str) -> None:
-        self._bus, self._clock, self._sync, self._nonce, self._syncer = bus, clock, sync, nonce, syncer
+    def __init__(self, bus: Bus, clock: Clock, spec: Spec, *, nonce: str, syncer: str) -> None:
+        self._bus, self._clock, self._sync, self._nonce, self._syncer = bus, clock, spec.sync, nonce, syncer
+        self.spec, self.encoded = spec, encode(spec)
         self.turns = asyncio.Semaphore(AT_ONCE)
         """To be held for `commit`."""
         self._refused: set[tuple[int, str]] = set()
         """Fragments and nonces of uploads that cannot be used: told once."""
+
+    async def another_spec(self) -> str:
+        """How the bus's spec differs from this run's; "" if it does not, or there is none.
+
+        Raises:
+            BusError: ask again.
+        """
+        found = await self._bus.read_spec()
+        if found is None or found == self.encoded:
+            return ""
+        try:
+            return differences(self.spec, decode(Spec, found))
+        except BadMessage as error:
+            return f"  it cannot be read: {error}"
 
     async def commit(self, layout: FragmentLayout, watch: RunWatch) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).

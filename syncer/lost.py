@@ -8,21 +8,20 @@ from contextlib import suppress
 
 import structlog
 
-from pipeline.agreement import PATIENCE_S, differences
-from pipeline.codec import decode, encode
-from pipeline.errors import BadMessage, BusFull, SpecMismatch
-from pipeline.messages import RunState, SeenReport, Spec
+from pipeline.agreement import PATIENCE_S
+from pipeline.errors import BusFull, SpecMismatch
+from pipeline.messages import RunState, SeenReport
 from pipeline.ports import Bus, Clock
 
+from .initial import Beginning
 from .owner import FragmentOwner
 
 
 class Lost:
     """One syncer's memory of its run."""
 
-    def __init__(self, bus: Bus, clock: Clock, spec: Spec, owners: Sequence[FragmentOwner]) -> None:
-        self._bus, self._clock, self._spec, self._owners = bus, clock, spec, owners
-        self._encoded = encode(spec)
+    def __init__(self, bus: Bus, clock: Clock, beginning: Beginning, owners: Sequence[FragmentOwner]) -> None:
+        self._bus, self._clock, self._beginning, self._owners = bus, clock, beginning, owners
         self._other_since_s: float | None = None
         self._reports: dict[tuple[str, str], tuple[SeenReport, float]] = {}
         """With the time at which each was seen."""
@@ -48,7 +47,7 @@ class Lost:
         }
         self._reports |= there
         self._put_back -= there.keys()
-        if lost := gone.keys() - self._put_back:
+        if (lost := gone.keys() - self._put_back) and not await self._beginning.another_spec():
             with suppress(BusFull):  # the next look tries again: the run must go on meanwhile
                 for name in sorted(lost):
                     await self._bus.put_back_report(gone[name])
@@ -79,18 +78,17 @@ class Lost:
             SpecMismatch: another run has begun under this name.
             BusError: ask again.
         """
-        found = await self._bus.read_spec()
+        told, found = await self._beginning.another_spec(), await self._bus.read_spec()
         if found is None:
-            found = await self._bus.propose_spec(self._encoded)
+            await self._bus.propose_spec(self._beginning.encoded)
             self._log.warning("spec_put_back")
-        told = self._told(found)
-        if not told:
+        if found is None or not told:
             self._other_since_s = None
             return
         now = self._clock.now()
         if self._other_since_s is None:
             self._other_since_s = now
-        if await self._ours() and await self._bus.replace_spec(self._encoded, found):
+        if await self._ours() and await self._bus.replace_spec(self._beginning.encoded, found):
             self._log.warning("spec_put_back", instead_of=told)
             self._other_since_s = None
         elif now - self._other_since_s >= PATIENCE_S:
@@ -98,16 +96,6 @@ class Lost:
                 f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
                 "Start this syncer again to serve that run, or choose another run name."
             )
-
-    def _told(self, found: bytes) -> str:
-        """How the bus's spec differs from this one; "" if it does not."""
-        if found == self._encoded:
-            return ""
-        try:
-            held = decode(Spec, found)
-        except BadMessage as error:
-            return f"  it cannot be read: {error}"
-        return differences(self._spec, held)
 
     async def _ours(self) -> bool:
         """Whether the heads are those that this syncer's owners have; where there is none, whether they have any."""

@@ -43,8 +43,7 @@ MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
-NOT_FINITE_PAUSE_S = 30.0
-"""Longest pause after merges that came to nothing, one after the other."""
+NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
@@ -223,6 +222,8 @@ class FragmentOwner:
             await self._bus.write_window(self._p, self._nonce, (head.version, head.digest), IDLE_VIEW, record)
             head = head.model_copy(update={"window": IDLE_VIEW})
         if cached is None or (cached.version, cached.digest) != (head.version, head.digest):
+            if told := await self._beginning.another_spec():
+                raise BadPayload(f"the head may be another run's, whose spec the bus has:\n{told}")
             state = await pull_state(self._bus, head, self._layout.elements, sync, self._offload)
             if not await self._offload(finite, *state):
                 raise BadPayload(f"version {head.version} on the bus is not finite: resume from an earlier checkpoint")
@@ -484,8 +485,7 @@ class FragmentOwner:
         detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
         pause_s = min(2.0 ** min(self._not_finite_times, 5), NOT_FINITE_PAUSE_S)
         self._not_finite_times += 1
-        learners = [offer.header.learner for offer in gone]
-        self._log.error("merge_not_finite", version=window.version, learners=learners, detail=detail, pause_s=pause_s)
+        self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
         await pause(self.wake, lambda: self._serving, self._clock, pause_s)
         return [(offer, RefusalReason.NON_FINITE, detail) for offer in gone]
 

@@ -117,7 +117,7 @@ class SyncerService:
         if self.settings.record_deltas:
             recorder = await self._offload(Recorder, self.settings.record_deltas, spec, self._random_hex(8))
             self._files.append(recorder)
-        beginning = Beginning(self.bus, self.clock, spec.sync, nonce=self.nonce, syncer=self.id)
+        beginning = Beginning(self.bus, self.clock, spec, nonce=self.nonce, syncer=self.id)
         self._watch = watch = RunWatch(spec.sync, self.settings.liveness_s, self.settings.drain_s)
         self.owners = [
             FragmentOwner(
@@ -144,7 +144,7 @@ class SyncerService:
         )
         self.metrics.merged_share.set_function(partial(_share, watch))
         self.metrics.recent_merged_share.set_function(partial(_share, watch, recent=True))
-        self.spec, self._lost = spec, Lost(self.bus, self.clock, spec, self.owners)
+        self.spec, self._lost = spec, Lost(self.bus, self.clock, beginning, self.owners)
         self._log.info("spec_agreed", fragments=len(self.owners), elements=layout.elements, quorum=spec.sync.quorum)
         self._leases = leases = Leases(self.bus, self.clock, self.owners, self.nonce, self.id, self.settings.lease_s)
         archive = None

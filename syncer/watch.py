@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.messages import Phase, RunState, SeenReport, SyncSpec
+from pipeline.wire import MOST_TOKENS
 
 from .window import Conditions
 
@@ -65,7 +66,7 @@ class RunWatch:
     def tokens(self) -> int:
         """Trained tokens of all learners in this run, earlier parts of a resumed run included."""
         base = 0 if self.state is None else self.state.base_tokens
-        return base + sum(s.report.tokens for s in self.reports)
+        return min(MOST_TOKENS, base + sum(s.report.tokens for s in self.reports))  # made up reports must not end a run
 
     def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float, now: float) -> bool:
         """Take fresh readings; True if a fragment owner may want to decide anew."""

@@ -1,6 +1,8 @@
 """What the bus has lost is put back by who still knows it, or is said. In virtual time."""
 
 import asyncio
+import copy
+import random
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from chaos.virtual_time import run_virtual
 from pipeline.codec import decode, encode
 from pipeline.errors import BusUnavailable, SpecMismatch
 from pipeline.globals import pull_state
+from pipeline.memory import MemoryBus
 from pipeline.messages import Committed, Rewound, Spec
 from pipeline.status import read_status
 from syncer.replay import replay
@@ -216,6 +219,93 @@ def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_com
         assert all(now >= was for now, was in zip(after, before, strict=True)), (before, after)
         await rises(world, 40.0)
         await end(*party)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("syncers", "away_s"), [(2, 0.0), (3, 0.0), (3, 7.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_head_is_lost_while_those_who_served_it_live(
+    syncers: int, away_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emptied at any moment, on a bus with latency, with syncers that came one after the other."""
+    chance = random.Random(seed)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, fragments=4))
+        for number in range(syncers):
+            world.start_syncer(syncer_id=f"s{number}")
+            await asyncio.sleep(chance.uniform(0, 1.6))
+        party = learners(world)
+        turn, away = MemoryBus._turn, False
+
+        async def slow(bus: MemoryBus) -> None:
+            await asyncio.sleep(chance.uniform(0, 0.02))
+            if away:
+                raise BusUnavailable("refused")
+            await turn(bus)
+
+        monkeypatch.setattr(MemoryBus, "_turn", slow)
+        await world.until_version(4, 200)
+        await asyncio.sleep(chance.uniform(5, 10))
+        away = away_s > 0
+        await asyncio.sleep(away_s)
+        flush(world)
+        away = False
+        await asyncio.sleep(22.0)
+        assert len(await world.versions()) == 4
+        lost = [r for r in await world.tape() if isinstance(r, Rewound) and r.version < r.was_version]
+        assert lost == []
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_another_runs_redis_that_comes_in_the_place_of_ours_is_left_as_it_is() -> None:
+    """Its spec, heads and reports stay; our syncer ends, and says why."""
+
+    async def main() -> None:
+        theirs = VirtualRun(sync_spec(tokens=10**9, sync_interval=8))
+        theirs.start_syncer()
+        party = [VirtualLearner(f"t{i}", theirs, 0.1, f"{i + 9:016x}").start() for i in range(2)]
+        await theirs.until_version(3)
+        await end(*party)
+        theirs.syncer.cancel()
+        await asyncio.gather(theirs.syncer, return_exceptions=True)
+        ours = VirtualRun(sync_spec(tokens=10**9))
+        ours.start_syncer()
+        mine = learners(ours)
+        await ours.until_version(6)
+        flush(ours)
+        for key, value in theirs.store.values.items():
+            if "lease" not in str(key) and "syncers" not in str(key):
+                ours.store.values[key] = copy.deepcopy(value)
+        heads = [(head.version, head.digest) for head in await ours.heads()]
+        with pytest.raises(SpecMismatch, match="another run was begun"):
+            async with asyncio.timeout(60):
+                await ours.syncer
+        assert await ours.bus.read_spec() == encode(theirs.spec)
+        assert [(head.version, head.digest) for head in await ours.heads()] == heads
+        await end(*mine)
+
+    run_virtual(main())
+
+
+def test_reports_that_claim_more_than_can_be_counted_stop_nobody() -> None:
+    """The run ends, at its budget, in order."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(3)
+        for number in range(3):
+            await world.bus.write_report(samples.report(f"forger{number}", tokens=2**62, versions=(0, 0)))
+        async with asyncio.timeout(120):
+            await asyncio.gather(world.syncer, *(one.task for one in party))
+        state = await world.bus.read_state()
+        assert state.phase.value == "finished"
+        assert state.tokens == 2**62
 
     run_virtual(main())
 
