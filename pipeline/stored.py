@@ -6,6 +6,7 @@ Pure: bytes in, messages out, and the checks that need no server.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -132,6 +133,10 @@ def refused_field(reason: str) -> str:
     return f"refused:{reason}"
 
 
+_REFUSED = {refused_field(reason.value).encode(): reason.value for reason in RefusalReason}
+"""Field of a head's hash -> reason."""
+
+
 def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
     """The head's hash to a `Head`; None where there is no hash.
 
@@ -158,11 +163,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             payload_digest=fields.get(b"payload_digest") or None,
             updates=decode_updates(fields.get(b"updates")),
             behind=decode_count("behind", fields.get(b"behind")),
-            refused={
-                reason.value: decode_count("refusals", fields[name])
-                for reason in RefusalReason
-                if (name := refused_field(reason.value).encode()) in fields
-            },
+            refused={reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
         )
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
         raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error
@@ -220,7 +221,13 @@ def cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[s
 
 def decode_state(blob: bytes | None) -> RunState | None:
     """The run's state, or None where there is none yet."""
-    return None if blob is None else decode(RunState, blob)
+    return None if blob is None else _decoded_state(blob)
+
+
+@lru_cache(maxsize=2)
+def _decoded_state(blob: bytes) -> RunState:
+    """Every report is answered with it, and it hardly changes."""
+    return decode(RunState, blob)
 
 
 def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:

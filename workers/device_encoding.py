@@ -101,6 +101,8 @@ class OnDevice:
     for each delta that is undecided; a snapshot and a pulled global of one fragment at a time; and `PIECE`'s.
     """
 
+    at_once = 0
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

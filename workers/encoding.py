@@ -20,6 +20,8 @@ Float32 = npt.NDArray[np.float32]
 
 BLOCK = 128 * 1024
 """Elements encoded at a time."""
+AT_ONCE = 2 * BLOCK
+"""A delta of so many is encoded in about the time that it takes to wake another thread and to be woken by it."""
 
 
 def encode_delta(
@@ -65,6 +67,9 @@ class Encoder(Protocol):
     A vector of its own is a flat float32 one (elements,) of whatever type it likes. Any thread may call it.
     """
 
+    at_once: int
+    """Vectors of so many elements take less time than another thread takes to be woken for them; 0: none."""
+
     def keep(self, values: Float32) -> Any:
         """A global as it was pulled, to be a base from now on: a vector of its own."""
 
@@ -88,6 +93,9 @@ class Encoder(Protocol):
 
 class OnHost:
     """In host memory, by numpy."""
+
+    def __init__(self, at_once: int = 0) -> None:
+        self.at_once = at_once
 
     encode = staticmethod(encode_delta)
     grown = staticmethod(grown)

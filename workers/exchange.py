@@ -352,7 +352,7 @@ class Exchange:
         except BadPayload as error:
             self._log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return False
-        values = await self._offload(self._encoder.keep, pulled)
+        values = await self._apart(elements, self._encoder.keep, pulled)
         if p in self._latest and head.version <= self._latest[p][0]:
             self._feedback.reset(p)
         self._latest[p] = (head.version, head.digest)
@@ -422,17 +422,25 @@ class Exchange:
 
         async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
-            error = await self._offload(self._encoder.encode, base.values, values, sync.codec, residual, wire, written)
+            given = base.values, values, sync.codec, residual, wire, written
+            error = await self._apart(len(base.values), self._encoder.encode, *given)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 
         key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
+        if len(base.values) <= self._encoder.at_once:
+            await encode()
+            return await self._push_while_wanted(publication, key, payload, more)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(encode())
                 await self._push_while_wanted(publication, key, payload, more)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _apart(self, elements: int, work: Callable[..., Any], *args: Any) -> Any:
+        """In another thread, unless that takes longer than the work itself."""
+        return work(*args) if elements <= self._encoder.at_once else await self._offload(work, *args)
 
     def _wants(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""

@@ -45,7 +45,7 @@ from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
 from .background import yield_core
 from .device_encoding import OnDevice
-from .encoding import OnHost
+from .encoding import AT_ONCE, OnHost
 from .exchange import Exchange
 from .frozen_digests import check_frozen
 from .joining import meanwhile
@@ -456,7 +456,7 @@ class Learner:
         parameters, recovery = self._parameters, self._recovery
         assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
         bus = await reaching.reach(self._url, self._run, self.id)
-        encoder = OnDevice(self.device) if self._on_device else OnHost()
+        encoder = OnDevice(self.device) if self._on_device else OnHost(AT_ONCE)
         exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
         self._exchange = exchange
         try:
