@@ -428,9 +428,6 @@ class Exchange:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 
         key = self._bus.keys.delta_payload(base.fragment, self._id, self._incarnation, publication.serial)
-        if len(base.values) <= self._encoder.at_once:
-            await encode()
-            return await self._push_while_wanted(publication, key, payload, more)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(encode())
