@@ -201,7 +201,7 @@ def test_a_model_that_would_go_wrong_is_refused_by_name(case: str) -> None:
 
 
 def test_more_fragments_than_tensors_are_refused_when_they_are_asked_for() -> None:
-    with pytest.raises(UsageError, match="fragments=5, but the model has 4 tensors"):
+    with pytest.raises(UsageError, match="fragments=5, but the model has 4 trained tensors"):
         learner(Net(), sync=SyncSettings(fragments=5))
 
 

@@ -77,7 +77,7 @@ def test_a_muon_outer_step_without_momentum_is_refused() -> None:
 
 
 def test_more_fragments_than_tensors_are_refused() -> None:
-    with pytest.raises(UsageError, match="4 tensors"):
+    with pytest.raises(UsageError, match="4 trained tensors"):
         tensor_table(Net(), SyncSettings(fragments=9))
 
 

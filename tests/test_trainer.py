@@ -291,7 +291,7 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
 
     learner: Any = SimpleNamespace(
         _exchange=SimpleNamespace(shared=shared, claims=SimpleNamespace(want=None)),
-        _loop=SimpleNamespace(call_soon_threadsafe=lambda call: checked.append(call)),
+        _tell=lambda call, *args: checked.append(call),
         _check=lambda: check() if shared.shards_wanted else None,
         _rounds=None,
         _stopping=SimpleNamespace(leave_if_asked=lambda: None),
