@@ -290,7 +290,7 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
         shared.shards.put(shard)
 
     learner: Any = SimpleNamespace(
-        _exchange=SimpleNamespace(shared=shared, claims=SimpleNamespace(want=None)),
+        _exchange=SimpleNamespace(shared=shared, claims=SimpleNamespace(want=None, finish=None)),
         _tell=lambda call, *args: checked.append(call),
         _check=lambda: check() if shared.shards_wanted else None,
         _rounds=None,
