@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from diloco import cli
-from pipeline.clock import LoopClock
 from pipeline.errors import LearnerReplaced, UsageError
 from pipeline.messages import LearnerReport, SeenReport
 from pipeline.redis_streams import connect
@@ -26,6 +24,7 @@ from workers.learner import Learner
 from workers.stopping import STOPS, Stopped, Stopping
 
 from . import samples
+from .test_device_encoding import a_syncer
 
 pytestmark = pytest.mark.redis
 SYNC = SyncSettings(fragments=1, sync_interval=1, first_interval=0, quorum=1, tokens=2**40)
@@ -42,29 +41,6 @@ def _signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@contextmanager
-def a_syncer(url: str, run: str) -> Iterator[None]:
-    """In a thread of its own, until the end of the block."""
-
-    async def main() -> None:
-        stopped.append((asyncio.get_running_loop(), stop := asyncio.Event()))
-        started.set()
-        bus = await connect(url, run)
-        process = SyncerProcess(syncer_id="syncer", http_port=0)
-        await SyncerService(bus, LoopClock(), process, Metrics()).run(stop)
-        await bus.close()
-
-    started, stopped = threading.Event(), list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    started.wait()
-    try:
-        yield
-    finally:
-        stopped[0][0].call_soon_threadsafe(stopped[0][1].set)
-        thread.join()
 
 
 def on_bus(url: str, run: str, ask: Callable[[Any], Any]) -> Any:
