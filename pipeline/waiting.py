@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from .ports import Clock
 
-LEAST_S = 1e-3
-"""A finer wait could end a rounding error early, for ever."""
+TICK_S = 1e-3
+"""Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
@@ -31,7 +31,7 @@ async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s
 async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, pause_s: float) -> None:
     """So long, or until it shall not go on, which is asked whenever `wake` is set; it is set afterwards."""
     until = clock.now() + pause_s
-    while goes_on() and (left_s := until - clock.now()) > LEAST_S:
+    while goes_on() and (left_s := until - clock.now()) > TICK_S:
         wake.clear()
         await first_of(wake, timeout_s=left_s)
     wake.set()

@@ -42,7 +42,10 @@ class Beginning:
         Raises:
             BusError: ask again.
         """
-        found = await self._bus.read_spec()
+        return self.differs(await self._bus.read_spec())
+
+    def differs(self, found: bytes | None) -> str:
+        """The same of what the bus was found to have."""
         if found is None or found == self.encoded:
             return ""
         try:

@@ -24,9 +24,8 @@ import structlog
 from pipeline.errors import BusUnavailable
 from pipeline.messages import Head, Phase
 from pipeline.ports import Bus, Clock
-from pipeline.waiting import first_of
+from pipeline.waiting import TICK_S, first_of
 
-from .owner import TICK_S
 from .sharing import excess, wanted
 
 T = TypeVar("T")

@@ -78,7 +78,8 @@ class Lost:
             SpecMismatch: another run has begun under this name.
             BusError: ask again.
         """
-        told, found = await self._beginning.another_spec(), await self._bus.read_spec()
+        found = await self._bus.read_spec()
+        told = self._beginning.differs(found)
         if found is None:
             await self._bus.propose_spec(self._beginning.encoded)
             self._log.warning("spec_put_back")

@@ -18,7 +18,7 @@ from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, Win
 from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Commit, Offered
 from pipeline.stored import head_after, parse_offer_id
-from pipeline.waiting import first_of, pause, woken_or_done
+from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest
 
 from .doubts import Doubts
@@ -45,8 +45,6 @@ INITIAL_POLL_S = 0.1
 BACKOFF_S = (0.1, 2.0)
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64
-TICK_S = 1e-3
-"""Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
 
 class FragmentOwner:
