@@ -1,8 +1,9 @@
 """What a learner costs a training loop by wall clock, all its threads included: the same loop with it and without it.
 
-Two processes take turns on one core, block by block, of which one has a learner; the other one is stopped meanwhile.
-The syncer and Redis have the other cores. On one core the learner's exchange thread takes from the training thread all
-that it computes, not only the interpreter's lock: with cores to spare it costs less.
+A joined process forks: its copy has the same memory in the same places, and no exchange thread. The two take turns,
+block by block, and the one whose turn it is not is stopped. Once on one core, where all that the exchange thread
+computes is taken from training; once with a core to spare, where the interpreter's lock is what they share. The
+syncer and Redis have the other cores.
 """
 
 import json
@@ -11,11 +12,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -58,8 +61,8 @@ def work_of(kind: str) -> Callable[[int], None]:
 
         def compute(units: int) -> None:
             value = 1
-            for _ in range(100 * units):
-                value = (31 * value + 7) % 1000003
+            for _ in range(100 * units):  # small integers: larger ones are allocated, and how fast, is a matter of luck
+                value = (value + 7) & 127
     else:
         one, out = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
 
@@ -82,51 +85,49 @@ def _units_a_ms(kind: str) -> float:
 
 
 def measure(given: Loops, console: Console, redis_url: str | None) -> dict[str, dict[str, Spread]]:
-    """Per kind and length of a step: what the learner adds, and what it reports as blocked, as shares of the loop."""
+    """Per kind, length of a step and place: what the learner adds, and what it reports as blocked, as shares."""
     usable = sorted(os.sched_getaffinity(0)) if cores() > 1 and hasattr(os, "sched_getaffinity") else []
-    if usable:
-        os.sched_setaffinity(0, usable[:1])
-    try:
+    places = {"one core": usable[:1], "all cores": usable} if usable else {"all cores": []}
+    found: dict[str, dict[str, Spread]] = {}
+    with ExitStack() as stack, progress(console) as bar:
+        if usable:
+            stack.callback(os.sched_setaffinity, 0, usable)
+            os.sched_setaffinity(0, usable[:1])
         torch.set_num_threads(1)
         units = {kind: _units_a_ms(kind) for kind in KINDS}
-        found: dict[str, dict[str, Spread]] = {}
-        with ExitStack() as stack, progress(console) as bar:
+        if usable:
+            os.sched_setaffinity(0, usable[1:])
+        url = stack.enter_context(server(redis_url, False))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="diloco_bench_")))
+        task = bar.add_task("joining", total=2 * (given.pairs + 1))
+        for number, (place, its) in enumerate(places.items()):
             if usable:
                 os.sched_setaffinity(0, usable[1:])
-            url = stack.enter_context(server(redis_url, False))
-            fleet = stack.enter_context(Fleet(None, url))
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="diloco_bench_")))
-            cases = [(kind, step_ms) for kind in KINDS for step_ms in given.steps_ms]
-            task = bar.add_task("training", total=2 * given.pairs)
-            if usable:
-                os.sched_setaffinity(0, usable[:1])  # the loops begin with it
-            loops, environ = [], {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            for name in ("with", "without"):
-                told = {**asdict(given), "run": fleet.run, "url": url, "learns": name == "with"}
-                loop = Process(name, ["-m", "bench.cost", dumps(told)], folder, environ, True)
-                stack.callback(loop.end)
-                loop.hear()
-                os.kill(loop.pid, signal.SIGSTOP)
-                loops.append(loop)
-            for kind, step_ms in cases:
-                bar.reset(task, description=f"{kind}, {step_ms:g} ms")
-                steps = max(1, round(1000 * given.block_s / step_ms))
-                line = f"{kind} {max(1, round(units[kind] * step_ms))} {steps}"
-                turns: list[Sequence[dict[str, float]]] = []
-                for turn in range(given.pairs + 1):
-                    one = {}
-                    for number in (0, 1) if turn % 2 else (1, 0):
-                        os.kill(loops[number].pid, signal.SIGCONT)
-                        loops[number].say(line)
-                        one[number] = loops[number].hear()
-                        os.kill(loops[number].pid, signal.SIGSTOP)
-                        bar.advance(task)
-                    if turn:  # the first one starts all up
-                        turns.append((one[0], one[1]))
-                found[f"{kind}, {step_ms:g} ms"] = _shares(turns, steps)
-    finally:
-        if usable:
-            os.sched_setaffinity(0, usable)
+            with Fleet(None, url) as fleet:
+                if usable:
+                    os.sched_setaffinity(0, its)  # the loop begins with it
+                environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                told = dumps({**asdict(given), "run": fleet.run, "url": url})
+                loop = Process(f"loop-{number}", ["-m", "bench.cost", told], folder, environ, True)
+                try:
+                    loop.hear()
+                    for kind in KINDS:
+                        for step_ms in given.steps_ms:
+                            bar.reset(task, description=f"{kind}, {step_ms:g} ms, {place}")
+                            steps = max(1, round(1000 * given.block_s / step_ms))
+                            line = f"{kind} {max(1, round(units[kind] * step_ms))} {steps}"
+                            turns = []
+                            for turn in range(given.pairs + 1):
+                                one = {}
+                                for who in ("with", "without") if turn % 2 else ("without", "with"):
+                                    loop.say(f"{who} {line}")
+                                    one[who] = loop.hear()
+                                    bar.advance(task)
+                                if turn:  # the first one starts all up
+                                    turns.append((one["with"], one["without"]))
+                            found[f"{kind}, {step_ms:g} ms, {place}"] = _shares(turns, steps)
+                finally:
+                    loop.end()
     return found
 
 
@@ -155,31 +156,57 @@ def main() -> None:
         first_interval=0,
         tokens=2**60,
     )
-    learner = Learner(model, None, run=given["run"], redis_url=given["url"], learner_id="bench", sync=sync)
-    with learner if given["learns"] else nullcontext():
+    with Learner(model, None, run=given["run"], redis_url=given["url"], learner_id="bench", sync=sync) as learner:
+        ours, its = Pipe()
+        if os.fork() == 0:
+            ours.close()
+            _alone(its, parameters, learner)
+        its.close()
         print(dumps({"joined": True}), flush=True)
         for line in sys.stdin:
-            kind, units, steps = line.split()
-            print(dumps(_block(work_of(kind), int(units), int(steps), parameters, learner)), flush=True)
+            who, rest = line.split(maxsplit=1)
+            if who == "with":
+                told = _block(rest, parameters, learner, learner.step)
+            else:
+                ours.send_bytes(rest.encode())
+                told = json.loads(ours.recv_bytes())
+            print(dumps(told), flush=True)
+
+
+def _alone(asked: Connection, parameters: list[torch.Tensor], learner: Learner) -> NoReturn:
+    """The copy: it has the learner's memory and none of its threads; the learner's process is stopped meanwhile."""
+    above = os.getppid()
+    try:
+        while True:
+            line = asked.recv_bytes().decode()
+            os.kill(above, signal.SIGSTOP)
+            try:
+                told = _block(line, parameters, learner, lambda tokens: None)
+            finally:
+                os.kill(above, signal.SIGCONT)
+            asked.send_bytes(dumps(told).encode())
+    except (EOFError, OSError):  # the other one is gone
+        pass
+    finally:
+        os._exit(0)
 
 
 @torch.no_grad()
-def _block(
-    compute: Callable[[int], None], units: int, steps: int, parameters: list[torch.Tensor], learner: Learner
-) -> dict[str, float]:
-    rounds, blocked_s = learner._rounds, learner.times.blocked_s
-    deltas = 0 if rounds is None else rounds._serial
+def _block(line: str, parameters: list[torch.Tensor], learner: Learner, step: Callable[..., None]) -> dict[str, float]:
+    kind, units, steps = line.split()
+    compute, amount, rounds, blocked_s = work_of(kind), int(units), learner._rounds, learner.times.blocked_s
+    assert rounds is not None  # noqa: S101  # it has joined
+    deltas = rounds._serial
     cpu_s, began = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        compute(units)
+    for _ in range(int(steps)):
+        compute(amount)
         torch._foreach_add_(parameters, 1e-6)
-        if rounds is not None:
-            learner.step(tokens=1)
+        step(tokens=1)
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu_s,
         "blocked_s": learner.times.blocked_s - blocked_s,
-        "deltas": 0 if rounds is None else rounds._serial - deltas,
+        "deltas": rounds._serial - deltas,
     }
 
 

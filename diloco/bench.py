@@ -276,7 +276,7 @@ def cost(
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
-    """What a learner costs by wall clock, all its threads included: a loop with it and without it, on one core."""
+    """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
     out = _Out(json_file, plot)
     _learners("cost")
     lengths = tuple(map(float, whole(steps, "steps")))
@@ -286,7 +286,9 @@ def cost(
     given = measuring.Loops(model, interval, fragments, _wire(wire), lengths, rounds)
     found = measuring.measure(given, out.console, redis_url)
     title = f"A learner beside a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop alone"
-    out.show(title, found)
+    figures = {"added_share": "added", "blocked_share": "inside step()", "deltas_per_s": "deltas a second"}
+    rows = ((case, *(shown(one[name]) for name in figures)) for case, one in found.items())
+    out.console.print(table(title, ("loop", *figures.values()), rows))
     out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
     out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
 

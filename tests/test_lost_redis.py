@@ -24,6 +24,10 @@ async def has_spec(run: RealRun) -> bool:
     return bool(await run.bus.read_spec() == encode(run.spec))
 
 
+async def has_state(run: RealRun) -> bool:
+    return await run.bus.read_state() is not None
+
+
 def names(told: list[dict[str, Any]]) -> set[str]:
     return {line["event"] for line in told}
 
@@ -49,6 +53,7 @@ def test_flushall_under_a_running_run_is_mended_and_said(redis_binary: Path | No
                 await command(run, "FLUSHALL")
                 await goes_on(run, "FLUSHALL")
                 assert all(h.version > was for h, was in zip(await run.heads(), before, strict=True))
+                await run.until(lambda: has_state(run), "the state is back")
                 assert (await run.bus.read_state()).started_unix_s == state.started_unix_s
                 await run.until(lambda: has_spec(run), "the spec is back")
                 assert any(isinstance(record, Rewound) for record in await run.tape())
