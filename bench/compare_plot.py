@@ -16,6 +16,8 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from chaos.pictures import save
+
 from .pictures import COLOURS
 
 ROWS = {
@@ -39,7 +41,7 @@ def draw(sizes: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> No
                 one.set_title(size, fontsize=10)
             if one is row[0]:
                 one.set_ylabel(ROWS[key][0], fontsize=9)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _panel(axes: Axes, names: list[str], systems: Mapping[str, Mapping[str, Any]], key: str) -> None:

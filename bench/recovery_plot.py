@@ -12,6 +12,8 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from chaos.pictures import save
+
 COLOURS = {"checkpoint": "#1f5f99", "peer": "#27803b", "fresh": "#c77d0a", "fresh, no ramp": "#c0392b"}
 SHOWN_BEFORE, SHOWN_AFTER = 40, 100
 SHOWN_FROM = 0.6
@@ -61,7 +63,7 @@ def draw(trials: Sequence[Curves], path: Path) -> None:
         axes.grid(True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_steps(axes: Axes, trials: Sequence[Curves], runs: dict[str, list[Curves]]) -> None:

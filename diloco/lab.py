@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from chaos.lab.report import as_json, markdown, table_of
-from chaos.lab.settings import LabRun, read_experiment, settings_help
+from chaos.lab.outcome import Name, Outcome, decode, encode
+from chaos.lab.report import Table, markdown, table_of
+from chaos.lab.settings import Experiment, LabRun, read_experiment, settings_help
 from chaos.lab.store import Store
 from chaos.lab.sweep import News, sweep
 from pipeline.cores import usable_cores
 from pipeline.errors import DilocoError, UsageError
 from pipeline.output import outlive_readers
-from pipeline.strict_json import dumps
 
 OUT = Path("runs/lab")
 
@@ -99,8 +99,12 @@ def _sweep(
 def report(
     files: Files,
     out: Out = OUT,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE.csv", help="Read this CSV instead of a folder of results")
+    ] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE.csv", help="Also keep the outcomes here; other runs' lines in it stay"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
     any_code: Annotated[
@@ -109,21 +113,33 @@ def report(
 ) -> None:
     """Print tables (Markdown) of what experiments have given so far; what was not run says so.
 
-    Example: diloco lab report docs/quality/methods.toml --plot methods.png
+    Example: diloco lab report docs/quality/methods.toml --from docs/quality/results.csv --plot methods.png
     """
-    store = Store(out)
-    tables = [
-        table_of(one, ((run, store.read(run, any_code)) for run in one.runs)) for one in map(read_experiment, files)
-    ]
+    kept, store = ({} if source is None else _read_csv(source)), Store(out)
+
+    def table(experiment: Experiment) -> Table:
+        if source is None:
+            return table_of(experiment, lambda row, run: store.outcome(run, any_code))
+        return table_of(experiment, lambda row, run: kept.get(Name(experiment.name, row.label, run.seed)))
+
+    tables = [table(read_experiment(file)) for file in files]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
-    if json_file is not None:
-        json_file.write_text(dumps([as_json(table) for table in tables], indent=1))
+    if csv_file is not None:
+        before = _read_csv(csv_file) if csv_file.exists() else {}
+        csv_file.write_text(encode(before | {name: one for table in tables for name, one in table.named()}))
     if plot is not None:
         try:
             drawer = importlib.import_module("chaos.lab.plot")
         except ModuleNotFoundError as error:
             raise UsageError("--plot needs matplotlib: pip install 'decoupled-diloco[run]'") from error
         drawer.draw(tables, plot)
+
+
+def _read_csv(path: Path) -> dict[Name, Outcome]:
+    try:
+        return decode(path.read_text())
+    except (OSError, UnicodeDecodeError, UsageError) as error:
+        raise UsageError(f"cannot read outcomes {path}: {error}") from error
 
 
 @app.command()

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from chaos.goodput.units import YEAR_S
+from chaos.pictures import save
 
 COLOURS = {"data-parallel": "#c0392b", "elastic": "#e08e0b", "diloco": "#7f8c8d", "decoupled": "#1f5f99"}
 MARKERS = "osD^vP*"
@@ -98,7 +99,7 @@ def table(path: Path, rows: Sequence[dict[str, Any]], title: str, across: str = 
     axes.set_ylim(0, 101)
     axes.legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, format="png")
+    save(figure, path)
 
 
 Line = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
@@ -120,7 +121,7 @@ def lines(
     axes.set_xscale(scales[0])
     axes.set_yscale(scales[1])
     axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, format="png")
+    save(figure, path)
 
 
 def bars(
@@ -137,4 +138,4 @@ def bars(
         axes.bar_label(drawn, fmt="%.2f", fontsize=7)
     axes.set_xticks(range(len(groups)), groups)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(series))
-    figure.savefig(path, format="png")
+    save(figure, path)

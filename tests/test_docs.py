@@ -36,3 +36,23 @@ def test_every_test_that_a_document_names_exists(document: str) -> None:
 
 def test_the_failure_matrix_is_read() -> None:
     assert len(named_tests((ROOT / "ARCHITECTURE.md").read_text())) > 50
+
+
+def shown_pictures() -> list[tuple[str, Path]]:
+    """(page, picture) of all that pages of the repository show and that lie in it."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return [
+        (str(page.relative_to(ROOT)), (page.parent / link).resolve())
+        for page in pages
+        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+        if "://" not in link
+    ]
+
+
+def test_pictures_are_there_and_small() -> None:
+    """Each under 150 KB, so that a page is there at once and a clone stays small; and no picture that no page shows."""
+    shown = shown_pictures()
+    assert [(page, path.name) for page, path in shown if not path.is_file()] == []
+    kept = set((ROOT / "docs").rglob("*.png"))
+    assert {path.name: path.stat().st_size for path in kept if path.stat().st_size >= 150_000} == {}
+    assert kept - {path for _, path in shown} == set()

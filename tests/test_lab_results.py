@@ -1,20 +1,24 @@
 """What was run is not run again, what another code gave is not taken for this one's, and the report says both."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chaos.lab import source
-from chaos.lab.report import as_json, markdown, table_of
+from chaos.lab.outcome import Name, decode, encode, outcome_of
+from chaos.lab.report import markdown, table_of
 from chaos.lab.settings import LabRun, read_experiment
 from chaos.lab.store import Store, code_of, settings_digest
 from diloco.cli import main
+from pipeline.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -127,35 +131,35 @@ def experiment(tmp_path):
     return read_experiment(path)
 
 
-def told(experiment, values):
-    """Results by variant and rate: a value a seed."""
-    return [
-        (run, result(values[row.variant, run.lr][run.seed]) if (row.variant, run.lr) in values else None)
-        for row in experiment.rows
-        for run in row.runs
-    ]
+def told(experiment, values, **more):
+    """A table of results by variant and rate: a value a seed."""
+
+    def find(row, run):
+        if (row.variant, run.lr) not in values:
+            return None
+        return outcome_of(result(values[row.variant, run.lr][run.seed], **more))
+
+    return table_of(experiment, find)
 
 
 def test_the_table_has_medians_spreads_and_the_distance_to_the_reference_s_best(experiment):
     """Best of the sweep first; what was not run is marked, and is nobody's best."""
     values = {("dp", 1e-3): (2.0, 2.1, 2.5), ("dp", 2e-3): (1.9, 2.0, 1.95), ("ours", 2e-3): (2.0, 2.145, 2.2)}
-    table = table_of(experiment, told(experiment, values))
+    table = told(experiment, values)
     written = markdown(table)
     best = written.split("All:")[0]
     assert "| dp, lr=0.002 | 1.9500 | 0.0500 | 3 | +0.00 % | 90.0 % | 50.0 % | 1.00 |" in best
     assert "| ours, lr=0.002 | 2.1450 | 0.1033 | 3 | +10.00 % |" in best
     assert "lr=0.001" not in best
     assert "| ours, lr=0.001 | not run | | 0 of 3 | | | | |" in " ".join(written.split("  "))
-    rows = as_json(table)["rows"]
-    assert [row["median"] for row in rows] == [2.1, 1.95, None, 2.145]
-    assert [row["best"] for row in rows] == [False, True, False, True]
+    assert [line.mid if line.done else None for line in table.lines] == [2.1, 1.95, None, 2.145]
+    assert table.best() == [table.lines[1], table.lines[3]]
 
 
 def test_where_more_is_better_the_best_is_the_highest(experiment):
     """Accuracies."""
     values = {("dp", 1e-3): (0.5, 0.5, 0.5), ("dp", 2e-3): (0.9, 0.9, 0.9)}
-    found = [(run, one and one | {"higher_is_better": True}) for run, one in told(experiment, values)]
-    assert [line.mid for line in table_of(experiment, found).best() if line.done] == [0.9]
+    assert [line.mid for line in told(experiment, values, higher_is_better=True).best() if line.done] == [0.9]
 
 
 def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path, capsys):
@@ -169,10 +173,67 @@ def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path
 def test_the_picture_is_drawn(experiment, tmp_path):
     """With one row unfinished and curves of different length."""
     plot = pytest.importorskip("chaos.lab.plot")
-    found = told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5), ("ours", 2e-3): (2.0, 2.1, 2.2)})
-    found[0][1]["points"].pop()
-    plot.draw([table_of(experiment, found), table_of(experiment, [])], tmp_path / "trial.png")
+    drawn = told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5), ("ours", 2e-3): (2.0, 2.1, 2.2)})
+    first = drawn.lines[0].outcomes
+    first[0] = replace(first[0], curve=first[0].curve[:-1])
+    plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
     assert (tmp_path / "trial.png").stat().st_size > 10_000
+
+
+# --- the CSV ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_as_csv_is_read_again(experiment):
+    """To six digits; what is not there stays away, what is not finite stays so, and names may have commas."""
+    table = told(experiment, {("ours", 2e-3): (2.0123456, 2.1, math.inf)})
+    kept = dict(table.named())
+    assert list(kept) == [Name("trial", "ours, lr=0.002", seed) for seed in range(3)]
+    read = decode(encode(kept))
+    assert list(read) == list(kept)
+    assert [one.value for one in read.values()] == [2.01235, 2.1, math.inf]
+    for name, one in read.items():
+        assert replace(one, value=0.0, curve=()) == replace(kept[name], value=0.0, curve=())
+        assert [mark.tokens for mark in one.curve] == [1, 2, 3]
+    assert [mark.value for mark in read[Name("trial", "ours, lr=0.002", 1)].curve] == [3.1, 2.6, 2.4333]
+    assert decode(encode({})) == {}
+
+
+def test_a_broken_csv_says_where(experiment):
+    """Other columns, a line too short, a word for a number."""
+    whole = encode(dict(told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5)}).named()))
+    for broken, reason in [
+        ("", "columns are"),
+        (whole.replace("merged_share", "merged", 1), "columns are"),
+        (whole.replace(",1,loss", ",loss", 1), "line 3"),
+        (whole.replace("2.5,", "two,", 1), "line 4"),
+        (whole.replace("less", "worse", 1), "line 2"),
+    ]:
+        with pytest.raises(UsageError, match=reason):
+            decode(broken)
+
+
+def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, capsys):
+    """`--csv` keeps outcomes of a folder, `--from` shows the same without it; other runs' lines stay."""
+    file, out, csv = tmp_path / "trial.toml", tmp_path / "out", tmp_path / "results.csv"
+    file.write_text(file.read_text().replace("[settings]", f"[settings]\ndata = {str(text)!r}"))
+    store, runs = Store(out), read_experiment(file).runs
+    for number, run in enumerate(runs[:-1]):
+        store.write(run, result(2.0 + 0.0123 * number))
+    assert main(["lab", "report", str(file), "--out", str(out), "--csv", str(csv)]) == 0
+    tables = capsys.readouterr().out
+    assert tables.count("| 2 of 3 |") == 1
+    none = str(tmp_path / "none")
+    assert main(["lab", "report", str(file), "--out", none, "--from", str(csv)]) == 0
+    assert capsys.readouterr().out == tables
+    before = csv.read_text()
+    assert main(["lab", "report", str(file), "--out", none, "--csv", str(csv)]) == 0
+    assert csv.read_text() == before
+    store.write(runs[-1], result(1.9))
+    assert main(["lab", "report", str(file), "--out", str(out), "--csv", str(csv)]) == 0
+    assert len(csv.read_text().splitlines()) == len(before.splitlines()) + 1
+    csv.write_text("a,b\n")
+    assert main(["lab", "report", str(file), "--from", str(csv)]) == 2
+    assert f"cannot read outcomes {csv}: columns are a, b" in capsys.readouterr().err
 
 
 # --- the command ------------------------------------------------------------------------------------------

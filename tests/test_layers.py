@@ -89,6 +89,7 @@ PURE = (
     "chaos/lab/settings.py",
     "chaos/lab/schedule.py",
     "chaos/lab/report.py",
+    "chaos/lab/outcome.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
 

@@ -11,9 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.strict_json import number
-
-from .report import Line, Table, spread
+from ..pictures import save
+from .report import Line, Table
 
 MOST_CURVES = 12
 """Rows drawn as curves at most, best ones first; all are in the bars."""
@@ -33,17 +32,17 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         row[0].set_ylabel(table.measure)
         row[0].legend(fontsize=7)
         row[0].set_title(table.experiment.name, fontsize=10, loc="left")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str, unit: float) -> None:
     ends = []
     for i, line in enumerate(lines):
         colour = f"C{i % 10}"
-        curves = [result["points"] for result in line.results]
+        curves = [one.curve for one in line.outcomes.values()]
         length = min(map(len, curves))  # the same marks for all seeds, but perhaps the last
-        at = np.mean([[point[x] for point in curve[:length]] for curve in curves], axis=0) / unit
-        values = np.array([[number(point["measures"]["value"]) for point in curve[:length]] for curve in curves])
+        at = np.mean([[getattr(mark, x) for mark in curve[:length]] for curve in curves], axis=0) / unit
+        values = np.array([[mark.value for mark in curve[:length]] for curve in curves])
         axes.plot(at, values.mean(axis=0), color=colour, linewidth=1.3, label=line.label)
         if len(curves) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
@@ -59,7 +58,7 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
 def _bars(axes: Axes, lines: Sequence[Line]) -> None:
     at = list(range(len(lines)))[::-1]
     axes.errorbar(
-        [line.mid for line in lines], at, xerr=[spread(line.values) for line in lines], fmt="o", markersize=4, capsize=3
+        [line.mid for line in lines], at, xerr=[line.spread for line in lines], fmt="o", markersize=4, capsize=3
     )
     axes.set_yticks(at, [line.label for line in lines], fontsize=7)
     axes.set_xlabel("final: median, and standard deviation over seeds")

@@ -1,16 +1,12 @@
-"""Tables of an experiment's results: rows of runs that differ in their seeds only. Pure: results in, text out."""
+"""Tables of an experiment's outcomes: rows of runs that differ in their seeds only. Pure: outcomes in, text out."""
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
 
-from pipeline.strict_json import number
-
+from .outcome import Name, Outcome
 from .settings import Experiment, LabRun, Row
-
-Result = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -18,13 +14,8 @@ class Line:
     """One row of the table."""
 
     row: Row
-    results: list[Result]
-    """Of those of its runs that were done."""
-    values: list[float] = field(init=False)
-    """Final measures."""
-
-    def __post_init__(self) -> None:
-        self.values = [number(result["final"]["value"]) for result in self.results]
+    outcomes: dict[int, Outcome]
+    """By seed, of those of its runs that were done."""
 
     @property
     def label(self) -> str:
@@ -34,17 +25,22 @@ class Line:
     @property
     def done(self) -> bool:
         """At least one of its runs was done."""
-        return bool(self.results)
+        return bool(self.outcomes)
+
+    @property
+    def values(self) -> list[float]:
+        """Final measures."""
+        return [one.value for one in self.outcomes.values()]
 
     @property
     def mid(self) -> float:
         """Median over the seeds."""
         return median(self.values)
 
-    def mean_of(self, name: str) -> float | None:
-        """Mean over the seeds of something else that results hold."""
-        found = [result[name] for result in self.results if name in result]
-        return mean(found) if found else None
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the seeds; 0 for a single one."""
+        return stdev(self.values) if len(self.outcomes) > 1 else 0.0
 
 
 @dataclass(slots=True)
@@ -57,12 +53,18 @@ class Table:
     @property
     def measure(self) -> str:
         """What the values are."""
-        return next((line.results[0]["measure"] for line in self.lines if line.done), "value")
+        return next((one.measure for _, one in self.named()), "value")
 
     @property
     def higher_is_better(self) -> bool:
         """Direction of the measure."""
-        return next((bool(line.results[0]["higher_is_better"]) for line in self.lines if line.done), False)
+        return next((one.higher_is_better for _, one in self.named()), False)
+
+    def named(self) -> Iterator[tuple[Name, Outcome]]:
+        """All outcomes, in the order of the rows."""
+        for line in self.lines:
+            for seed, one in line.outcomes.items():
+                yield Name(self.experiment.name, line.label, seed), one
 
     def best(self) -> list[Line]:
         """Of the rows that differ in `best_of` only, the best one by its median."""
@@ -94,16 +96,13 @@ def _shape(line: Line) -> tuple[object, ...]:
     return run.task, run.model, run.learners, run.steps, run.batch, run.fail_every_s is None
 
 
-def table_of(experiment: Experiment, results: Iterable[tuple[LabRun, Result | None]]) -> Table:
-    """An experiment with results by run; None: not done."""
-    held = {run: result for run, result in results if result is not None}
-    lines = [Line(row, [held[run] for run in row.runs if run in held]) for row in experiment.rows]
+def table_of(experiment: Experiment, find: Callable[[Row, LabRun], Outcome | None]) -> Table:
+    """An experiment with what `find` knows of its runs; None: not done."""
+    lines = []
+    for row in experiment.rows:
+        found = ((run.seed, find(row, run)) for run in row.runs)
+        lines.append(Line(row, {seed: one for seed, one in found if one is not None}))
     return Table(experiment, lines)
-
-
-def spread(values: Sequence[float]) -> float:
-    """Standard deviation over seeds; 0 for a single one."""
-    return stdev(values) if len(values) > 1 else 0.0
 
 
 def markdown(table: Table) -> str:
@@ -129,38 +128,13 @@ def _row(table: Table, line: Line) -> str:
         cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
         cells += [""] if table.experiment.reference else []
         return f"| {' | '.join([*cells, '', '', ''])} |"
-    cells = [line.label, f"{line.mid:.4f}", f"{spread(line.values):.4f}"]
-    cells.append(
-        f"{len(line.values)}" + ("" if len(line.values) == len(line.row.runs) else f" of {len(line.row.runs)}")
-    )
+    outcomes = list(line.outcomes.values())
+    done, of = len(outcomes), len(line.row.runs)
+    cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
     if table.experiment.reference:
         cells.append("" if reference is None else f"{100 * (line.mid / reference.mid - 1):+.2f} %")
-    merged = line.mean_of("merged_share")
-    cells.append("" if merged is None else f"{100 * merged:.1f} %")
-    cells.append(f"{100 * (line.mean_of('goodput') or math.nan):.1f} %")
-    cells.append(f"{(line.mean_of('virtual_s') or 0) / 3600:.2f}")
+    merged = [one.merged_share for one in outcomes if one.merged_share is not None]
+    cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
+    cells.append(f"{100 * mean(one.goodput for one in outcomes):.1f} %")
+    cells.append(f"{mean(one.virtual_s for one in outcomes) / 3600:.2f}")
     return f"| {' | '.join(cells)} |"
-
-
-def as_json(table: Table) -> dict[str, Any]:
-    """The same, and the curves, in JSON types."""
-    best = {id(line) for line in table.best()}
-    return {
-        "experiment": table.experiment.name,
-        "question": table.experiment.question,
-        "measure": table.measure,
-        "higher_is_better": table.higher_is_better,
-        "rows": [
-            {
-                "variant": line.row.variant,
-                "swept": line.row.swept,
-                "label": line.label,
-                "best": id(line) in best,
-                "runs": len(line.row.runs),
-                "median": line.mid if line.done else None,
-                "spread": spread(line.values) if line.done else None,
-                "results": line.results,
-            }
-            for line in table.lines
-        ],
-    }

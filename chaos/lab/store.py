@@ -16,6 +16,7 @@ from pipeline.strict_json import dumps
 from workers.data.text import open_text
 
 from . import folder
+from .outcome import Outcome, outcome_of
 from .settings import LabRun
 from .source import code_digest
 
@@ -64,6 +65,11 @@ class Store:
             return None
         result: Result = json.loads(found[-1].read_text())
         return result
+
+    def outcome(self, run: LabRun, any_code: bool = False) -> Outcome | None:
+        """What tables need of a run's result; as `read`."""
+        result = self.read(run, any_code)
+        return None if result is None else outcome_of(result)
 
     def write(self, run: LabRun, result: Result) -> None:
         """Keep a result; whole, or not at all."""
