@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from chaos.lab.outcome import Name, Outcome, decode, encode
 from chaos.lab.report import Table, markdown, table_of
 from chaos.lab.settings import Experiment, LabRun, read_experiment, settings_help
 from chaos.lab.store import Store
+from chaos.lab.summary import RunName, RunSummary, decode, encode
 from chaos.lab.sweep import News, sweep
 from pipeline.cores import usable_cores
 from pipeline.errors import DilocoError, UsageError
@@ -104,7 +104,7 @@ def report(
     ] = None,
     csv_file: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE.csv", help="Also keep the outcomes here; other runs' lines in it stay"),
+        typer.Option("--csv", metavar="FILE.csv", help="Also keep the summaries here; other runs' lines in it stay"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
     any_code: Annotated[
@@ -119,8 +119,8 @@ def report(
 
     def table(experiment: Experiment) -> Table:
         if source is None:
-            return table_of(experiment, lambda row, run: store.outcome(run, any_code))
-        return table_of(experiment, lambda row, run: kept.get(Name(experiment.name, row.label, run.seed)))
+            return table_of(experiment, lambda row, run: store.summary(run, any_code))
+        return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
 
     tables = [table(read_experiment(file)) for file in files]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
@@ -135,11 +135,11 @@ def report(
         drawer.draw(tables, plot)
 
 
-def _read_csv(path: Path) -> dict[Name, Outcome]:
+def _read_csv(path: Path) -> dict[RunName, RunSummary]:
     try:
         return decode(path.read_text())
     except (OSError, UnicodeDecodeError, UsageError) as error:
-        raise UsageError(f"cannot read outcomes {path}: {error}") from error
+        raise UsageError(f"cannot read summaries {path}: {error}") from error
 
 
 @app.command()

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from chaos.lab import folder
+from chaos.lab import images
 from chaos.lab.engine import train
-from chaos.lab.folder import Folder, listed
+from chaos.lab.images import ImageFolder, listed
 from chaos.lab.settings import LabRun
 from chaos.lab.store import settings_digest
 from chaos.lab.tasks import open_task
@@ -53,7 +53,7 @@ def small(pictures, **told):
 
 def test_a_folder_is_a_class_and_a_fifth_is_held_out(pictures):
     """Whatever order files come in; a further image moves no other from one side to the other."""
-    found = Folder(small(pictures))
+    found = ImageFolder(small(pictures))
     names, images = listed(str(pictures))
     assert names == ("left", "right")
     assert len(images) == 80
@@ -63,8 +63,8 @@ def test_a_folder_is_a_class_and_a_fifth_is_held_out(pictures):
     before = set(found._held_out)
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(pictures / "left" / "0a.png")
     listed.cache_clear()
-    assert before <= set(Folder(small(pictures))._held_out)
-    assert not set(Folder(small(pictures))._train) & before
+    assert before <= set(ImageFolder(small(pictures))._held_out)
+    assert not set(ImageFolder(small(pictures))._train) & before
 
 
 def test_an_image_is_its_middle_square_in_colour(pictures):
@@ -73,7 +73,7 @@ def test_an_image_is_its_middle_square_in_colour(pictures):
     flat[:, 8:24] = 200
     for number in range(20):  # some are held out, some not
         Image.fromarray(flat).save(pictures / "right" / f"grey{number}.png")
-    found = Folder(small(pictures))
+    found = ImageFolder(small(pictures))
     grey = [n for n, (path, _) in enumerate(found._train) if path.name.startswith("grey")]
     assert found.train(grey[0]).shape == (3, 8, 8)
     assert found.train(grey[0]) == pytest.approx(200 / 255)
@@ -83,8 +83,8 @@ def test_an_image_is_its_middle_square_in_colour(pictures):
 
 def test_what_is_kept_of_images_is_bounded(pictures, monkeypatch):
     """Ten of 8 x 8 pixels in three colours, and the others are read again."""
-    monkeypatch.setattr(folder, "KEPT_BYTES", 10 * 3 * 8 * 8)
-    found = Folder(small(pictures))
+    monkeypatch.setattr(images, "KEPT_BYTES", 10 * 3 * 8 * 8)
+    found = ImageFolder(small(pictures))
     for _ in range(2):
         for index in range(20):
             found.train(index)
@@ -93,7 +93,7 @@ def test_what_is_kept_of_images_is_bounded(pictures, monkeypatch):
 
 def test_the_held_out_slice_is_as_large_as_told(pictures):
     """Of all classes."""
-    found = Folder(small(pictures, eval_tokens=5))
+    found = ImageFolder(small(pictures, eval_tokens=5))
     assert 2 <= len(found.held_out_classes) <= 5
     assert {*found.held_out_classes.tolist()} == {0, 1}
 
@@ -122,15 +122,15 @@ def test_a_digest_knows_which_images_there_are(pictures):
 def test_what_is_wrong_with_a_folder_is_named(pictures, tmp_path):
     """None there, one class only, none to hold out, one that is no image, patches that do not fit."""
     with pytest.raises(UsageError, match="no such folder"):
-        Folder(small(tmp_path / "nowhere"))
+        ImageFolder(small(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="0 folders with images"):
-        Folder(small(pictures / "left" / "deep"))
+        ImageFolder(small(pictures / "left" / "deep"))
     few = tmp_path / "few"
     for name in "ab":
         (few / name).mkdir(parents=True)
         Image.fromarray(np.zeros((8, 8), np.uint8)).save(few / name / "0.png")
     with pytest.raises(UsageError, match="2 images are too few"):
-        Folder(small(few))
+        ImageFolder(small(few))
     (pictures / "left" / "broken.png").write_bytes(b"no image")
     listed.cache_clear()
     task = open_task(small(pictures, eval_tokens=100), CPU)

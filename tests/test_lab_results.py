@@ -8,15 +8,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from chaos.lab import source
-from chaos.lab.outcome import Name, decode, encode, outcome_of
 from chaos.lab.report import markdown, table_of
 from chaos.lab.settings import LabRun, read_experiment
 from chaos.lab.store import Store, code_of, settings_digest
+from chaos.lab.summary import RunName, decode, encode, summary_of
 from diloco.cli import main
 from pipeline.errors import UsageError
 
@@ -137,7 +138,7 @@ def told(experiment, values, **more):
     def find(row, run):
         if (row.variant, run.lr) not in values:
             return None
-        return outcome_of(result(values[row.variant, run.lr][run.seed], **more))
+        return summary_of(result(values[row.variant, run.lr][run.seed], **more))
 
     return table_of(experiment, find)
 
@@ -174,7 +175,7 @@ def test_the_picture_is_drawn(experiment, tmp_path):
     """With one row unfinished and curves of different length."""
     plot = pytest.importorskip("chaos.lab.plot")
     drawn = told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5), ("ours", 2e-3): (2.0, 2.1, 2.2)})
-    first = drawn.lines[0].outcomes
+    first = drawn.lines[0].summaries
     first[0] = replace(first[0], curve=first[0].curve[:-1])
     plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
     assert (tmp_path / "trial.png").stat().st_size > 10_000
@@ -187,15 +188,27 @@ def test_what_is_kept_as_csv_is_read_again(experiment):
     """To six digits; what is not there stays away, what is not finite stays so, and names may have commas."""
     table = told(experiment, {("ours", 2e-3): (2.0123456, 2.1, math.inf)})
     kept = dict(table.named())
-    assert list(kept) == [Name("trial", "ours, lr=0.002", seed) for seed in range(3)]
+    assert list(kept) == [RunName("trial", "ours, lr=0.002", seed) for seed in range(3)]
     read = decode(encode(kept))
     assert list(read) == list(kept)
     assert [one.value for one in read.values()] == [2.01235, 2.1, math.inf]
     for name, one in read.items():
         assert replace(one, value=0.0, curve=()) == replace(kept[name], value=0.0, curve=())
         assert [mark.tokens for mark in one.curve] == [1, 2, 3]
-    assert [mark.value for mark in read[Name("trial", "ours, lr=0.002", 1)].curve] == [3.1, 2.6, 2.4333]
+    assert [mark.value for mark in read[RunName("trial", "ours, lr=0.002", 1)].curve] == [3.1, 2.6, 2.4333]
     assert decode(encode({})) == {}
+
+
+@pytest.mark.parametrize(("marks", "kept"), [(1, 1), (15, 15), (16, 8), (20, 10), (10_000, 15)])
+def test_a_long_curve_is_thinned(marks, kept):
+    """Evenly, with its end."""
+    points = [{"tokens": n, "virtual_s": n, "measures": {"value": 1.0}} for n in range(marks)]
+    name = RunName("trial", "ours", 0)
+    curve = decode(encode({name: summary_of(result(1.0, points=points))}))[name].curve
+    tokens = [mark.tokens for mark in curve]
+    assert len(tokens) == kept
+    assert tokens[-1] == marks - 1
+    assert len({b - a for a, b in pairwise(tokens)}) <= 1
 
 
 def test_a_broken_csv_says_where(experiment):
@@ -213,7 +226,7 @@ def test_a_broken_csv_says_where(experiment):
 
 
 def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, capsys):
-    """`--csv` keeps outcomes of a folder, `--from` shows the same without it; other runs' lines stay."""
+    """`--csv` keeps summaries of a folder, `--from` shows the same without it; other runs' lines stay."""
     file, out, csv = tmp_path / "trial.toml", tmp_path / "out", tmp_path / "results.csv"
     file.write_text(file.read_text().replace("[settings]", f"[settings]\ndata = {str(text)!r}"))
     store, runs = Store(out), read_experiment(file).runs
@@ -233,7 +246,7 @@ def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, cap
     assert len(csv.read_text().splitlines()) == len(before.splitlines()) + 1
     csv.write_text("a,b\n")
     assert main(["lab", "report", str(file), "--from", str(csv)]) == 2
-    assert f"cannot read outcomes {csv}: columns are a, b" in capsys.readouterr().err
+    assert f"cannot read summaries {csv}: columns are a, b" in capsys.readouterr().err
 
 
 # --- the command ------------------------------------------------------------------------------------------

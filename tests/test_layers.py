@@ -89,7 +89,7 @@ PURE = (
     "chaos/lab/settings.py",
     "chaos/lab/schedule.py",
     "chaos/lab/report.py",
-    "chaos/lab/outcome.py",
+    "chaos/lab/summary.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
 

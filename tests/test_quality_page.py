@@ -8,27 +8,27 @@ from statistics import mean, median, stdev
 
 import pytest
 
-from chaos.lab.outcome import Mark, Name, Outcome, decode, encode
 from chaos.lab.settings import read_experiment
+from chaos.lab.summary import Mark, RunName, RunSummary, decode, encode
 
 ROOT = Path(__file__).resolve().parent.parent
 CSV = ROOT / "docs" / "quality" / "results.csv"
-OUTCOMES = decode(CSV.read_text())
+SUMMARIES = decode(CSV.read_text())
 
 
 # --- figures, as the page writes them ---------------------------------------------------------------------
 
 
-def outcomes(run: str) -> list[Outcome]:
+def summaries(run: str) -> list[RunSummary]:
     """Of all seeds of an "experiment/row of its report", seed 0 first."""
     experiment, label = run.split("/", 1)
-    found = {name.seed: one for name, one in OUTCOMES.items() if name[:2] == (experiment, label)}
+    found = {name.seed: one for name, one in SUMMARIES.items() if name[:2] == (experiment, label)}
     assert found, f"{run} is not in the CSV"
     return [found[seed] for seed in sorted(found)]
 
 
 def values(run: str) -> list[float]:
-    return [one.value for one in outcomes(run)]
+    return [one.value for one in summaries(run)]
 
 
 def percent(value: float, other: float) -> float:
@@ -63,17 +63,17 @@ def with_changes(*pairs: tuple[str, str]) -> list[float]:
 
 def merged(run: str) -> float:
     """Percent of the tokens."""
-    return 100 * mean(one.merged_share or 0.0 for one in outcomes(run))
+    return 100 * mean(one.merged_share or 0.0 for one in summaries(run))
 
 
 def time_s(run: str) -> float:
     """Of seed 0."""
-    return outcomes(run)[0].virtual_s
+    return summaries(run)[0].virtual_s
 
 
 def about(run: str, virtual_s: float) -> float:
     """Seed 0, at the mark of its curve that is nearest to a time."""
-    return min(outcomes(run)[0].curve, key=lambda mark: abs(mark.virtual_s - virtual_s)).value
+    return min(summaries(run)[0].curve, key=lambda mark: abs(mark.virtual_s - virtual_s)).value
 
 
 # --- the page ---------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ WITHOUT_DATA = {
     "From scratch: the defaults": [["1.416", "+2.2"]],  # its run is older than the results that were kept
     "Virtual time and real time": [["2.091", "2.119", "2.115", "2.115", "0.015"]],  # of `diloco run`
 }
-"""Rows that are no outcome of a lab's run in the CSV."""
+"""Rows that are no summary of a lab's run in the CSV."""
 
 
 def page_tables() -> dict[str, list[list[str]]]:
@@ -376,17 +376,17 @@ def test_no_table_of_the_page_is_left_out():
 def test_each_line_is_a_run_that_its_experiment_asks_for():
     """So that `diloco lab report --from` shows it, and `diloco lab run` would make it anew."""
     asked = {
-        Name(experiment.name, row.label, run.seed)
+        RunName(experiment.name, row.label, run.seed)
         for experiment in map(read_experiment, CSV.parent.glob("*.toml"))
         for row in experiment.rows
         for run in row.runs
     }
-    assert OUTCOMES.keys() - asked == set()
+    assert SUMMARIES.keys() - asked == set()
 
 
 def test_the_csv_is_as_the_code_writes_it():
-    """Nobody rounds by hand, and a new outcome changes no other line."""
-    assert encode(OUTCOMES) == CSV.read_text()
+    """Nobody rounds by hand, and a new summary changes no other line."""
+    assert encode(SUMMARIES) == CSV.read_text()
 
 
 def test_results_in_the_tree_stay_small():
@@ -397,7 +397,7 @@ def test_results_in_the_tree_stay_small():
 
 def test_a_curve_ends_where_its_run_does():
     """The last mark is the final value; time and tokens go up."""
-    for name, one in OUTCOMES.items():
+    for name, one in SUMMARIES.items():
         assert one.curve[-1].value == pytest.approx(one.value, rel=1e-4), name
         tokens, times, _ = zip(*(Mark(*mark) for mark in one.curve), strict=True)
         assert sorted(set(tokens)) == list(tokens), name

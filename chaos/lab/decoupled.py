@@ -131,15 +131,15 @@ class LabWorld:
         for gone_s, back_s in chain(self.schedule.outages(number), [(math.inf, math.inf)]):
             if self._clock.now() < gone_s:
                 learner = self._begin(number, life, model, before)
-                assert learner.task is not None  # noqa: S101  # just begun
+                living = asyncio.create_task(learner.live())
                 left_s = None if gone_s == math.inf else gone_s - self._clock.now()
                 try:
-                    done, _ = await asyncio.wait({learner.task}, timeout=left_s)
+                    done, _ = await asyncio.wait({living}, timeout=left_s)
                     if done:
-                        learner.task.result()
+                        living.result()
                         return
                 finally:
-                    await learner.kill()
+                    await learner.kill(living)
                     del self._learners[number]
                 self.failures += 1
                 life, before = life + 1, learner
@@ -157,7 +157,6 @@ class LabWorld:
             learner.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
             learner.ramp_steps = 0
         self._learners[number] = learner
-        learner.task = asyncio.create_task(learner.live())
         return learner
 
     async def _drain(self) -> None:

@@ -87,7 +87,6 @@ class LabLearner:
         self._step_tokens = run.batch * world.task.example_tokens
         self._stepping = False
         self._step_s = run.step_s
-        self.task: asyncio.Task[None] | None = None
 
     async def live(self) -> None:
         """Join, train until the run drains, publish the rest and leave."""
@@ -119,16 +118,15 @@ class LabLearner:
             with suppress(asyncio.CancelledError):
                 await running
 
-    async def kill(self) -> None:
-        """As SIGKILL: nothing more is said or done."""
+    async def kill(self, living: asyncio.Task[None]) -> None:
+        """As SIGKILL of what runs `live`: nothing more is said or done."""
         if self._stepping:
             self._stepping = False
             self.world.recorder.abandon_step(self._step_tokens)
         await self.bus.close()
-        if self.task is not None:
-            self.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.task
+        living.cancel()
+        with suppress(asyncio.CancelledError):
+            await living
 
     # --- steps -------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
     ends = []
     for i, line in enumerate(lines):
         colour = f"C{i % 10}"
-        curves = [one.curve for one in line.outcomes.values()]
+        curves = [one.curve for one in line.summaries.values()]
         length = min(map(len, curves))  # the same marks for all seeds, but perhaps the last
         at = np.mean([[getattr(mark, x) for mark in curve[:length]] for curve in curves], axis=0) / unit
         values = np.array([[mark.value for mark in curve[:length]] for curve in curves])

@@ -1,12 +1,12 @@
-"""Tables of an experiment's outcomes: rows of runs that differ in their seeds only. Pure: outcomes in, text out."""
+"""Tables of an experiment's summaries: rows of runs that differ in their seeds only. Pure: summaries in, text out."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import Any
 
-from .outcome import Name, Outcome
 from .settings import Experiment, LabRun, Row
+from .summary import RunName, RunSummary
 
 
 @dataclass(slots=True)
@@ -14,23 +14,23 @@ class Line:
     """One row of the table."""
 
     row: Row
-    outcomes: dict[int, Outcome]
+    summaries: dict[int, RunSummary]
     """By seed, of those of its runs that were done."""
 
     @property
     def label(self) -> str:
-        """Name of the row."""
+        """RunName of the row."""
         return self.row.label
 
     @property
     def done(self) -> bool:
         """At least one of its runs was done."""
-        return bool(self.outcomes)
+        return bool(self.summaries)
 
     @property
     def values(self) -> list[float]:
         """Final measures."""
-        return [one.value for one in self.outcomes.values()]
+        return [one.value for one in self.summaries.values()]
 
     @property
     def mid(self) -> float:
@@ -40,7 +40,7 @@ class Line:
     @property
     def spread(self) -> float:
         """Standard deviation over the seeds; 0 for a single one."""
-        return stdev(self.values) if len(self.outcomes) > 1 else 0.0
+        return stdev(self.values) if len(self.summaries) > 1 else 0.0
 
 
 @dataclass(slots=True)
@@ -60,11 +60,11 @@ class Table:
         """Direction of the measure."""
         return next((one.higher_is_better for _, one in self.named()), False)
 
-    def named(self) -> Iterator[tuple[Name, Outcome]]:
-        """All outcomes, in the order of the rows."""
+    def named(self) -> Iterator[tuple[RunName, RunSummary]]:
+        """All summaries, in the order of the rows."""
         for line in self.lines:
-            for seed, one in line.outcomes.items():
-                yield Name(self.experiment.name, line.label, seed), one
+            for seed, one in line.summaries.items():
+                yield RunName(self.experiment.name, line.label, seed), one
 
     def best(self) -> list[Line]:
         """Of the rows that differ in `best_of` only, the best one by its median."""
@@ -96,7 +96,7 @@ def _shape(line: Line) -> tuple[object, ...]:
     return run.task, run.model, run.learners, run.steps, run.batch, run.fail_every_s is None
 
 
-def table_of(experiment: Experiment, find: Callable[[Row, LabRun], Outcome | None]) -> Table:
+def table_of(experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None]) -> Table:
     """An experiment with what `find` knows of its runs; None: not done."""
     lines = []
     for row in experiment.rows:
@@ -128,13 +128,13 @@ def _row(table: Table, line: Line) -> str:
         cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
         cells += [""] if table.experiment.reference else []
         return f"| {' | '.join([*cells, '', '', ''])} |"
-    outcomes = list(line.outcomes.values())
-    done, of = len(outcomes), len(line.row.runs)
+    summaries = list(line.summaries.values())
+    done, of = len(summaries), len(line.row.runs)
     cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
     if table.experiment.reference:
         cells.append("" if reference is None else f"{100 * (line.mid / reference.mid - 1):+.2f} %")
-    merged = [one.merged_share for one in outcomes if one.merged_share is not None]
+    merged = [one.merged_share for one in summaries if one.merged_share is not None]
     cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
-    cells.append(f"{100 * mean(one.goodput for one in outcomes):.1f} %")
-    cells.append(f"{mean(one.virtual_s for one in outcomes) / 3600:.2f}")
+    cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")
+    cells.append(f"{mean(one.virtual_s for one in summaries) / 3600:.2f}")
     return f"| {' | '.join(cells)} |"

@@ -15,10 +15,10 @@ import xxhash
 from pipeline.strict_json import dumps
 from workers.data.text import open_text
 
-from . import folder
-from .outcome import Outcome, outcome_of
+from . import images
 from .settings import LabRun
 from .source import code_digest
+from .summary import RunSummary, summary_of
 
 Result = dict[str, Any]
 
@@ -32,7 +32,7 @@ def settings_digest(run: LabRun) -> str:
 def data_fingerprint(run: LabRun) -> str:
     """Of a run's data, as they are on this machine; nothing where they come with a library."""
     if run.task == "images":
-        return folder.fingerprint(run.data)
+        return images.fingerprint(run.data)
     return _text_fingerprint(run.data) if run.task == "text" else ""
 
 
@@ -66,10 +66,10 @@ class Store:
         result: Result = json.loads(found[-1].read_text())
         return result
 
-    def outcome(self, run: LabRun, any_code: bool = False) -> Outcome | None:
+    def summary(self, run: LabRun, any_code: bool = False) -> RunSummary | None:
         """What tables need of a run's result; as `read`."""
         result = self.read(run, any_code)
-        return None if result is None else outcome_of(result)
+        return None if result is None else summary_of(result)
 
     def write(self, run: LabRun, result: Result) -> None:
         """Keep a result; whole, or not at all."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .digits import Digits
-from .folder import Folder
+from .images import ImageFolder
 from .settings import LabRun
 from .text import TextTask
 from .vision import VisionTask
@@ -54,4 +54,4 @@ def open_task(run: LabRun, device: torch.device) -> Task:
     """
     if run.task == "text":
         return TextTask(run, device)
-    return VisionTask(run, device, Digits() if run.task == "digits" else Folder(run))
+    return VisionTask(run, device, Digits() if run.task == "digits" else ImageFolder(run))

@@ -1,11 +1,11 @@
 """What tables and pictures need of a run, and the CSV that keeps it beside a page. Pure: text in, text out.
 
-A line of the CSV is named by its experiment, its row of the report and its seed. Whole results stay in their folder.
+A line of the CSV is named by its experiment, its row of the report and its seed. Raw results stay in their folder.
 """
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ COLUMNS = (
     *("merged_share", "overwritten_share", "stale_share", "goodput", "virtual_s", "curve"),
 )
 BETTER = {"more": True, "less": False}
+MOST_MARKS = 15
+"""Of a curve, in the CSV."""
 
 
 class Mark(NamedTuple):
@@ -28,8 +30,8 @@ class Mark(NamedTuple):
     value: float
 
 
-class Name(NamedTuple):
-    """Whose outcome it is."""
+class RunName(NamedTuple):
+    """Whose summary it is."""
 
     experiment: str
     run: str
@@ -38,8 +40,8 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one run."""
+class RunSummary:
+    """One run, in short."""
 
     measure: str
     """What the values are, with their unit."""
@@ -56,9 +58,9 @@ class Outcome:
     curve: tuple[Mark, ...]
 
 
-def outcome_of(result: Mapping[str, Any]) -> Outcome:
-    """Of a run's whole result, as `Recorder.result` has it."""
-    return Outcome(
+def summary_of(result: Mapping[str, Any]) -> RunSummary:
+    """Of a raw result, as `Recorder.result` has it."""
+    return RunSummary(
         measure=result["measure"],
         higher_is_better=result["higher_is_better"],
         value=number(result["final"]["value"]),
@@ -71,22 +73,22 @@ def outcome_of(result: Mapping[str, Any]) -> Outcome:
     )
 
 
-def encode(outcomes: Mapping[Name, Outcome]) -> str:
-    """A CSV, experiments in the order of their names; six digits of what tables show, five of a curve."""
+def encode(summaries: Mapping[RunName, RunSummary]) -> str:
+    """A CSV, experiments in the order of their names; six digits of what tables show, five of a thinned curve."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for name, one in sorted(outcomes.items(), key=lambda item: item[0].experiment):
+    for name, one in sorted(summaries.items(), key=lambda item: item[0].experiment):
         better = "more" if one.higher_is_better else "less"
         shares = (one.merged_share, one.overwritten_share, one.stale_share)
-        curve = ";".join(f"{tokens} {virtual_s:.5g} {value:.5g}" for tokens, virtual_s, value in one.curve)
+        curve = ";".join(f"{tokens} {virtual_s:.5g} {value:.5g}" for tokens, virtual_s, value in _thinned(one.curve))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
         ends = (f"{one.value:.6g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
         writer.writerow((*name, one.measure, better, *ends, curve))
     return text.getvalue()
 
 
-def decode(text: str) -> dict[Name, Outcome]:
+def decode(text: str) -> dict[RunName, RunSummary]:
     """What `encode` wrote.
 
     Raises:
@@ -94,18 +96,18 @@ def decode(text: str) -> dict[Name, Outcome]:
     """
     lines = csv.reader(io.StringIO(text))
     if (found := tuple(next(lines, ()))) != COLUMNS:
-        raise UsageError(f"columns are {', '.join(found)}; a table of outcomes has {', '.join(COLUMNS)}")
-    outcomes = {}
+        raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
+    summaries = {}
     for line in lines:
         try:
-            name, one = _outcome(*line)
+            name, one = _summary(*line)
         except (TypeError, ValueError, KeyError) as error:
-            raise UsageError(f"line {lines.line_num} is no outcome: {error}") from error
-        outcomes[name] = one
-    return outcomes
+            raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
+        summaries[name] = one
+    return summaries
 
 
-def _outcome(
+def _summary(
     experiment: str,
     run: str,
     seed: str,
@@ -118,8 +120,8 @@ def _outcome(
     goodput: str,
     virtual_s: str,
     curve: str,
-) -> tuple[Name, Outcome]:
-    return Name(experiment, run, int(seed)), Outcome(
+) -> tuple[RunName, RunSummary]:
+    return RunName(experiment, run, int(seed)), RunSummary(
         measure=measure,
         higher_is_better=BETTER[better],
         value=float(value),
@@ -130,6 +132,12 @@ def _outcome(
         virtual_s=float(virtual_s),
         curve=tuple(_mark(*point.split(" ")) for point in curve.split(";")),
     )
+
+
+def _thinned(curve: Sequence[Mark]) -> Sequence[Mark]:
+    """Every n-th mark, counted from the last one."""
+    every = -(-len(curve) // MOST_MARKS)
+    return curve[(len(curve) - 1) % every :: every]
 
 
 def _share(cell: str) -> float | None:

@@ -25,7 +25,7 @@ Listed = tuple[tuple[Path, int], ...]
 """(file, class) of each image."""
 
 
-class Folder:
+class ImageFolder:
     """`vision.Pictures`: in colour, the middle square of each, made `image_size` pixels wide."""
 
     channels = 3
