@@ -44,7 +44,7 @@ def shown_pictures() -> list[tuple[str, Path]]:
     return [
         (str(page.relative_to(ROOT)), (page.parent / link).resolve())
         for page in pages
-        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+        for link in re.findall(r"""(?:!\[[^\]]*\]\(|<img[^>]* src=["'])([^)"'\s]+)""", page.read_text())
         if "://" not in link
     ]
 

@@ -185,13 +185,13 @@ def test_the_picture_is_drawn(experiment, tmp_path):
 
 
 def test_what_is_kept_as_csv_is_read_again(experiment):
-    """To six digits; what is not there stays away, what is not finite stays so, and names may have commas."""
-    table = told(experiment, {("ours", 2e-3): (2.0123456, 2.1, math.inf)})
+    """To eight digits; what is not there stays away, what is not finite stays so, and names may have commas."""
+    table = told(experiment, {("ours", 2e-3): (2.0123456789, 2.1, math.inf)})
     kept = dict(table.named())
     assert list(kept) == [RunName("trial", "ours, lr=0.002", seed) for seed in range(3)]
     read = decode(encode(kept))
     assert list(read) == list(kept)
-    assert [one.value for one in read.values()] == [2.01235, 2.1, math.inf]
+    assert [one.value for one in read.values()] == [2.0123457, 2.1, math.inf]
     for name, one in read.items():
         assert replace(one, value=0.0, curve=()) == replace(kept[name], value=0.0, curve=())
         assert [mark.tokens for mark in one.curve] == [1, 2, 3]

@@ -74,7 +74,7 @@ def summary_of(result: Mapping[str, Any]) -> RunSummary:
 
 
 def encode(summaries: Mapping[RunName, RunSummary]) -> str:
-    """A CSV, experiments in the order of their names; six digits of what tables show, five of a thinned curve."""
+    """A CSV, experiments in the order of their names; eight digits of what tables show, five of a thinned curve."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -83,7 +83,7 @@ def encode(summaries: Mapping[RunName, RunSummary]) -> str:
         shares = (one.merged_share, one.overwritten_share, one.stale_share)
         curve = ";".join(f"{tokens} {virtual_s:.5g} {value:.5g}" for tokens, virtual_s, value in _thinned(one.curve))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
-        ends = (f"{one.value:.6g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
+        ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
         writer.writerow((*name, one.measure, better, *ends, curve))
     return text.getvalue()
 
