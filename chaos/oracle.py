@@ -22,13 +22,13 @@ import numpy.typing as npt
 
 from pipeline import stored
 from pipeline.codec import DTYPES, chunk_count, decode
+from pipeline.commits import Commit, Refusal, Republication
 from pipeline.fragments import Layout
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.messages import DeltaHeader, LearnerReport, Phase, RunState, TapeRecord, WindowView
 from pipeline.payload_messages import Chunk
-from pipeline.ports import Commit, Refusal, Republication
 from pipeline.shard_messages import ClaimedShard, Shard
 from pipeline.standing import Standing
 from workers.rounds import Base

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .codec import PayloadReader, as_bytes, payload_digest
+from .commits import Rest, Staged
 from .errors import BadPayload
 from .halves import complete, split, widened
 from .messages import Head, SyncSpec
 from .payload_messages import Update
 from .payloads import pull, push
-from .ports import Bus, Rest, Staged
+from .ports import Bus
 from .updates import advance, gather
 from .wire import Codec
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from . import stored
 from .chunks import Encoded, whole
 from .codec import decode, decode_tape, encode
+from .commits import Commit, Refusal, Republication, Staged
 from .errors import (
     BadMessage,
     HeadMoved,
@@ -35,7 +36,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, Commit, MomentsBoard, Offered, Refusal, Republication, Staged, TapeEntry
+from .ports import START, MomentsBoard, Offered, TapeEntry
 from .wire import Message
 
 __all__ = ["MemoryBus", "MemoryStore"]

@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from .chunks import Payload
 from .codec import DTYPES, PayloadReader, as_bytes
+from .commits import Staged
 from .errors import BadPayload
-from .ports import Bus, Staged
+from .ports import Bus
 from .wire import Codec
 
 Offload = Callable[..., Awaitable[Any]]

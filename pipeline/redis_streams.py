@@ -11,6 +11,7 @@ from typing import TypeVar
 from . import stored
 from .chunks import ChunkParts, Encoded
 from .codec import decode, decode_tape, encode
+from .commits import Commit, Refusal, Republication
 from .errors import BusUnavailable, NotPermitted, UsageError
 from .keys import RunKeys
 from .messages import (
@@ -27,7 +28,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, BusInfo, Commit, MomentsBoard, Offered, Refusal, Republication, TapeEntry
+from .ports import START, BusInfo, MomentsBoard, Offered, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
 from .shard_messages import ClaimedShard, Shard, ShardQueue
 from .wire import Message

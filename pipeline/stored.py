@@ -13,11 +13,12 @@ from pydantic import Field
 
 from .chunks import Encoded
 from .codec import decode, encode
+from .commits import Commit, Republication
 from .errors import BadMessage, BusError, LearnerReplaced
 from .messages import DeltaHeader, Head, LearnerReport, MergedBase, RefusalReason, RunState, SeenReport, WindowView
 from .moments_messages import MomentsOffer, MomentsWish
 from .payload_messages import Update, Updates
-from .ports import START, Commit, MomentsBoard, Offered, Republication
+from .ports import START, MomentsBoard, Offered
 from .shard_messages import Shard, ShardQueue
 from .wire import Message
 

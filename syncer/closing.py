@@ -9,8 +9,9 @@ import asyncio
 
 import structlog
 
+from pipeline.commits import Refusal
 from pipeline.messages import Head, Phase, RefusalReason, Rejected, RunState
-from pipeline.ports import Bus, Clock, Offered, Refusal
+from pipeline.ports import Bus, Clock, Offered
 from pipeline.wire import MOST_TOKENS
 
 from .leases import holding, in_time, release_all

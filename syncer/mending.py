@@ -10,12 +10,13 @@ import asyncio
 import structlog
 
 from pipeline.codec import chunk_count
+from pipeline.commits import Commit, Republication, Rest, Staged
 from pipeline.errors import HeadMoved
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
 from pipeline.messages import Committed, Head, Rewound, SyncSpec, WindowView
 from pipeline.payloads import push
-from pipeline.ports import Bus, Clock, Commit, Republication, Rest, Staged
+from pipeline.ports import Bus, Clock
 from pipeline.stored import names
 
 from .fragment import FragmentState

@@ -11,12 +11,13 @@ import secrets
 import structlog
 
 from pipeline import codec
+from pipeline.commits import Commit
 from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.pacing import LastMerges, Pace
-from pipeline.ports import Bus, Clock, Commit, Offered
+from pipeline.ports import Bus, Clock, Offered
 from pipeline.stored import head_after, parse_offer_id
 from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest

@@ -4,8 +4,9 @@ from collections import Counter
 
 import structlog
 
+from pipeline.commits import Refusal
 from pipeline.messages import DeltaHeader, RefusalReason, Rejected
-from pipeline.ports import Bus, Clock, Refusal
+from pipeline.ports import Bus, Clock
 
 from .metrics import Metrics
 

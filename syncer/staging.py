@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from pipeline.chunks import Payload
 from pipeline.codec import chunk_count, payload_bytes
+from pipeline.commits import Rest, Staged, named
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import Head, SyncSpec
 from pipeline.payload_messages import Update
 from pipeline.payloads import push_growing
-from pipeline.ports import Bus, Clock, Rest, Staged, named
+from pipeline.ports import Bus, Clock
 
 from .room import Room
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.codec import as_bytes, payload_digest
+from pipeline.commits import Commit
 from pipeline.globals import push_global
 from pipeline.keys import RunKeys
 from pipeline.messages import (
@@ -26,7 +27,7 @@ from pipeline.messages import (
 )
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import push
-from pipeline.ports import Bus, Commit
+from pipeline.ports import Bus
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 

@@ -16,11 +16,12 @@ import redis.exceptions as rx
 from pipeline import acl
 from pipeline.clock import LoopClock
 from pipeline.codec import encode
+from pipeline.commits import Refusal, Republication
 from pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from pipeline.keys import RunKeys
 from pipeline.messages import Evaluation, Event, InitialUpload, Phase, SeenReport
 from pipeline.payloads import pull, push
-from pipeline.ports import START, Bus, Refusal, Republication
+from pipeline.ports import START, Bus
 from pipeline.redis_calls import connect_calls
 from pipeline.redis_streams import RedisBus, connect
 from pipeline.shard_messages import Shard

@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.chunks import Encoded, Payload, whole
 from pipeline.codec import encode
+from pipeline.commits import Refusal
 from pipeline.errors import (
     BadMessage,
     BusError,
@@ -17,7 +18,7 @@ from pipeline.errors import (
     PayloadIncomplete,
 )
 from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport, WindowChanged
-from pipeline.ports import START, Bus, Refusal
+from pipeline.ports import START, Bus
 from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
 

@@ -14,11 +14,12 @@ import pytest
 import redis as redis_py
 from redis.crc import key_slot
 
+from pipeline.commits import Refusal
 from pipeline.embedded import find_server, free_port
 from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.keys import RunKeys
 from pipeline.messages import WindowChanged
-from pipeline.ports import START, Bus, Refusal
+from pipeline.ports import START, Bus
 from pipeline.redis_streams import connect
 
 from . import samples

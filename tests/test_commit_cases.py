@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.commits import Commit, Refusal, Republication, Rest, Staged
 from pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
 from pipeline.messages import (
     Committed,
@@ -21,7 +22,7 @@ from pipeline.messages import (
     WindowView,
 )
 from pipeline.payload_messages import Update
-from pipeline.ports import START, Bus, Commit, Refusal, Republication, Rest, Staged
+from pipeline.ports import START, Bus
 
 from . import samples
 from .backdoor import Backdoor
