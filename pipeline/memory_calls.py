@@ -7,11 +7,11 @@ from . import stored
 from .errors import BusUnavailable
 from .keys import RunKeys
 from .memory_store import EntryId, Hash, MemoryStore, Stream
-from .ports import BusInfo, Clock
+from .ports import BusInfo, Clock, Connection
 
 
-class MemoryCalls:
-    """What all methods of the bus in memory are made of."""
+class MemoryCalls(Connection):
+    """The state of a bus in memory, and what all its methods are made of."""
 
     def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
         self.keys = RunKeys(run)
@@ -22,16 +22,13 @@ class MemoryCalls:
         self._waiters: dict[asyncio.Event, None] = {}
 
     def use_groups(self, groups: int) -> None:
-        """Set the number of fragment groups."""
         self.keys = RunKeys(self.keys.run, groups)
 
     async def info(self) -> BusInfo:
-        """The store about itself."""
         await self._turn()
         return BusInfo(f"memory-{self.store.starts}", "7.0.0", self.store.maxmemory_bytes, self.store.used_bytes())
 
     async def close(self) -> None:
-        """End all calls in flight."""
         self._closed = True
         self.disconnect()
 
@@ -84,6 +81,13 @@ class MemoryCalls:
             at = now if now > stream.last else (stream.last[0], stream.last[1] + 1)
         self.store.wake(key)
         return stream.append(at, data)
+
+    async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
+        await self._turn()
+        if self._bytes(key) not in (None, nonce.encode()):
+            return False
+        self._set(key, nonce.encode(), ttl_s)
+        return True
 
     async def _read(
         self, cursors: Mapping[str, str], limit: int, block_s: float

@@ -7,6 +7,7 @@ from .codec import encode
 from .errors import UsageError
 from .memory_calls import MemoryCalls
 from .memory_store import EntryId, Hash, Stream
+from .ports import WorkQueue
 from .shard_messages import ClaimedShard, Shard, ShardQueue
 
 RELEASED = "released"
@@ -44,8 +45,8 @@ def choose(
     return min((at for at, (holder, _) in held.items() if holder != consumer and gone(at)), default=None)
 
 
-class MemoryShards(MemoryCalls):
-    """The methods of `pipeline.ports.Bus` that are about data shards."""
+class MemoryWorkQueue(MemoryCalls, WorkQueue):
+    """Data shards."""
 
     def _queue(self) -> tuple[Stream, Hash, int]:
         epochs = stored.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
@@ -62,7 +63,6 @@ class MemoryShards(MemoryCalls):
         self._set(self.keys.shard_epoch, b"%d" % epochs)
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
-        """Queue an epoch."""
         await self._turn()
         if self._queue()[2] != (epoch if counted is None else counted):
             return False
@@ -70,12 +70,10 @@ class MemoryShards(MemoryCalls):
         return True
 
     async def count_epochs(self) -> int:
-        """Epochs queued."""
         await self._turn()
         return self._queue()[2]
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        """Take a shard."""
         known_ids = {stored.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
@@ -96,7 +94,6 @@ class MemoryShards(MemoryCalls):
         return stream.held.get(stored.entry_id(entry_id), ("", 0))[0] == consumer
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        """Remember how far a shard was read."""
         await self._turn()
         stream, positions, _ = self._queue()
         if not self._holds(stream, consumer, entry_id):
@@ -105,7 +102,6 @@ class MemoryShards(MemoryCalls):
             self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        """Acknowledge a shard."""
         await self._turn()
         stream, positions, _ = self._queue()
         if self._holds(stream, consumer, entry_id):
@@ -114,19 +110,16 @@ class MemoryShards(MemoryCalls):
             positions.pop(entry_id.encode(), None)
 
     async def release_shards(self, consumer: str) -> None:
-        """Give back all shards of a consumer."""
         await self._turn()
         held, now_ms = self._queue()[0].held, self._unix_ms()
         held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
 
     async def read_shards(self) -> ShardQueue:
-        """Shards not yet acknowledged."""
         await self._turn()
         stream, positions, epochs = self._queue()
         return stored.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:
-        """Put a checkpoint's queue back."""
         await self._turn()
         stream, positions, epochs = self._queue()
         if stream.ids or positions or epochs:

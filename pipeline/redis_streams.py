@@ -28,7 +28,7 @@ from .messages import (
     WindowView,
 )
 from .moments_messages import MomentsOffer, MomentsWish
-from .ports import START, BusInfo, MomentsBoard, Offered, TapeEntry
+from .ports import START, Bus, BusInfo, MomentsBoard, Offered, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
 from .shard_messages import ClaimedShard, Shard, ShardQueue
 from .wire import Message
@@ -54,28 +54,24 @@ def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-class RedisBus:
-    """`pipeline.ports.Bus` on Redis; made by `connect`."""
+class RedisBus(Bus):
+    """A run on Redis; made by `connect`."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
         self._redis = calls
 
     def use_groups(self, groups: int) -> None:
-        """Set the number of fragment groups."""
         self.keys = RunKeys(self.keys.run, groups)
 
     async def info(self) -> BusInfo:
-        """The server, or all primaries of a cluster, about themselves."""
         return await self._redis.info()
 
     async def close(self) -> None:
-        """End all calls in flight and close all connections."""
         await self._redis.close()
 
     # --- the run as a whole ----------------------------------------------------------------------
     async def propose_spec(self, spec: bytes) -> bytes:
-        """Set the spec once."""
         holds = await self.read_spec()  # SETNX is refused where memory is short
         if holds is None:
             _, holds = await self._redis.many([("SETNX", self.keys.spec, spec), ("GET", self.keys.spec)])
@@ -84,25 +80,20 @@ class RedisBus:
         return bytes(holds)
 
     async def read_spec(self) -> bytes | None:
-        """The spec."""
         spec: bytes | None = await self._redis.command("GET", self.keys.spec)
         return spec
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
-        """Replace the spec."""
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
 
     async def write_state(self, state: RunState) -> RunState:
-        """Set the run's state, never backwards."""
         (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
         return decode(RunState, blob)
 
     async def read_state(self) -> RunState | None:
-        """The run's state."""
         return stored.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
-        """Replace a report."""
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
         holder = (report.generation, stored.holder(report))
@@ -110,13 +101,11 @@ class RedisBus:
         return stored.decode_state(blob)
 
     async def put_back_report(self, seen: SeenReport) -> None:
-        """Keep a lost report."""
         name = f"{seen.report.learner}/{seen.report.incarnation}"
         keys = [self.keys.learners, self.keys.seen]
         await self._redis.script("put_back_report", keys, name, encode(seen.report), int(seen.age_s * 1000))
 
     async def read_reports(self) -> list[SeenReport]:
-        """All reports with their ages."""
         now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
         return stored.seen_reports(int(now_ms), _pairs(reports), _pairs(seen))
 
@@ -128,58 +117,46 @@ class RedisBus:
         return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
-        """Append an event."""
         await self._add(self.keys.events, event, stored.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
-        """Events."""
         return await self._log(self.keys.events, Event, after, limit)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Append an evaluation."""
         await self._add(self.keys.evaluations, evaluation, stored.EVALUATIONS_CAP)
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
-        """Evaluations."""
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
 
     # --- version 0 -------------------------------------------------------------------------------
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        """Win or keep the claim."""
         return await self._redis.script("claim", [self.keys.init_claim], nonce, to_ms(ttl_s)) == [1]
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
-        """Announce a complete upload."""
         keys = [self.keys.init_claim, self.keys.initial]
         return await self._redis.script("announce", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
-        """The complete upload."""
         blob = await self._redis.command("GET", self.keys.initial)
         return None if blob is None else decode(InitialUpload, blob)
 
     # --- an inner optimizer's moments ------------------------------------------------------------
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
-        """Ask, unless somebody did."""
         await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
 
     async def read_moments(self) -> MomentsBoard:
-        """Wish, claim and offer."""
         keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
         return stored.moments_board(*await self._redis.many(("GET", key) for key in keys))
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
-        """Win or keep the claim."""
         return await self._redis.script("claim", [self.keys.moments_claim], nonce, to_ms(ttl_s)) == [1]
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
-        """Announce a complete offer."""
         keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
         return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]
 
     # --- payloads --------------------------------------------------------------------------------
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        """Append chunks."""
         stored.check_chunks(first, chunks)
         calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
         if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
@@ -195,13 +172,11 @@ class RedisBus:
         await self._redis.scripts("write_chunk", calls[-1:], between)
 
     async def count_chunks(self, key: str) -> int:
-        """Length of a payload."""
         return int(await self._redis.command("XLEN", key))
 
     async def read_chunks(
         self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
-        """Chunks from an index on."""
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
@@ -209,7 +184,6 @@ class RedisBus:
 
     # --- fragments: learners ---------------------------------------------------------------------
     async def offer(self, header: DeltaHeader) -> str:
-        """Append a header."""
         p, learner = header.fragment, header.learner
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
@@ -217,54 +191,44 @@ class RedisBus:
         return stored.offer_id(learner, at.decode())
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
-        """Heads."""
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
         return [stored.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
 
     async def tape_end(self) -> dict[int, str]:
-        """Cursors at the end of each tape."""
         groups = range(self.keys.groups)
         ends = await self._redis.many(("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups)
         return {g: end[0][0].decode() if end else START for g, end in zip(groups, ends, strict=True)}
 
     async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
-        """Tape entries."""
         groups = {self.keys.tape(group): group for group in cursors}
         found = await self._redis.read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
         return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
 
     # --- fragments: the owner --------------------------------------------------------------------
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        """Take or prolong the lease."""
         return await self._redis.script("claim", [self.keys.lease(fragment)], nonce, to_ms(ttl_s)) == [1]
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
-        """Give the lease back."""
         await self._redis.script("release", [self.keys.lease(fragment)], nonce)
 
     async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
-        """Holders of leases."""
         found = await self._redis.many(("GET", self.keys.lease(p)) for p in fragments)
         return [None if holder is None else holder.decode(errors="replace") for holder in found]
 
     async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
-        """Say that a syncer is here."""
         (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], nonce, name, to_ms(ttl_s))
         return tuple(sorted(one.decode(errors="replace") for one in live))
 
     async def withdraw_syncer(self, nonce: str) -> None:
-        """Say that a syncer is gone."""
         await self._redis.command("HDEL", self.keys.syncers, nonce)
 
     async def read_syncers(self) -> dict[str, str]:
-        """Syncers that are here."""
         now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
         return stored.live_syncers(int(now_ms), _pairs(found))
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
-        """Pending headers."""
         group, now = self.keys.group(fragment), asyncio.get_running_loop().time
         senders, arrivals = self.keys.senders(group), self.keys.arrivals(group)
         until = now() + block_s
@@ -292,7 +256,6 @@ class RedisBus:
         return [self.keys.deltas(p, learner) for learner in found], [len(found), len(named) // 2, *named]
 
     async def commit(self, commit: Commit) -> None:
-        """Move the head."""
         p = stored.fragment_of(commit)
         streams, headers = self._headers(p, commit.entries)
         # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
@@ -318,7 +281,6 @@ class RedisBus:
         return named, *stored.replaced_by(of, named)
 
     async def republish(self, fragment: int, anew: Republication) -> None:
-        """Name other payloads of the same version."""
         named, replaced, old_momentum = await self._replaced(fragment, anew)
         keys = [*self._owned(fragment), *(one.key for one in anew.staged), *replaced]
         await self._redis.script(
@@ -330,7 +292,6 @@ class RedisBus:
         )
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
-        """Refuse deltas."""
         streams, headers = self._headers(fragment, refusal.entries)
         records, counts = (encode(record) for record in refusal.records), refusal.counts()
         reasons = (part for reason, n in counts.items() for part in (stored.refused_field(reason), n))
@@ -348,12 +309,10 @@ class RedisBus:
         window: WindowView,
         record: WindowChanged | Rewound | None,
     ) -> None:
-        """Publish the window."""
         args = (nonce, *expected, encode(window), encode(record) if record else "")
         await self._redis.script("write_window", self._owned(fragment), *args)
 
     async def trim_tape(self, group: int, before: str) -> None:
-        """Drop old tape entries."""
         stored.entry_id(before)
         await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
 
@@ -367,16 +326,13 @@ class RedisBus:
         return await self._redis.script("put_shards", self._queue, before, after, int(empty), *pairs) == [1]
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
-        """Queue an epoch."""
         before = epoch if counted is None else counted
         return await self._put_shards(before, epoch + 1, False, ((shard, 0) for shard in shards))
 
     async def count_epochs(self) -> int:
-        """Epochs queued."""
         return stored.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        """Take a shard."""
         for entry_id in known:
             stored.entry_id(entry_id)
         keys = [*self._queue[:2], self.keys.seen]
@@ -388,26 +344,21 @@ class RedisBus:
         return ClaimedShard(entry_id=at.decode(), shard=stored.decode_shard(blob), position=position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        """Remember how far a shard was read."""
         stored.entry_id(entry_id)
         await self._redis.script("save_position", self._queue[:2], consumer, entry_id, position)
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        """Acknowledge a shard."""
         stored.entry_id(entry_id)
         await self._redis.script("finish_shard", self._queue[:2], consumer, entry_id)
 
     async def release_shards(self, consumer: str) -> None:
-        """Give back all shards of a consumer."""
         await self._redis.script("release_shards", self._queue[:1], consumer)
 
     async def read_shards(self) -> ShardQueue:
-        """Shards not yet acknowledged."""
         epochs, entries, positions = await self._redis.script("read_shards", self._queue)
         found = ((at.decode(), fields[1]) for at, fields in entries)
         return stored.shard_queue(stored.decode_count("shard epoch", epochs), found, _pairs(positions))
 
     async def restore_shards(self, queue: ShardQueue) -> None:
-        """Put a checkpoint's queue back."""
         if not await self._put_shards(0, queue.epochs, True, queue.open):
             raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")

@@ -1,6 +1,7 @@
 """What `ports.Bus` promises, on every adapter. Real time, short windows."""
 
 import asyncio
+import inspect
 import time
 
 import numpy as np
@@ -17,8 +18,10 @@ from pipeline.errors import (
     LearnerReplaced,
     PayloadIncomplete,
 )
+from pipeline.memory import MemoryBus
 from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport, WindowChanged
 from pipeline.ports import START, Bus
+from pipeline.redis_streams import RedisBus
 from pipeline.shard_messages import Shard
 from pipeline.stored import parse_offer_id
 
@@ -50,6 +53,15 @@ async def head_of(bus: Bus, fragment: int = 0) -> bytes:
 
 
 # --- the run as a whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [MemoryBus, RedisBus])
+def test_an_adapter_makes_every_call_itself(adapter: type[Bus]) -> None:
+    """A protocol's own method does nothing, so none may be left to it."""
+    calls = {name for name, _ in inspect.getmembers(Bus, inspect.isfunction) if not name.startswith("_")}
+    theirs = {name for name in calls if getattr(adapter, name) in {vars(part).get(name) for part in Bus.__mro__}}
+    assert {"commit", "read_chunks", "use_groups"} <= calls
+    assert theirs == set()
 
 
 async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:
