@@ -6,7 +6,9 @@ Every step that is more than one command is a script under `lua/` (see `_prelude
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgpack
 
 from . import stored
 from .chunks import ChunkParts, Encoded
@@ -52,6 +54,30 @@ async def connect(url: str, run: str) -> "RedisBus":
 
 def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+class _Step:
+    """A call of a script by named fields. A key stands in them as its place among the script's keys.
+
+    Numbers that may be large are decimal text: Lua has no integers above 2**53.
+    """
+
+    def __init__(self, keys: list[str], nonce: str) -> None:
+        self.keys = keys
+        self.fields: dict[str, Any] = {"nonce": nonce}
+
+    def place(self, key: str) -> int:
+        """Name a key; its place, from 1."""
+        self.keys.append(key)
+        return len(self.keys)
+
+    def places(self, keys: Iterable[str]) -> list[int]:
+        """The same of several."""
+        return [self.place(key) for key in keys]
+
+    def call(self) -> tuple[list[str], bytes]:
+        """Keys, and the one argument."""
+        return self.keys, msgpack.packb(self.fields, use_bin_type=False)  # Lua has one type for text and bytes
 
 
 class RedisBus(Bus):
@@ -249,57 +275,67 @@ class RedisBus(Bus):
     def _owned(self, p: int) -> list[str]:
         return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]
 
-    def _headers(self, p: int, entries: Iterable[str]) -> tuple[list[str], list[str | int]]:
-        """The streams of headers as keys, and as arguments: how many streams, how many headers, (stream, id) ..."""
-        found = stored.by_learner(entries)
-        named = [part for i, ids in enumerate(found.values()) for at in ids for part in (i, at)]
-        return [self.keys.deltas(p, learner) for learner in found], [len(found), len(named) // 2, *named]
+    def _step(self, p: int, nonce: str) -> "_Step":
+        return _Step([self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))], nonce)
+
+    def _headers(self, step: "_Step", p: int, entries: Iterable[str]) -> None:
+        """Headers that go, by learner's stream."""
+        found = stored.by_learner(entries).items()
+        step.fields["headers"] = [
+            {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
+        ]
+
+    async def _rename(self, step: "_Step", p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
+        """What the head will name, and what it names no more.
+
+        A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
+        the head still names the same.
+        """
+        found = await self._redis.command("HMGET", self.keys.head(p), *stored.NAMED)
+        named = [value or b"" for value in found]
+        replaced, old_momentum = stored.replaced_by(of, named)
+        version, digest = of.expected or ("", b"")
+        step.fields |= {
+            "was": {"version": str(version), "digest": digest, **dict(zip(stored.NAMED, named, strict=True))},
+            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.staged],
+            "replaced": step.places(replaced),
+            "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
+            "gone": step.places([*retired, *([old_momentum] if old_momentum else [])]),
+        }
 
     async def commit(self, commit: Commit) -> None:
         p = stored.fragment_of(commit)
-        streams, headers = self._headers(p, commit.entries)
-        # A script may only touch keys named beforehand, so what it replaces is looked up first; it checks that
-        # the head still names the same.
-        named, replaced, old_momentum = await self._replaced(p, commit)
-        keys = [*self._owned(p), *(one.key for one in commit.staged), *replaced, *streams]
-        keys += [*commit.delta_payloads, *commit.retired, *([old_momentum] if old_momentum else [])]
-        version, digest = commit.expected or ("", b"")
-        await self._redis.script(
-            "commit",
-            keys,
-            *(commit.nonce, version, digest, *named, to_ms(commit.replaced_ttl_s)),
-            *(len(commit.record.contributions), commit.merged_tokens, encode(commit.record)),
-            *(len(commit.staged), *(one.chunks for one in commit.staged), len(replaced)),
-            *headers,
-            *(part for pair in stored.head_fields(commit).items() for part in pair),
-        )
-
-    async def _replaced(self, p: int, of: Commit | Republication) -> tuple[list[bytes], list[str], str]:
-        """What the head names in the fields `stored.NAMED`, and what of it will be replaced: see there."""
-        found = await self._redis.command("HMGET", self.keys.head(p), *stored.NAMED)
-        named = [value or b"" for value in found]
-        return named, *stored.replaced_by(of, named)
+        step = self._step(p, commit.nonce)
+        self._headers(step, p, commit.entries)
+        await self._rename(step, p, commit, [*commit.delta_payloads, *commit.retired])
+        step.fields |= {
+            "set": [part for pair in stored.head_fields(commit).items() for part in pair],
+            "merged_deltas": str(len(commit.record.contributions)),
+            "merged_tokens": str(commit.merged_tokens),
+            "record": encode(commit.record),
+        }
+        await self._redis.script("commit", *step.call())
 
     async def republish(self, fragment: int, anew: Republication) -> None:
-        named, replaced, old_momentum = await self._replaced(fragment, anew)
-        keys = [*self._owned(fragment), *(one.key for one in anew.staged), *replaced]
-        await self._redis.script(
-            "republish",
-            [*keys, *([old_momentum] if old_momentum else [])],
-            *(anew.nonce, *anew.expected, *named, to_ms(anew.replaced_ttl_s)),
-            *(len(anew.staged), *(one.chunks for one in anew.staged), len(replaced)),
-            *(part for pair in stored.payload_fields(anew).items() for part in pair),
-        )
+        step = self._step(fragment, anew.nonce)
+        await self._rename(step, fragment, anew, ())
+        step.fields["set"] = [part for pair in stored.payload_fields(anew).items() for part in pair]
+        await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
-        streams, headers = self._headers(fragment, refusal.entries)
-        records, counts = (encode(record) for record in refusal.records), refusal.counts()
-        reasons = (part for reason, n in counts.items() for part in (stored.refused_field(reason), n))
-        await self._redis.script(
-            "refuse",
-            [*self._owned(fragment), *streams, *refusal.delta_payloads],
-            *(refusal.nonce, *refusal.expected, refusal.lost_tokens, *headers, len(counts), *reasons, *records),
-        )
+        step = self._step(fragment, refusal.nonce)
+        self._headers(step, fragment, refusal.entries)
+        version, digest = refusal.expected
+        step.fields |= {
+            "was": {"version": str(version), "digest": digest},
+            "lost_tokens": str(refusal.lost_tokens),
+            "counts": [
+                {"field": stored.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
+            ],
+            "gone": step.places(refusal.delta_payloads),
+            "records": [encode(record) for record in refusal.records],
+        }
+        await self._redis.script("refuse", *step.call())
 
     async def write_window(
         self,
@@ -310,7 +346,7 @@ class RedisBus(Bus):
         record: WindowChanged | Rewound | None,
     ) -> None:
         args = (nonce, *expected, encode(window), encode(record) if record else "")
-        await self._redis.script("write_window", self._owned(fragment), *args)
+        await self._redis.script("write_window", self._step(fragment, nonce).keys, *args)
 
     async def trim_tape(self, group: int, before: str) -> None:
         stored.entry_id(before)
