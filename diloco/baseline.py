@@ -13,9 +13,9 @@ from typing import Any
 
 from pipeline import lifecycle
 from pipeline.errors import DilocoError
-from pipeline.messages import Evaluation, LearnerReport
+from pipeline.ledger_inputs import LedgerInputs
+from pipeline.run_messages import Evaluation, LearnerReport
 from pipeline.shares import shares
-from pipeline.standing import Standing
 
 from .display import Screen
 from .finish import conclude
@@ -181,7 +181,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
         wall_s=started + result["wall_s"] - began_unix_s,
         outer_steps=0,
         started_unix_s=started,
-        standing=Standing(reports=tuple(reports)),
+        ledger_inputs=LedgerInputs(reports=tuple(reports)),
         evaluations=evaluations,
         progress=[(started + line["elapsed_s"], line["tokens"]) for line in lines],
     )

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from chaos.audit import Ending
 from chaos.proxy import Proxy
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Phase
 from pipeline.ports import Bus
+from pipeline.run_messages import Phase
 
 from .display import Screen
 from .folder import Folder

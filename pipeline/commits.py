@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .messages import Committed, Head, MergedBase, RefusalReason, Rejected, WindowView
+from .head_messages import Head, MergedBase, WindowView
 from .payload_messages import Update
+from .tape_messages import Committed, RefusalReason, Rejected
 
 
 @dataclass(frozen=True, slots=True)

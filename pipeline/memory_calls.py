@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from . import stored
+from . import entry_ids
 from .errors import BusUnavailable
 from .keys import RunKeys
 from .memory_store import EntryId, Hash, MemoryStore, Stream
@@ -94,7 +94,7 @@ class MemoryCalls(Connection):
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         await self._turn()
-        after = {key: stored.entry_id(cursor) for key, cursor in cursors.items()}
+        after = {key: entry_ids.entry_id(cursor) for key, cursor in cursors.items()}
 
         def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
             found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]

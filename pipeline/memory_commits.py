@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 
-from . import stored
+from . import cluster_slots, entry_ids, head_hash, stored_values
 from .codec import encode
 from .commits import Commit, Refusal, Republication, Staged
 from .errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
+from .head_messages import WindowView
 from .memory_calls import MemoryCalls
 from .memory_store import EntryId, Hash
-from .messages import Rewound, WindowChanged, WindowView
 from .ports import OwnerWrites
+from .tape_messages import Rewound, WindowChanged
 
 
 class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
@@ -29,25 +30,25 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         return head
 
     def _expect(self, p: int, head: Hash, expected: tuple[int, bytes] | None) -> None:
-        now = (stored.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
+        now = (stored_values.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
         if now != expected:
             raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
 
     def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
-        sums = {name: stored.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
-        if max(sums.values()) >= stored.COUNTER_LIMIT:
+        sums = {name: stored_values.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
+        if max(sums.values()) >= head_hash.COUNTER_LIMIT:
             raise BadMessage("a total of the head is out of bounds")
         return {name: b"%d" % total for name, total in sums.items()}
 
     def _room(self, head: Hash, lost_tokens: int) -> int:
         """A refusal is never refused for what a peer says that it lost."""
-        have = stored.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
-        return lost_tokens if have + lost_tokens < stored.COUNTER_LIMIT else 0
+        have = stored_values.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
+        return lost_tokens if have + lost_tokens < head_hash.COUNTER_LIMIT else 0
 
     def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
         """Streams and the entries named of each."""
-        found = stored.by_learner(entries)
-        return {self.keys.deltas(p, learner): list(map(stored.entry_id, ids)) for learner, ids in found.items()}
+        found = entry_ids.by_learner(entries)
+        return {self.keys.deltas(p, learner): list(map(entry_ids.entry_id, ids)) for learner, ids in found.items()}
 
     def _delete(self, headers: Mapping[str, list[EntryId]], keys: Iterable[str]) -> None:
         for deltas, entries in headers.items():
@@ -58,28 +59,28 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.delete(key)
 
     async def commit(self, commit: Commit) -> None:
-        p = stored.fragment_of(commit)
+        p = head_hash.fragment_of(commit)
         keys = self.keys
         staged = commit.staged
         headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
-        stored.one_slot((keys.head(p), *(s.key for s in staged), *gone))
+        cluster_slots.one_slot((keys.head(p), *(s.key for s in staged), *gone))
         await self._turn()
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
         replaced, old_momentum = self._replaced(head, commit)
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
-        lost = {name.encode(): total for name, total in stored.lost_totals(commit).items()}
+        lost = {name.encode(): total for name, total in head_hash.lost_totals(commit).items()}
         sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
         self._keep(staged)
-        self.store.hset(keys.head(p), {**stored.head_fields(commit), **sums})
+        self.store.hset(keys.head(p), {**head_hash.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(headers, (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
-        return stored.replaced_by(of, [head.get(name.encode(), b"") for name in stored.NAMED])
+        return head_hash.replaced_by(of, [head.get(name.encode(), b"") for name in head_hash.NAMED])
 
     def _keep(self, staged: Iterable[Staged]) -> None:
         """Make payloads stay that are whole, all of them or none."""
@@ -91,13 +92,13 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
 
     async def republish(self, fragment: int, anew: Republication) -> None:
         key, staged = self.keys.head(fragment), anew.staged
-        stored.one_slot((key, *(s.key for s in staged)))
+        cluster_slots.one_slot((key, *(s.key for s in staged)))
         await self._turn()
         head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))
         self._expect(fragment, head, anew.expected)
         replaced, old_momentum = self._replaced(head, anew)
         self._keep(staged)
-        self.store.hset(key, stored.payload_fields(anew))
+        self.store.hset(key, head_hash.payload_fields(anew))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete({}, (old_momentum,))
@@ -105,11 +106,11 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         keys = self.keys
         headers = self._headers(fragment, refusal.entries)
-        stored.one_slot((keys.head(fragment), *refusal.delta_payloads))
+        cluster_slots.one_slot((keys.head(fragment), *refusal.delta_payloads))
         await self._turn()
         head = self._owner_checks(fragment, refusal.nonce, *headers)
         self._expect(fragment, head, refusal.expected)
-        counts = {stored.refused_field(reason): n for reason, n in refusal.counts().items()}
+        counts = {head_hash.refused_field(reason): n for reason, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
         if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
             return  # refused before; counted and recorded then

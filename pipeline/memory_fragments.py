@@ -3,15 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from . import stored
+from . import entry_ids, head_hash, stored_values
 from .chunks import Encoded, whole
 from .codec import decode_tape, encode
+from .delta_messages import DeltaHeader
 from .errors import PayloadIncomplete
+from .head_messages import Head
 from .memory_calls import MemoryCalls
-from .messages import (
-    DeltaHeader,
-    Head,
-)
 from .ports import (
     START,
     FragmentLeases,
@@ -29,7 +27,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     """Payloads, heads to read, tape, headers, leases and syncers."""
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        stored.check_chunks(first, chunks)
+        stored_values.check_chunks(first, chunks)
         await self._turn()
         for index, chunk in enumerate(chunks, first):
             have = len(self._stream(key).ids)
@@ -67,11 +65,11 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())
             self.store.stream(arrivals).keep_last()
-        return stored.offer_id(header.learner, at)
+        return entry_ids.offer_id(header.learner, at)
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         await self._turn()
-        return [stored.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
+        return [head_hash.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
 
     async def tape_end(self) -> dict[int, str]:
         await self._turn()
@@ -85,7 +83,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def trim_tape(self, group: int, before: str) -> None:
         await self._turn()
-        tape, limit = self._stream(self.keys.tape(group)), stored.entry_id(before)
+        tape, limit = self._stream(self.keys.tape(group)), entry_ids.entry_id(before)
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
 
@@ -105,7 +103,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
         await self._turn()
         now_ms, found = self._unix_ms(), self._hash(self.keys.syncers)
-        live = {*stored.live_syncers(now_ms, found), nonce}
+        live = {*stored_values.live_syncers(now_ms, found), nonce}
         for other in [other for other in found if other.decode(errors="replace") not in live]:
             del found[other]
         until_ms = now_ms + max(1, round(1000 * ttl_s))
@@ -121,7 +119,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def read_syncers(self) -> dict[str, str]:
         await self._turn()
-        return stored.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
+        return stored_values.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -130,13 +128,13 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         group = self.keys.group(fragment)
 
         def cursors() -> dict[str, str]:
-            return stored.cursors(self._hash(self.keys.senders(group)), after)
+            return entry_ids.cursors(self._hash(self.keys.senders(group)), after)
 
         arrivals = self._stream(self.keys.arrivals(group))
         known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
         await self._read(known | {self.keys.arrivals(group): "{}-{}".format(*arrivals.last)}, 1, block_s)
         return [
-            stored.decode_offer(fragment, name, at, data)
+            stored_values.decode_offer(fragment, name, at, data)
             for name, cursor in cursors().items()
-            for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored.entry_id(cursor), limit)
+            for at, data in self._stream(self.keys.deltas(fragment, name)).after(entry_ids.entry_id(cursor), limit)
         ]

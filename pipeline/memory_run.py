@@ -3,13 +3,13 @@
 from contextlib import suppress
 from typing import TypeVar
 
-from . import stored
+from . import stored_values
 from .codec import decode, encode
 from .errors import BadMessage
 from .memory_calls import MemoryCalls
-from .messages import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from .moments_messages import MomentsOffer, MomentsWish
 from .ports import START, InitialUploads, MomentsBoard, MomentsExchange, Reports, RunLogs, SpecAndState
+from .run_messages import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from .wire import Message
 
 T = TypeVar("T", bound=Message)
@@ -42,30 +42,30 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def write_state(self, state: RunState) -> RunState:
         await self._turn()
         now = self._hash(self.keys.state)
-        if stored.decode_count("rank", now.get(b"rank")) > state.phase.rank:
+        if stored_values.decode_count("rank", now.get(b"rank")) > state.phase.rank:
             return decode(RunState, now[b"blob"])
         self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
         return state
 
     async def read_state(self) -> RunState | None:
         await self._turn()
-        return stored.decode_state(self._hash(self.keys.state).get(b"blob"))
+        return stored_values.decode_state(self._hash(self.keys.state).get(b"blob"))
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
-        holder, mine = self.keys.holder(report.learner), stored.holder(report)
-        stored.check_holder(holder, self._bytes(holder), mine, report.generation)
+        holder, mine = self.keys.holder(report.learner), stored_values.holder(report)
+        stored_values.check_holder(holder, self._bytes(holder), mine, report.generation)
         state = self._hash(self.keys.state).get(b"blob")
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
             if before and decode(LearnerReport, before).number > report.number:
-                return stored.decode_state(state)
+                return stored_values.decode_state(state)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report)})
         self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
-        return stored.decode_state(state)
+        return stored_values.decode_state(state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         await self._turn()
@@ -78,7 +78,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def read_reports(self) -> list[SeenReport]:
         await self._turn()
         seen = self._hash(self.keys.seen)
-        return stored.seen_reports(self._unix_ms(), self._hash(self.keys.learners), seen)
+        return stored_values.seen_reports(self._unix_ms(), self._hash(self.keys.learners), seen)
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()
@@ -93,13 +93,13 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
-        await self._add_capped(self.keys.events, event, stored.EVENTS_CAP)
+        await self._add_capped(self.keys.events, event, stored_values.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
-        await self._add_capped(self.keys.evaluations, evaluation, stored.EVALUATIONS_CAP)
+        await self._add_capped(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
@@ -139,7 +139,9 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def read_moments(self) -> MomentsBoard:
         await self._turn()
         keys = self.keys
-        return stored.moments_board(*map(self._bytes, (keys.moments_wish, keys.moments_claim, keys.moments_offer)))
+        return stored_values.moments_board(
+            *map(self._bytes, (keys.moments_wish, keys.moments_claim, keys.moments_offer))
+        )
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s)

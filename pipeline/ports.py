@@ -17,23 +17,13 @@ from typing import Protocol
 
 from .chunks import Encoded
 from .commits import Commit, Refusal, Republication
+from .delta_messages import DeltaHeader
+from .head_messages import Head, WindowView
 from .keys import RunKeys
-from .messages import (
-    DeltaHeader,
-    Evaluation,
-    Event,
-    Head,
-    InitialUpload,
-    LearnerReport,
-    Rewound,
-    RunState,
-    SeenReport,
-    TapeRecord,
-    WindowChanged,
-    WindowView,
-)
 from .moments_messages import MomentsOffer, MomentsWish
+from .run_messages import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from .shard_messages import ClaimedShard, Shard, ShardQueue
+from .tape_messages import Rewound, TapeRecord, WindowChanged
 
 START = "0"
 """Cursor before the first entry of any stream."""

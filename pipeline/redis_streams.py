@@ -10,29 +10,20 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from . import stored
+from . import entry_ids, head_hash, stored_values
 from .chunks import ChunkParts, Encoded
 from .codec import decode, decode_tape, encode
 from .commits import Commit, Refusal, Republication
+from .delta_messages import DeltaHeader
 from .errors import BusUnavailable, NotPermitted, UsageError
+from .head_messages import Head, WindowView
 from .keys import RunKeys
-from .messages import (
-    DeltaHeader,
-    Evaluation,
-    Event,
-    Head,
-    InitialUpload,
-    LearnerReport,
-    Rewound,
-    RunState,
-    SeenReport,
-    WindowChanged,
-    WindowView,
-)
 from .moments_messages import MomentsOffer, MomentsWish
 from .ports import START, Bus, BusInfo, MomentsBoard, Offered, TapeEntry
 from .redis_calls import RedisCalls, connect_calls, to_ms
+from .run_messages import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from .shard_messages import ClaimedShard, Shard, ShardQueue
+from .tape_messages import Rewound, WindowChanged
 from .wire import Message
 
 T = TypeVar("T", bound=Message)
@@ -117,14 +108,14 @@ class RedisBus(Bus):
         return decode(RunState, blob)
 
     async def read_state(self) -> RunState | None:
-        return stored.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
+        return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
-        holder = (report.generation, stored.holder(report))
+        holder = (report.generation, stored_values.holder(report))
         (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
-        return stored.decode_state(blob)
+        return stored_values.decode_state(blob)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         name = f"{seen.report.learner}/{seen.report.incarnation}"
@@ -133,7 +124,7 @@ class RedisBus(Bus):
 
     async def read_reports(self) -> list[SeenReport]:
         now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
-        return stored.seen_reports(int(now_ms), _pairs(reports), _pairs(seen))
+        return stored_values.seen_reports(int(now_ms), _pairs(reports), _pairs(seen))
 
     async def _add(self, key: str, message: Message, cap: int) -> None:
         await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
@@ -143,13 +134,13 @@ class RedisBus(Bus):
         return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
-        await self._add(self.keys.events, event, stored.EVENTS_CAP)
+        await self._add(self.keys.events, event, stored_values.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
-        await self._add(self.keys.evaluations, evaluation, stored.EVALUATIONS_CAP)
+        await self._add(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
@@ -172,7 +163,7 @@ class RedisBus(Bus):
 
     async def read_moments(self) -> MomentsBoard:
         keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
-        return stored.moments_board(*await self._redis.many(("GET", key) for key in keys))
+        return stored_values.moments_board(*await self._redis.many(("GET", key) for key in keys))
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._redis.script("claim", [self.keys.moments_claim], nonce, to_ms(ttl_s)) == [1]
@@ -183,7 +174,7 @@ class RedisBus(Bus):
 
     # --- payloads --------------------------------------------------------------------------------
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        stored.check_chunks(first, chunks)
+        stored_values.check_chunks(first, chunks)
         calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
         if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
             await self._redis.scripts("write_chunk", calls)
@@ -214,11 +205,11 @@ class RedisBus(Bus):
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         (at,) = await self._redis.script("offer", keys, learner, encode(header))
-        return stored.offer_id(learner, at.decode())
+        return entry_ids.offer_id(learner, at.decode())
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
-        return [stored.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
+        return [head_hash.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
@@ -250,7 +241,7 @@ class RedisBus(Bus):
 
     async def read_syncers(self) -> dict[str, str]:
         now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
-        return stored.live_syncers(int(now_ms), _pairs(found))
+        return stored_values.live_syncers(int(now_ms), _pairs(found))
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -262,7 +253,7 @@ class RedisBus(Bus):
             # The last arrival before the names: whoever comes after them is a later one, and ends the read.
             last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
             streams = {
-                self.keys.deltas(fragment, name): (name, at) for name, at in stored.cursors(names, after).items()
+                self.keys.deltas(fragment, name): (name, at) for name, at in entry_ids.cursors(names, after).items()
             }
             cursors = {key: at for key, (_, at) in streams.items()}
             cursors[arrivals] = last[0][0].decode() if last else START
@@ -270,7 +261,9 @@ class RedisBus(Bus):
             came = found.pop(arrivals, None)
             if found or not came or now() >= until:
                 of = {streams[key][0]: entries for key, entries in found.items()}
-                return [stored.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
+                return [
+                    stored_values.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]
+                ]
 
     def _owned(self, p: int) -> list[str]:
         return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]
@@ -280,7 +273,7 @@ class RedisBus(Bus):
 
     def _headers(self, step: "_Step", p: int, entries: Iterable[str]) -> None:
         """Headers that go, by learner's stream."""
-        found = stored.by_learner(entries).items()
+        found = entry_ids.by_learner(entries).items()
         step.fields["headers"] = [
             {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
         ]
@@ -291,12 +284,12 @@ class RedisBus(Bus):
         A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
         the head still names the same.
         """
-        found = await self._redis.command("HMGET", self.keys.head(p), *stored.NAMED)
+        found = await self._redis.command("HMGET", self.keys.head(p), *head_hash.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = stored.replaced_by(of, named)
+        replaced, old_momentum = head_hash.replaced_by(of, named)
         version, digest = of.expected or ("", b"")
         step.fields |= {
-            "was": {"version": str(version), "digest": digest, **dict(zip(stored.NAMED, named, strict=True))},
+            "was": {"version": str(version), "digest": digest, **dict(zip(head_hash.NAMED, named, strict=True))},
             "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.staged],
             "replaced": step.places(replaced),
             "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
@@ -304,12 +297,12 @@ class RedisBus(Bus):
         }
 
     async def commit(self, commit: Commit) -> None:
-        p = stored.fragment_of(commit)
+        p = head_hash.fragment_of(commit)
         step = self._step(p, commit.nonce)
         self._headers(step, p, commit.entries)
         await self._rename(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
-            "set": [part for pair in stored.head_fields(commit).items() for part in pair],
+            "set": [part for pair in head_hash.head_fields(commit).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
             "merged_tokens": str(commit.merged_tokens),
             "record": encode(commit.record),
@@ -319,7 +312,7 @@ class RedisBus(Bus):
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = self._step(fragment, anew.nonce)
         await self._rename(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in stored.payload_fields(anew).items() for part in pair]
+        step.fields["set"] = [part for pair in head_hash.payload_fields(anew).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
@@ -330,7 +323,7 @@ class RedisBus(Bus):
             "was": {"version": str(version), "digest": digest},
             "lost_tokens": str(refusal.lost_tokens),
             "counts": [
-                {"field": stored.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
+                {"field": head_hash.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
             ],
             "gone": step.places(refusal.delta_payloads),
             "records": [encode(record) for record in refusal.records],
@@ -349,7 +342,7 @@ class RedisBus(Bus):
         await self._redis.script("write_window", self._step(fragment, nonce).keys, *args)
 
     async def trim_tape(self, group: int, before: str) -> None:
-        stored.entry_id(before)
+        entry_ids.entry_id(before)
         await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
 
     # --- data shards -----------------------------------------------------------------------------
@@ -366,25 +359,25 @@ class RedisBus(Bus):
         return await self._put_shards(before, epoch + 1, False, ((shard, 0) for shard in shards))
 
     async def count_epochs(self) -> int:
-        return stored.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
+        return stored_values.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
         for entry_id in known:
-            stored.entry_id(entry_id)
+            entry_ids.entry_id(entry_id)
         keys = [*self._queue[:2], self.keys.seen]
         found = await self._redis.script("claim_shard", keys, consumer, to_ms(silent_s), *known)
         if not found:
             return None
         at, blob, position = found
-        position = stored.decode_count("shard position", position)
-        return ClaimedShard(entry_id=at.decode(), shard=stored.decode_shard(blob), position=position)
+        position = stored_values.decode_count("shard position", position)
+        return ClaimedShard(entry_id=at.decode(), shard=stored_values.decode_shard(blob), position=position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        stored.entry_id(entry_id)
+        entry_ids.entry_id(entry_id)
         await self._redis.script("save_position", self._queue[:2], consumer, entry_id, position)
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        stored.entry_id(entry_id)
+        entry_ids.entry_id(entry_id)
         await self._redis.script("finish_shard", self._queue[:2], consumer, entry_id)
 
     async def release_shards(self, consumer: str) -> None:
@@ -393,7 +386,7 @@ class RedisBus(Bus):
     async def read_shards(self) -> ShardQueue:
         epochs, entries, positions = await self._redis.script("read_shards", self._queue)
         found = ((at.decode(), fields[1]) for at, fields in entries)
-        return stored.shard_queue(stored.decode_count("shard epoch", epochs), found, _pairs(positions))
+        return stored_values.shard_queue(stored_values.decode_count("shard epoch", epochs), found, _pairs(positions))
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):

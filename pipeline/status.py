@@ -15,10 +15,12 @@ from typing import Any
 
 from .codec import decode
 from .fragments import Layout, layout_of
-from .messages import Evaluation, Head, Phase, RunState, SeenReport, Spec
+from .head_messages import Head
 from .pacing import Pace, slow_merges
 from .ports import START, Bus, Clock
+from .run_messages import Evaluation, Phase, RunState, SeenReport
 from .shares import shares
+from .spec_messages import Spec
 from .wire import MOST_TOKENS
 
 LIVE_S = 5.0

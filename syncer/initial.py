@@ -11,9 +11,11 @@ from pipeline.commits import Commit, Rest, Staged
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Committed, Spec, WindowView
+from pipeline.head_messages import WindowView
 from pipeline.payloads import pull
 from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed
 
 from .mending import adopted, say_rewound
 from .staging import STAGED_TTL_S

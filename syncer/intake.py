@@ -12,9 +12,10 @@ from typing import Any
 from pipeline.codec import PayloadReader
 from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import RefusalReason, SyncSpec
 from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import RefusalReason
 
 from .fragment import Delta
 from .norms import DeltaNorms, Float64

@@ -22,8 +22,9 @@ from typing import Protocol, TypeVar
 import structlog
 
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Head, Phase
+from pipeline.head_messages import Head
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Phase
 from pipeline.waiting import TICK_S, first_of
 
 from .sharing import excess, wanted

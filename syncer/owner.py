@@ -12,13 +12,16 @@ import structlog
 
 from pipeline import codec
 from pipeline.commits import Commit
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
-from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
+from pipeline.head_hash import head_after
+from pipeline.head_messages import Head, WindowView
 from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Offered
-from pipeline.stored import head_after, parse_offer_id
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed, RefusalReason, Rewound, WindowChanged
 from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest
 

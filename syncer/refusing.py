@@ -5,8 +5,9 @@ from collections import Counter
 import structlog
 
 from pipeline.commits import Refusal
-from pipeline.messages import DeltaHeader, RefusalReason, Rejected
+from pipeline.delta_messages import DeltaHeader
 from pipeline.ports import Bus, Clock
+from pipeline.tape_messages import RefusalReason, Rejected
 
 from .metrics import Metrics
 

@@ -21,11 +21,12 @@ import structlog
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, SpecMismatch, UsageError, outage_event
 from pipeline.fragments import Layout, layout_of
-from pipeline.messages import Phase, RunState, Spec
 from pipeline.pacing import slow_merges
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Phase, RunState
 from pipeline.settings import SyncerProcess
 from pipeline.shares import recent_share, sample_due, with_sample
+from pipeline.spec_messages import Spec
 from pipeline.status import merged_tokens, read_status
 
 from .archive import TapeArchive

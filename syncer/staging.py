@@ -11,10 +11,11 @@ from pipeline.chunks import Payload
 from pipeline.codec import chunk_count, payload_bytes
 from pipeline.commits import Rest, Staged, named
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import Head, SyncSpec
+from pipeline.head_messages import Head
 from pipeline.payload_messages import Update
 from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import SyncSpec
 
 from .room import Room
 

@@ -10,6 +10,7 @@ import pytest
 from pipeline.chunks import Encoded, Payload, whole
 from pipeline.codec import encode
 from pipeline.commits import Refusal
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import (
     BadMessage,
     BusError,
@@ -19,11 +20,11 @@ from pipeline.errors import (
     PayloadIncomplete,
 )
 from pipeline.memory import MemoryBus
-from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport, WindowChanged
 from pipeline.ports import START, Bus
 from pipeline.redis_streams import RedisBus
+from pipeline.run_messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from pipeline.shard_messages import Shard
-from pipeline.stored import parse_offer_id
+from pipeline.tape_messages import WindowChanged
 
 from . import samples
 from .backdoor import Backdoor

@@ -19,12 +19,12 @@ from chaos.virtual_time import VirtualClock, run_virtual
 from chaos.world import MERGES, RUN
 from pipeline import redis_calls
 from pipeline.clock import fast_loop
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BusFull, LeaseLost
 from pipeline.memory import MemoryBus
 from pipeline.memory_store import Stream
 from pipeline.redis_calls import Script
 from pipeline.shard_messages import Shard
-from pipeline.stored import parse_offer_id
 
 from . import samples
 

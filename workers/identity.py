@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pipeline.errors import IdTaken, LearnerReplaced
-from pipeline.messages import LearnerReport, RunState, SeenReport
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import LearnerReport, RunState, SeenReport
 
 LIVE_S = 5.0
 """Who has not reported for this long is not even watched."""

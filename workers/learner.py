@@ -37,9 +37,10 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
+from pipeline.run_messages import LearnerReport, Phase
 from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
+from pipeline.spec_messages import Spec
 
 from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
