@@ -276,8 +276,7 @@ class FragmentOwner:
         after: dict[str, str] = {}
         while True:
             for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
-                learner, after_id = parse_offer_id(entry.entry_id)
-                after = {**after, learner: after_id}
+                after = {**after, **dict([parse_offer_id(entry.entry_id)])}
                 self.wake.set()
                 await arrived.put(entry)
                 self.wake.set()
@@ -289,8 +288,7 @@ class FragmentOwner:
             await self._refusing.refuse(self._at, entry.entry_id, None, RefusalReason.BAD_MESSAGE, problem)
             return
         offer = Offer(entry.entry_id, entry.header)
-        answer = self._window.offer(offer, self._clock.now())
-        match answer:
+        match self._window.offer(offer, self._clock.now()):
             case Accepted(replaced):
                 if replaced is not None:
                     await self._outdone(replaced, offer)

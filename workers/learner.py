@@ -458,8 +458,7 @@ class Learner:
         assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
         bus = await reaching.reach(self._url, self._run, self.id)
         encoder = OnDevice(self.device) if self._on_device else OnHost(AT_ONCE)
-        exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
-        self._exchange = exchange
+        self._exchange = exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
         try:
             await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
             async with meanwhile(exchange.run()):
