@@ -20,7 +20,7 @@ from pipeline.ledger import (
 )
 from pipeline.ledger_inputs import LedgerInputs
 from pipeline.run_messages import Evaluation, Event, LearnerReport
-from pipeline.shares import RECENT_S, shares
+from pipeline.shares import RECENT_S, MergedShare, shares
 from pipeline.tape_messages import Rejected, TapeRecord
 
 from .display import count, duration, merged_share
@@ -169,7 +169,7 @@ def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], l
     return section
 
 
-def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> dict[str, Any]:
+def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
     """As the status has it, of the whole run and of its last minutes; these from the tape."""
     trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
     if not outcome.progress or outcome.layout is None:

@@ -26,7 +26,7 @@ from pipeline.output import outlive_readers
 from pipeline.ports import START, Bus
 from pipeline.run_messages import Event, Phase
 from pipeline.spec_messages import Spec
-from pipeline.status import read_status
+from pipeline.status import Status, read_status
 
 from .demo import StepLog, measure
 from .display import Screen, present
@@ -45,8 +45,6 @@ EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
 """On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
-
-Status = dict[str, Any]
 
 
 class Moment(NamedTuple):

@@ -123,7 +123,7 @@ def outcome(**changes: Any) -> Outcome:
         "started_unix_s": 1000.0,
         "layout": LAYOUT,
         "records": [committed(0, 1, (*A, 100), (*B, 60)), committed(1, 1, (*A, 100), (*B, 60))],
-        "standing": ledger_inputs(report(*A, tokens=100), report(*B, tokens=80, left=False)),
+        "ledger_inputs": ledger_inputs(report(*A, tokens=100), report(*B, tokens=80, left=False)),
         "evaluations": [evaluation(50, 3.0, 4.0), evaluation(180, 12.0, 2.5, final=True)],
         "events": [Event(name="learner_killed", who="b", detail="", unix_s=1006.0)],
         "progress": [(1000.0, 0), (1012.0, 180)],
