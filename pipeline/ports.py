@@ -1,14 +1,15 @@
 """The two things the protocol needs from outside: a bus and a clock. Adapters: `redis_streams`, `memory`.
 
-Promises that every `Bus` keeps (the contract tests run on all adapters):
+The bus is small protocols, one for each idea, and `Bus` is their sum. What a method promises is said here and nowhere
+else: adapters inherit these protocols with their docstrings. Promises that every adapter keeps (the contract tests run
+on all of them):
 
 - Each method is one atomic step on the bus, or reads only. A method that raises `BusUnavailable` may or may
   not have happened; one that raises any other `BusError` has changed nothing.
 - Headers of one learner and fragment, and entries of one group's tape, are read in the order they were written.
 - Blocking reads (`block_s`) return early with what is there, or an empty list when the time is over; they
   never hold up other calls.
-- A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce and the head inside the same atomic
-  step.
+- An owner's writes (`OwnerWrites`) check the lease nonce and the head inside the same atomic step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
