@@ -278,7 +278,7 @@ class RedisBus(Bus):
             {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
         ]
 
-    async def _rename(self, step: "_Step", p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
+    async def _name_payloads(self, step: "_Step", p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
         """What the head will name, and what it names no more.
 
         A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
@@ -300,7 +300,7 @@ class RedisBus(Bus):
         p = head_hash.fragment_of(commit)
         step = self._step(p, commit.nonce)
         self._headers(step, p, commit.entries)
-        await self._rename(step, p, commit, [*commit.delta_payloads, *commit.retired])
+        await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
             "set": [part for pair in head_hash.head_fields(commit).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
@@ -311,7 +311,7 @@ class RedisBus(Bus):
 
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = self._step(fragment, anew.nonce)
-        await self._rename(step, fragment, anew, ())
+        await self._name_payloads(step, fragment, anew, ())
         step.fields["set"] = [part for pair in head_hash.payload_fields(anew).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
