@@ -131,7 +131,7 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
 
     Args:
         records: the tape, lost history included.
-        standing: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
+        ledger_inputs: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
         layout: fragments of the model.
     """
     records = list(records)
