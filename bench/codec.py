@@ -37,9 +37,9 @@ from pipeline.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, p
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import TensorSpec
 from pipeline.payloads import follow, push_growing
 from pipeline.redis_streams import connect
+from pipeline.spec_messages import TensorSpec
 from pipeline.strict_json import dumps
 from pipeline.units import parse_count
 from pipeline.wire import Codec

@@ -26,13 +26,13 @@ from pipeline.clock import LoopClock
 from pipeline.codec import payload_bytes
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
-from pipeline.messages import Committed
 from pipeline.ports import START
 from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
 from pipeline.settings import SyncSettings
 from pipeline.status import read_status
 from pipeline.strict_json import dumps
+from pipeline.tape_messages import Committed
 from pipeline.wire import Codec
 from syncer.staging import REPLACED_BYTES
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.cores import one_blas_thread
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import TensorSpec
 from pipeline.settings import SyncSettings
+from pipeline.spec_messages import TensorSpec
 from syncer.fragment import outer_step
 from syncer.merge import Sum, merge_shares, merge_weights
 from syncer.norms import delta_norms

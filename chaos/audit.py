@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.census import Census
 from pipeline.fragments import Layout
+from pipeline.key_usage import KeyUsage
 from pipeline.ledger import accounts, problems, surviving
-from pipeline.messages import Committed, Rewound, TapeRecord
+from pipeline.ledger_inputs import LedgerInputs
 from pipeline.shard_messages import ShardQueue
-from pipeline.standing import Standing
+from pipeline.tape_messages import Committed, Rewound, TapeRecord
 
 from .growth import Scale, grown
 from .oracle import Violation
@@ -53,7 +53,7 @@ class Evidence:
     layout: Layout
     records: Sequence[TapeRecord] = ()
     """The archives of all syncers together, each fragment's in the order of its tape."""
-    standing: Standing = field(default_factory=Standing)
+    ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
     strikes: Sequence[Struck] = ()
     tail_lost: bool = False
     """Whether killing Redis loses its last second."""
@@ -61,7 +61,7 @@ class Evidence:
     queue: ShardQueue = field(default_factory=lambda: ShardQueue(epochs=0, open=()))
     """What is left on the work queue."""
     shards_per_epoch: int = 0
-    census: Sequence[Census] = ()
+    key_usage: Sequence[KeyUsage] = ()
     scale: Scale | None = None
     """None: growth is not judged."""
     endings: Sequence[Ending] = ()
@@ -102,7 +102,7 @@ def _versions(evidence: Evidence) -> Iterator[str]:
                     f"the bus had lost nothing"
                 )
             _cut(history, record.version + 1)
-    for fragment, version, digest in evidence.standing.heads:
+    for fragment, version, digest in evidence.ledger_inputs.heads:
         history = histories[fragment]
         last = history[-1] if history else None
         if last is None or (last.version, last.digest) != (version, digest):
@@ -139,7 +139,7 @@ def _cut(history: list[Committed], version: int) -> None:
 
 def _merged_once(evidence: Evidence) -> Iterator[str]:
     merged: dict[tuple[int, str, str, int], int] = {}
-    history, _ = surviving(evidence.records, evidence.standing.heads)
+    history, _ = surviving(evidence.records, evidence.ledger_inputs.heads)
     for commit in history:
         for part in commit.contributions:
             key = commit.fragment, part.learner, part.incarnation, part.base_version
@@ -155,7 +155,7 @@ def _merged_once(evidence: Evidence) -> Iterator[str]:
 
 
 def _ledger(evidence: Evidence) -> Iterator[str]:
-    parts = accounts(evidence.records, evidence.standing, evidence.layout)
+    parts = accounts(evidence.records, evidence.ledger_inputs, evidence.layout)
     yield from problems(parts)
     gap = sum(part.unaccounted for part in parts)
     if gap:
@@ -202,7 +202,7 @@ def _struck_in_hand(evidence: Evidence, claimed: dict[str, float], readers: dict
 
 
 def _bounded(evidence: Evidence) -> Iterable[str]:
-    return () if evidence.scale is None else grown(evidence.census, evidence.scale)
+    return () if evidence.scale is None else grown(evidence.key_usage, evidence.scale)
 
 
 def _endings(evidence: Evidence) -> Iterator[str]:
@@ -215,7 +215,7 @@ def _left_running(evidence: Evidence) -> Iterable[str]:
 
 
 def _finished(evidence: Evidence) -> Iterator[str]:
-    if not evidence.standing.finished:
+    if not evidence.ledger_inputs.finished:
         yield "the run was not finished when its processes were gone"
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.codec import PayloadReader, decode, payload_digest
+from pipeline.commits import Commit, Rest, Staged
 from pipeline.fragments import Layout
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import SyncSpec
 from pipeline.payload_messages import Chunk, Update
-from pipeline.ports import Commit, Rest, Staged
+from pipeline.spec_messages import SyncSpec
 
 from . import reference
 from .surviving import Float64, Surviving

@@ -8,8 +8,8 @@ begun): what a killed process leaves behind may stay until it expires.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.census import Census, Kind
-from pipeline.stored import EVALUATIONS_CAP, EVENTS_CAP
+from pipeline.key_usage import KeyUsage, KindUsage
+from pipeline.stored_values import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
 """Twice what the archive leaves untrimmed, and what came since."""
@@ -79,19 +79,19 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
     }
 
 
-def peaks(samples: Iterable[Census]) -> dict[str, Kind]:
+def peaks(samples: Iterable[KeyUsage]) -> dict[str, KindUsage]:
     """The most that there was of each kind at any one time; keys, entries and bytes each."""
-    most: dict[str, Kind] = {}
+    most: dict[str, KindUsage] = {}
     for sample in samples:
         for name, kind in sample.kinds.items():
             before = most.get(name, kind)
-            most[name] = Kind(
+            most[name] = KindUsage(
                 max(before.keys, kind.keys), max(before.entries, kind.entries), max(before.bytes, kind.bytes)
             )
     return dict(sorted(most.items()))
 
 
-def grown(samples: Iterable[Census], scale: Scale) -> list[str]:
+def grown(samples: Iterable[KeyUsage], scale: Scale) -> list[str]:
     """What was more than it may be, each kind once, at its worst."""
     limits = bounds(scale)
     worst: dict[str, tuple[float, str]] = {}

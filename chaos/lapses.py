@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.census import kind_of
 from pipeline.errors import LeaseLost
+from pipeline.key_usage import kind_of
 from pipeline.keys import RunKeys
 from pipeline.memory_store import MemoryStore
 

@@ -204,6 +204,6 @@ def _calling(name: str) -> Callable[..., Awaitable[Any]]:
     return call
 
 
-for _name, _method in vars(Bus).items():
-    if inspect.iscoroutinefunction(_method) and _name != "close":
+for _name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction):
+    if _name != "close":
         setattr(Link, _name, _calling(_name))

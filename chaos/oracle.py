@@ -20,17 +20,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import stored
+from pipeline import entry_ids, head_hash, stored_values
 from pipeline.codec import DTYPES, chunk_count, decode
+from pipeline.commits import Commit, Refusal, Republication
+from pipeline.delta_messages import DeltaHeader
 from pipeline.fragments import Layout
+from pipeline.head_messages import WindowView
 from pipeline.keys import RunKeys
 from pipeline.ledger import accounts, problems, surviving
+from pipeline.ledger_inputs import LedgerInputs
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import DeltaHeader, LearnerReport, Phase, RunState, TapeRecord, WindowView
 from pipeline.payload_messages import Chunk
-from pipeline.ports import Commit, Refusal, Republication
+from pipeline.run_messages import LearnerReport, Phase, RunState
 from pipeline.shard_messages import ClaimedShard, Shard
-from pipeline.standing import Standing
+from pipeline.tape_messages import TapeRecord
 from workers.rounds import Base
 
 from . import reference
@@ -420,7 +423,7 @@ class Oracle:
 
     def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
         queue = self._stream(self._keys.shards)
-        if not isinstance(outcome, Exception) and queue is not None and stored.entry_id(entry_id) not in queue.ids:
+        if not isinstance(outcome, Exception) and queue is not None and entry_ids.entry_id(entry_id) not in queue.ids:
             self._check_read(self._shards[entry_id])
 
     def _check_read(self, shard: Shard) -> None:
@@ -431,7 +434,7 @@ class Oracle:
     def _check_shards(self) -> None:
         """What left the queue was read; all else of the epochs queued so far is still there."""
         queue, epochs = self._stream(self._keys.shards), self._store.values.get(self._keys.shard_epoch)
-        waiting = [stored.decode_shard(data) for data in queue.data] if queue else []
+        waiting = [stored_values.decode_shard(data) for data in queue.data] if queue else []
         there = {(shard.epoch, shard.index) for shard in waiting}
         for epoch in range(int(epochs) if isinstance(epochs, bytes) else 0):
             for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):
@@ -449,7 +452,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = stored.decode_head(p, head) if isinstance(head, dict) else None
+            decoded = head_hash.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,
@@ -462,17 +465,19 @@ class Oracle:
             if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
                 self.broken("what nobody needs expires", key)
 
-    def check_ledger(self, standing: Standing) -> None:
+    def check_ledger(self, ledger_inputs: LedgerInputs) -> None:
         """The run is finished: every token that was trained is merged, overwritten, rejected, or died.
 
         Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold: also of
         those that had ended before, who could not notice it.
         """
-        if not self._rewinds and surviving(self._tape, standing.heads)[1]:
+        if not self._rewinds and surviving(self._tape, ledger_inputs.heads)[1]:
             self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
         outages = {"outages": int(self._rewinds > 0)}
-        standing = replace(standing, reports=tuple(one.model_copy(update=outages) for one in standing.reports))
-        for problem in problems(accounts(self._tape, standing, self._layout)):
+        ledger_inputs = replace(
+            ledger_inputs, reports=tuple(one.model_copy(update=outages) for one in ledger_inputs.reports)
+        )
+        for problem in problems(accounts(self._tape, ledger_inputs, self._layout)):
             self.broken("the ledger closes", problem)
 
     def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.fragments import Layout
-from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.run_messages import LearnerReport, Phase
 from pipeline.settings import SyncerProcess
+from pipeline.spec_messages import Spec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from workers.exchange import Exchange

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.messages import Spec, SyncSpec, TensorSpec
 from pipeline.quantize import KINDS
 from pipeline.settings import SyncSettings
+from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
 from pipeline.wire import MergeRule
 
 from .chance import Chance

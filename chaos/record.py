@@ -227,8 +227,8 @@ def _noted(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name, _method in vars(Bus).items():
-    if inspect.iscoroutinefunction(_method) and _name != "close":
+for _name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction):
+    if _name != "close":
         setattr(RecordedBus, _name, _noted(_name))
 
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.delta_messages import DeltaHeader
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import DeltaHeader, SyncSpec
+from pipeline.spec_messages import SyncSpec
 
 Float64 = npt.NDArray[np.float64]
 

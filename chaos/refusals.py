@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.commits import Refusal
+from pipeline.delta_messages import DeltaHeader
 from pipeline.keys import RunKeys
 from pipeline.memory_store import MemoryStore, Stream
-from pipeline.messages import DeltaHeader, RefusalReason, Rejected
-from pipeline.ports import Refusal
+from pipeline.tape_messages import RefusalReason, Rejected
 from workers.exchange import DELTA_TTL_S
 
 from .link import Link

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.messages import DeltaHeader
+from pipeline.delta_messages import DeltaHeader
 
 Float64 = npt.NDArray[np.float64]
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.entry_ids import entry_id, offer_id, parse_offer_id
 from pipeline.keys import PREFIX
 from pipeline.memory_store import EntryId, Stream
 from pipeline.ports import START
 from pipeline.redis_calls import RedisCalls, connect_calls
 from pipeline.redis_streams import RedisBus
-from pipeline.stored import entry_id, offer_id, parse_offer_id
 
 from .plan import plan
 from .record import STAMPED, Called, Event, Expired, Full, Recorder, Restarted, Snapshot, Times, WorldStore, split_stamp

@@ -1,6 +1,6 @@
 """What a learner of virtual time says about itself: its counts, and none of what only real time has. Pure."""
 
-from pipeline.messages import LearnerReport
+from pipeline.run_messages import LearnerReport
 from workers.rounds import Rounds
 
 

@@ -9,7 +9,9 @@ says it doubts is in once its payload is on the bus too, and nobody waits for it
 
 from collections.abc import Callable
 
-from pipeline.messages import DeltaHeader, SyncSpec, WindowView
+from pipeline.delta_messages import DeltaHeader
+from pipeline.head_messages import WindowView
+from pipeline.spec_messages import SyncSpec
 
 from .link import Link
 from .surviving import Surviving

@@ -20,8 +20,8 @@ from pipeline import payloads
 from pipeline.errors import LeaseLost
 from pipeline.fragments import layout_of
 from pipeline.keys import RunKeys
-from pipeline.messages import Phase, RunState
-from pipeline.standing import read_standing
+from pipeline.ledger_inputs import read_ledger_inputs
+from pipeline.run_messages import Phase, RunState
 
 from .chance import Chance
 from .lapses import Lapses
@@ -427,8 +427,8 @@ class World:
                 self.oracle.broken("a drained run ends", f"after {ENDS_S:.0f} s there are still {left}")
                 return
         self._check_end(await bus.read_state())
-        standing = await read_standing(bus, len(self.layout.fragments), LIVENESS_S)
-        self.oracle.check_ledger(standing)
+        ledger_inputs = await read_ledger_inputs(bus, len(self.layout.fragments), LIVENESS_S)
+        self.oracle.check_ledger(ledger_inputs)
 
     async def _ended_in_order(self, bus: WorldBus, struck: bool) -> bool:
         """Whether the run is finished and all are gone; does what its user does, and the one who runs the syncers.

@@ -13,9 +13,10 @@ from typing import Any
 
 from pipeline import lifecycle
 from pipeline.errors import DilocoError
-from pipeline.messages import Evaluation, LearnerReport
+from pipeline.ledger_inputs import LedgerInputs
+from pipeline.run_messages import Evaluation, LearnerReport
 from pipeline.shares import shares
-from pipeline.standing import Standing
+from pipeline.status import EvaluationStatus, LearnerStatus, Status
 
 from .display import Screen
 from .finish import conclude
@@ -37,21 +38,32 @@ def _progress(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _learner(row: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"incarnation": "", "live": True, "left": False, "versions": [], "age_s": 0.0}
-    return fixed | row
+def _learner(row: dict[str, Any]) -> LearnerStatus:
+    return {
+        "incarnation": "",
+        "live": True,
+        "left": False,
+        "versions": [],
+        "age_s": 0.0,
+        "id": row["id"],
+        "step": row["step"],
+        "tokens": row["tokens"],
+        "tokens_per_s": row["tokens_per_s"],
+        "loss": row["loss"],
+        "step_s": row["step_s"],
+    }
 
 
-def baseline_status(out: Path, budget_tokens: int | None = None) -> dict[str, Any]:
+def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
     """The status of a baseline run in the shape of `pipeline.status`, from its folder."""
     lines = _progress(out)
     last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
     measured = [line for line in lines if line["val_loss"] is not None]
     budget = budget_tokens or RunFile.read(out).budget_tokens
-    evaluation = None
+    evaluation: EvaluationStatus | None = None
     if measured:
-        evaluation = {"loss": measured[-1]["val_loss"], "final": False}
-        evaluation |= {name: measured[-1][name] for name in ("tokens", "elapsed_s")}
+        at = measured[-1]
+        evaluation = {"loss": at["val_loss"], "final": False, "tokens": at["tokens"], "elapsed_s": at["elapsed_s"]}
     return {
         "run": out.name,
         "phase": "running" if lines else "waiting",
@@ -181,7 +193,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
         wall_s=started + result["wall_s"] - began_unix_s,
         outer_steps=0,
         started_unix_s=started,
-        standing=Standing(reports=tuple(reports)),
+        ledger_inputs=LedgerInputs(reports=tuple(reports)),
         evaluations=evaluations,
         progress=[(started + line["elapsed_s"], line["tokens"]) for line in lines],
     )

@@ -21,9 +21,9 @@ from chaos.schedule import Manner, Party, Rule, parse
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.lifecycle import ignore_hangup
-from pipeline.messages import Committed
 from pipeline.output import outlive_readers
 from pipeline.strict_json import dumps
+from pipeline.tape_messages import Committed
 from pipeline.units import parse_duration
 
 from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report

@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 from chaos.audit import Ending
 from chaos.proxy import Proxy
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Phase
 from pipeline.ports import Bus
+from pipeline.run_messages import Phase
+from pipeline.status import Status
 
 from .display import Screen
 from .folder import Folder
 from .launch import Child, ChildDied, Children
 from .options import RunProcess
-from .run import Launcher, Status
+from .run import Launcher
 
 T = TypeVar("T")
 

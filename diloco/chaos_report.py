@@ -23,7 +23,7 @@ from chaos.rates import (
 )
 from chaos.schedule import Manner, Party
 from pipeline.ledger import surviving
-from pipeline.messages import Committed, Rewound
+from pipeline.tape_messages import Committed, Rewound
 
 from . import chaos_bounds
 from .display import duration
@@ -63,7 +63,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
     """The report; what `violations` holds decides the verdict."""
     violations = [{"promise": one.promise, "detail": one.detail} for one in audit(evidence)]
     run = build(facts.outcome)
-    history, _ = surviving(evidence.records, evidence.standing.heads)
+    history, _ = surviving(evidence.records, evidence.ledger_inputs.heads)
     merges = [commit for commit in history if commit.contributions]
     inside = [commit for commit in merges if facts.began_s <= commit.unix_s <= facts.ended_s]
     all_gaps = gaps((commit.unix_s for commit in merges), facts.began_s, facts.ended_s)
@@ -194,7 +194,7 @@ def _keys(evidence: Evidence) -> dict[str, dict[str, int | None]]:
     """The most that was on the bus of each kind of key, and the most that may be."""
     limits = {} if evidence.scale is None else bounds(evidence.scale)
     found: dict[str, dict[str, int | None]] = {}
-    for name, kind in peaks(evidence.census).items():
+    for name, kind in peaks(evidence.key_usage).items():
         most_keys, most_entries = limits.get(name, (None, None))
         found[name] = {"keys": kind.keys, "entries": kind.entries, "bytes": kind.bytes}
         found[name] |= {"most_keys": most_keys, "most_entries": most_entries}
@@ -204,7 +204,7 @@ def _keys(evidence: Evidence) -> dict[str, dict[str, int | None]]:
 def _blocked(evidence: Evidence) -> float:
     """Share of the learners' time in which training waited inside the library; the worst learner's."""
     times: dict[str, tuple[float, float]] = {}
-    for report in evidence.standing.reports:
+    for report in evidence.ledger_inputs.reports:
         blocked_s, wall_s = times.get(report.learner, (0.0, 0.0))
         times[report.learner] = blocked_s + report.blocked_s, wall_s + report.wall_s
     return max((blocked_s / wall_s for blocked_s, wall_s in times.values() if wall_s), default=0.0)

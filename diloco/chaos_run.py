@@ -1,6 +1,6 @@
 """A real run on this machine under planned strikes, and the evidence of what it leaves.
 
-    launcher (this process): proxy, monkey, census ──▶ Redis (append-only file)
+    launcher (this process): proxy, monkey, key usage ──▶ Redis (append-only file)
       └─ spawner ──forks──▶ learners, syncers, evaluator ──TCP, a door each──▶ proxy
 
 It ends when `--for` is over, the budget is spent, or at Ctrl-C: then nobody is struck any more, all strikes are undone,
@@ -18,13 +18,13 @@ from chaos.growth import Scale
 from chaos.proxy import Proxy
 from chaos.schedule import Manner, Party, Rule, draw
 from pipeline import lifecycle
-from pipeline.census import Census
 from pipeline.codec import chunk_count
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusError, DilocoError
-from pipeline.messages import Committed
-from pipeline.redis_census import RedisCensus, connect_census
+from pipeline.key_usage import KeyUsage
+from pipeline.redis_key_usage import RedisKeyUsage, connect_key_usage
 from pipeline.shard_messages import ShardQueue
+from pipeline.tape_messages import Committed
 from pipeline.waiting import first_of
 from syncer.staging import KEPT_UPDATES
 
@@ -46,17 +46,17 @@ REPLACED_S = 130.0
 
 
 class Count:
-    """Takes a census of the bus every second."""
+    """Counts what is on the bus every second."""
 
-    def __init__(self, census: RedisCensus) -> None:
-        self._census = census
-        self.samples: list[Census] = []
+    def __init__(self, key_usage: RedisKeyUsage) -> None:
+        self._key_usage = key_usage
+        self.samples: list[KeyUsage] = []
 
     async def follow(self) -> None:
         """Until cancelled."""
         while True:
             with suppress(BusError):  # it is struck
-                self.samples.append(await self._census.take())
+                self.samples.append(await self._key_usage.take())
             await asyncio.sleep(CENSUS_S)
 
 
@@ -104,8 +104,8 @@ async def run(
             names += [f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"]
             for name in names:
                 await proxy.add(name)
-            census = await connect_census(server.url, settings.run)
-            count = Count(census)
+            key_usage = await connect_key_usage(server.url, settings.run)
+            count = Count(key_usage)
             counting = asyncio.create_task(count.follow())
 
             def note(text: str) -> None:
@@ -134,7 +134,7 @@ async def run(
                 for one in (counting, watching, striking):
                     one.cancel()
                 await asyncio.gather(counting, watching, striking, return_exceptions=True)
-                await census.close()
+                await key_usage.close()
     facts = Facts(
         outcome=outcome,
         seed=settings.seed,
@@ -159,7 +159,7 @@ def _evidence(
     monkey: Monkey,
     outcome: Outcome,
     queue: ShardQueue,
-    census: list[Census],
+    key_usage: list[KeyUsage],
     left: list[str],
 ) -> Evidence:
     layout = outcome.layout
@@ -180,13 +180,13 @@ def _evidence(
     return Evidence(
         layout=layout,
         records=outcome.records,
-        standing=outcome.standing,
+        ledger_inputs=outcome.ledger_inputs,
         strikes=monkey.history,
         tail_lost=settings.lose_tail,
         shards=read_shard_notes(folder.logs),
         queue=queue,
         shards_per_epoch=shards if settings.log_level == "debug" else 0,
-        census=census,
+        key_usage=key_usage,
         scale=scale,
         endings=launcher.endings,
         left_running=left,

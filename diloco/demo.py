@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.status import LearnerStatus
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -23,7 +25,7 @@ class StepLog:
 
     by_learner: dict[str, list[Sample]] = field(default_factory=dict)
 
-    def add(self, learners: Sequence[dict[str, Any]], now_s: float) -> None:
+    def add(self, learners: Sequence[LearnerStatus], now_s: float) -> None:
         """Take the learners of a status (`pipeline.status`) read at `now_s`."""
         for learner in learners:
             if not learner["live"] or learner["step"] == 0:

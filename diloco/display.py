@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,7 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-Status = dict[str, Any]
+from pipeline.shares import MergedShare
+from pipeline.status import LearnerStatus, Status
 
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
@@ -57,9 +57,9 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def merged_share(shares: dict[str, Any]) -> str:
+def merged_share(shares: MergedShare) -> str:
     """'82% (3% pending, 84% in the last 5:00)': of the trained tokens (`pipeline.shares`); '-' before the first."""
-    if shares["since_start"] is None:
+    if shares["since_start"] is None or shares["pending"] is None:
         return "-"
     more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
     if shares["recent"] is not None:
@@ -78,9 +78,9 @@ def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def present(learners: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
     """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, LearnerStatus] = {}
     for learner in learners:
         before = newest.get(learner["id"])
         if before is None or learner["age_s"] < before["age_s"]:
@@ -88,7 +88,7 @@ def present(learners: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
 
 
-def _condition(learner: dict[str, Any]) -> Text:
+def _condition(learner: LearnerStatus) -> Text:
     if learner["left"]:
         return Text("left", "dim")
     return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
@@ -193,7 +193,8 @@ def refusals(by_reason: dict[str, int]) -> str:
 
 
 def _summary(status: Status) -> Columns:
-    lost = sum(value for cause, value in status["tokens_lost"].items() if cause != "pending")
+    gone = status["tokens_lost"]
+    lost = gone["overwritten"] + gone["rejected"] + gone["died"]
     evaluation = status["evaluation"]
     facts = [
         ("outer steps", str(status["outer_steps"])),

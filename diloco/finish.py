@@ -43,7 +43,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
-    unsaved = checkpoint is not None and not checkpoints.is_of(checkpoint, outcome.standing.heads)
+    unsaved = checkpoint is not None and not checkpoints.is_of(checkpoint, outcome.ledger_inputs.heads)
     if unsaved:
         outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text are of an earlier one")
     report = build(outcome)

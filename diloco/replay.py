@@ -8,9 +8,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipeline.cores import one_blas_thread
 from pipeline.errors import UsageError
-from pipeline.messages import Committed, TapeRecord
 from pipeline.settings import BusSettings
 from pipeline.strict_json import dumps
+from pipeline.tape_messages import Committed, TapeRecord
 from syncer.checkpoint import load_checkpoint
 from syncer.recording import list_recording
 from syncer.replay import Replayed, replay

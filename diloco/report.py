@@ -18,9 +18,10 @@ from pipeline.ledger import (
     totals,
     whole_tokens,
 )
-from pipeline.messages import Evaluation, Event, LearnerReport, Rejected, TapeRecord
-from pipeline.shares import RECENT_S, shares
-from pipeline.standing import Standing
+from pipeline.ledger_inputs import LedgerInputs
+from pipeline.run_messages import Evaluation, Event, LearnerReport
+from pipeline.shares import RECENT_S, MergedShare, shares
+from pipeline.tape_messages import Rejected, TapeRecord
 
 from .display import count, duration, merged_share
 
@@ -72,7 +73,7 @@ class Outcome:
     layout: Layout | None = None
     """None for the data-parallel baseline."""
     records: Sequence[TapeRecord] = ()
-    standing: Standing = field(default_factory=Standing)
+    ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
     evaluations: Sequence[Evaluation] = ()
     events: Sequence[Event] = ()
     progress: Sequence[tuple[float, int]] = ()
@@ -168,14 +169,14 @@ def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], l
     return section
 
 
-def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> dict[str, Any]:
+def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
     """As the status has it, of the whole run and of its last minutes; these from the tape."""
     trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
     if not outcome.progress or outcome.layout is None:
         return shares((), (0.0, trained, merged), sums.lost["pending"])
     end_s = outcome.progress[-1][0]
     begin_s = max(outcome.started_unix_s, end_s - RECENT_S)
-    commits, _ = surviving(outcome.records, outcome.standing.heads)
+    commits, _ = surviving(outcome.records, outcome.ledger_inputs.heads)
     late = [0] * len(outcome.layout.fragments)
     for commit in commits:
         if commit.unix_s > begin_s:
@@ -201,13 +202,13 @@ def build(outcome: Outcome) -> Report:
     """
     warnings = list(outcome.warnings)
     if outcome.layout is not None:
-        parts = accounts(outcome.records, outcome.standing, outcome.layout)
+        parts = accounts(outcome.records, outcome.ledger_inputs, outcome.layout)
         sums = totals(parts, outcome.layout)
-        if surviving(outcome.records, outcome.standing.heads)[1]:
+        if surviving(outcome.records, outcome.ledger_inputs.heads)[1]:
             warnings.append("the bus came back at an earlier state: merges that it lost are not counted as merged")
     else:  # every gradient goes into the mean of its step
         parts = []
-        trained = sum(report.tokens for report in outcome.standing.reports)
+        trained = sum(report.tokens for report in outcome.ledger_inputs.reports)
         sums = Totals(trained, trained, dict.fromkeys(CAUSES, 0))
     warnings += [f"the ledger does not close, which is a bug: {problem}" for problem in problems(parts)]
     base = outcome.origin
@@ -225,7 +226,7 @@ def build(outcome: Outcome) -> Report:
         "token_elements": sums.elements,
         "wall_s": outcome.wall_s,
         "outer_steps": outcome.outer_steps,
-        "learners": learner_rows(outcome.standing.reports),
+        "learners": learner_rows(outcome.ledger_inputs.reports),
         "evaluations": [
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
             for one in outcome.evaluations

@@ -21,11 +21,12 @@ from pipeline.clock import LoopClock
 from pipeline.codec import decode
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import Event, Phase, Spec
+from pipeline.ledger_inputs import read_ledger_inputs
 from pipeline.output import outlive_readers
 from pipeline.ports import START, Bus
-from pipeline.standing import read_standing
-from pipeline.status import read_status
+from pipeline.run_messages import Event, Phase
+from pipeline.spec_messages import Spec
+from pipeline.status import Status, read_status
 
 from .demo import StepLog, measure
 from .display import Screen, present
@@ -44,8 +45,6 @@ EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
 """On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
-
-Status = dict[str, Any]
 
 
 class Moment(NamedTuple):
@@ -325,7 +324,7 @@ class Launcher:
         layout = layout_of(decode(Spec, data).tensors)
         records = read_archive(self._folder.tape)
         ended = [child.name for child in self._children.named("learner-")]
-        standing = await read_standing(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
+        ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
         return Outcome(
             method=self._settings.method,
             seed=self._settings.seed,
@@ -337,7 +336,7 @@ class Launcher:
             started_unix_s=state.started_unix_s,
             layout=layout,
             records=records,
-            standing=standing,
+            ledger_inputs=ledger_inputs,
             evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
             events=[one for _, one in await self._all(self._bus.read_events)],
             progress=self._progress,

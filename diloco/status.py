@@ -2,14 +2,13 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
 
 from pipeline.clock import LoopClock
 from pipeline.settings import BusSettings
-from pipeline.status import read_status
+from pipeline.status import Status, read_status
 from pipeline.strict_json import dumps
 
 from .baseline import baseline_status
@@ -18,7 +17,7 @@ from .locate import REPORT_FILE, locate, open_bus, read_object
 from .report import summary
 
 
-async def _read(url: str, run: str) -> dict[str, Any]:
+async def _read(url: str, run: str) -> Status:
     async with open_bus(url, run) as bus:
         return await read_status(bus, LoopClock())
 

@@ -10,10 +10,11 @@ import typer
 
 from pipeline.codec import decode, decode_tape
 from pipeline.errors import BadMessage, UsageError
-from pipeline.messages import Committed, Rejected, Rewound, Spec, TapeRecord
 from pipeline.ports import START, Bus
 from pipeline.settings import BusSettings
+from pipeline.spec_messages import Spec
 from pipeline.strict_json import dumps
+from pipeline.tape_messages import Committed, Rejected, Rewound, TapeRecord
 from pipeline.wire import Message
 
 from .locate import is_live, locate, open_bus

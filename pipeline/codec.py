@@ -18,9 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from . import chunks
 from .buffers import take
 from .errors import BadMessage, BadPayload
-from .messages import Committed, TapeRecord
 from .payload_messages import Chunk
 from .quantize import Quantized, decodable, wire_bytes
+from .tape_messages import Committed, TapeRecord
 from .wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
 
 M = TypeVar("M", bound=Message)

@@ -11,7 +11,7 @@ import msgpack
 
 from .codec import digest_of
 from .errors import UsageError
-from .messages import TensorSpec
+from .spec_messages import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .codec import PayloadReader, as_bytes, payload_digest
+from .commits import Rest, Staged
 from .errors import BadPayload
 from .halves import complete, split, widened
-from .messages import Head, SyncSpec
+from .head_messages import Head
 from .payload_messages import Update
 from .payloads import pull, push
-from .ports import Bus, Rest, Staged
+from .ports import Bus
+from .spec_messages import SyncSpec
 from .updates import advance, gather
 from .wire import Codec
 

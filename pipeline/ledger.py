@@ -22,8 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .fragments import Layout, layout_of
-from .messages import Committed, Rejected, Rewound, TapeRecord, TensorSpec
-from .standing import Incarnation, Standing
+from .ledger_inputs import Incarnation, LedgerInputs
+from .spec_messages import TensorSpec
+from .tape_messages import Committed, Rejected, Rewound, TapeRecord
 
 CAUSES = ("overwritten", "rejected", "died", "pending", "unaccounted")
 """Why tokens are not merged, as reports name them."""
@@ -125,35 +126,35 @@ def surviving(
 # --- accounts ----------------------------------------------------------------------------------------
 
 
-def accounts(records: Iterable[TapeRecord], standing: Standing, layout: Layout) -> list[Account]:
+def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout: Layout) -> list[Account]:
     """The account of every incarnation that reported, stands on the tape or has a header on a stream.
 
     Args:
         records: the tape, lost history included.
-        standing: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
+        ledger_inputs: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
         layout: fragments of the model.
     """
     records = list(records)
-    commits, lost = surviving(records, standing.heads)
+    commits, lost = surviving(records, ledger_inputs.heads)
     books = _Books(layout)
     for commit in commits:
         for part in commit.contributions:
             books.merge(commit.fragment, part.learner, part.incarnation, part.base_version, part.tokens)
-    put = books.refuse if standing.finished else books.offer
-    for header in standing.offers:
+    put = books.refuse if ledger_inputs.finished else books.offer
+    for header in ledger_inputs.offers:
         put(header.fragment, header.learner, header.incarnation, header.base_version, header.tokens)
     untold = {record.learner for record in records if isinstance(record, Rejected) and record.last_told}
     for record in records:
         if isinstance(record, Rejected) and record.lost_tokens:
             books.refuse(record.fragment, record.learner, record.incarnation, record.base_version, record.tokens)
     found = books.close()
-    bus_lost = lost or any(report.outages for report in standing.reports)
+    bus_lost = lost or any(report.outages for report in ledger_inputs.reports)
     reported = set()
-    for report in standing.reports:
+    for report in ledger_inputs.reports:
         key = report.learner, report.incarnation
         one = found.setdefault(key, Account(*key))
         reported.add(key)
-        one.left, one.live = report.left, key in standing.live
+        one.left, one.live = report.left, key in ledger_inputs.live
         one.tokens, one.overwritten, one.published = report.tokens, report.overwritten, report.published
         one.bus_lost = lost or report.outages > 0
     for key, one in found.items():

@@ -3,15 +3,15 @@
 import asyncio
 from collections.abc import Mapping
 
-from . import stored
+from . import entry_ids
 from .errors import BusUnavailable
 from .keys import RunKeys
 from .memory_store import EntryId, Hash, MemoryStore, Stream
-from .ports import BusInfo, Clock
+from .ports import BusInfo, Clock, Connection
 
 
-class MemoryCalls:
-    """What all methods of the bus in memory are made of."""
+class MemoryCalls(Connection):
+    """The state of a bus in memory, and what all its methods are made of."""
 
     def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
         self.keys = RunKeys(run)
@@ -22,16 +22,13 @@ class MemoryCalls:
         self._waiters: dict[asyncio.Event, None] = {}
 
     def use_groups(self, groups: int) -> None:
-        """Set the number of fragment groups."""
         self.keys = RunKeys(self.keys.run, groups)
 
     async def info(self) -> BusInfo:
-        """The store about itself."""
         await self._turn()
         return BusInfo(f"memory-{self.store.starts}", "7.0.0", self.store.maxmemory_bytes, self.store.used_bytes())
 
     async def close(self) -> None:
-        """End all calls in flight."""
         self._closed = True
         self.disconnect()
 
@@ -85,12 +82,19 @@ class MemoryCalls:
         self.store.wake(key)
         return stream.append(at, data)
 
+    async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
+        await self._turn()
+        if self._bytes(key) not in (None, nonce.encode()):
+            return False
+        self._set(key, nonce.encode(), ttl_s)
+        return True
+
     async def _read(
         self, cursors: Mapping[str, str], limit: int, block_s: float
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         await self._turn()
-        after = {key: stored.entry_id(cursor) for key, cursor in cursors.items()}
+        after = {key: entry_ids.entry_id(cursor) for key, cursor in cursors.items()}
 
         def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
             found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from . import stored
+from . import entry_ids, stored_values
 from .codec import encode
 from .errors import UsageError
 from .memory_calls import MemoryCalls
 from .memory_store import EntryId, Hash, Stream
+from .ports import WorkQueue
 from .shard_messages import ClaimedShard, Shard, ShardQueue
 
 RELEASED = "released"
@@ -44,11 +45,11 @@ def choose(
     return min((at for at, (holder, _) in held.items() if holder != consumer and gone(at)), default=None)
 
 
-class MemoryShards(MemoryCalls):
-    """The methods of `pipeline.ports.Bus` that are about data shards."""
+class MemoryWorkQueue(MemoryCalls, WorkQueue):
+    """Data shards."""
 
     def _queue(self) -> tuple[Stream, Hash, int]:
-        epochs = stored.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
+        epochs = stored_values.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
         return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
 
     def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
@@ -62,7 +63,6 @@ class MemoryShards(MemoryCalls):
         self._set(self.keys.shard_epoch, b"%d" % epochs)
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
-        """Queue an epoch."""
         await self._turn()
         if self._queue()[2] != (epoch if counted is None else counted):
             return False
@@ -70,13 +70,11 @@ class MemoryShards(MemoryCalls):
         return True
 
     async def count_epochs(self) -> int:
-        """Epochs queued."""
         await self._turn()
         return self._queue()[2]
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        """Take a shard."""
-        known_ids = {stored.entry_id(at) for at in known}
+        known_ids = {entry_ids.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
         seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
@@ -87,46 +85,41 @@ class MemoryShards(MemoryCalls):
         if not found:
             return None
         at, blob = found[0]
-        stream.delivered = max(stream.delivered, stored.entry_id(at))
-        stream.held[stored.entry_id(at)] = (consumer, now_ms)
-        position = stored.decode_count("shard position", positions.get(at.encode()))
-        return ClaimedShard(entry_id=at, shard=stored.decode_shard(blob), position=position)
+        stream.delivered = max(stream.delivered, entry_ids.entry_id(at))
+        stream.held[entry_ids.entry_id(at)] = (consumer, now_ms)
+        position = stored_values.decode_count("shard position", positions.get(at.encode()))
+        return ClaimedShard(entry_id=at, shard=stored_values.decode_shard(blob), position=position)
 
     def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
-        return stream.held.get(stored.entry_id(entry_id), ("", 0))[0] == consumer
+        return stream.held.get(entry_ids.entry_id(entry_id), ("", 0))[0] == consumer
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        """Remember how far a shard was read."""
         await self._turn()
         stream, positions, _ = self._queue()
         if not self._holds(stream, consumer, entry_id):
             return
-        if position > stored.decode_count("shard position", positions.get(entry_id.encode())):
+        if position > stored_values.decode_count("shard position", positions.get(entry_id.encode())):
             self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        """Acknowledge a shard."""
         await self._turn()
         stream, positions, _ = self._queue()
         if self._holds(stream, consumer, entry_id):
-            del stream.held[stored.entry_id(entry_id)]
-            stream.delete(stored.entry_id(entry_id))
+            del stream.held[entry_ids.entry_id(entry_id)]
+            stream.delete(entry_ids.entry_id(entry_id))
             positions.pop(entry_id.encode(), None)
 
     async def release_shards(self, consumer: str) -> None:
-        """Give back all shards of a consumer."""
         await self._turn()
         held, now_ms = self._queue()[0].held, self._unix_ms()
         held |= {at: (RELEASED, now_ms) for at, (holder, _) in held.items() if holder == consumer}
 
     async def read_shards(self) -> ShardQueue:
-        """Shards not yet acknowledged."""
         await self._turn()
         stream, positions, epochs = self._queue()
-        return stored.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
+        return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:
-        """Put a checkpoint's queue back."""
         await self._turn()
         stream, positions, epochs = self._queue()
         if stream.ids or positions or epochs:

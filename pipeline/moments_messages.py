@@ -1,4 +1,4 @@
-"""Wire types of an inner optimizer's moments, which a learner that joins may have from a peer. As `messages`."""
+"""Wire types of an inner optimizer's moments, which a learner that joins may have from a peer."""
 
 from typing import Annotated, ClassVar, Literal
 

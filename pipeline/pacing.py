@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from .messages import SyncSpec
 from .ramps import interval_at
+from .spec_messages import SyncSpec
 
 
 class Pace(NamedTuple):

@@ -1,4 +1,4 @@
-"""Wire types of payloads: the pieces in which they travel, and the updates that follow a global. As `messages`."""
+"""Wire types of payloads: the pieces in which they travel, and the updates that follow a global."""
 
 from typing import Annotated, ClassVar
 

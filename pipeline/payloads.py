@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from .chunks import Payload
 from .codec import DTYPES, PayloadReader, as_bytes
+from .commits import Staged
 from .errors import BadPayload
-from .ports import Bus, Staged
+from .ports import PayloadStore
 from .wire import Codec
 
 Offload = Callable[..., Awaitable[Any]]
@@ -26,7 +27,7 @@ def _piece(chunk_bytes: int) -> int:
 
 
 async def pull(
-    bus: Bus, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = 60.0
+    bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = 60.0
 ) -> PayloadReader:
     """Read a payload that is complete on the bus; one that takes several reads is kept from expiring meanwhile.
 
@@ -45,7 +46,7 @@ async def pull(
 
 
 async def follow(
-    bus: Bus,
+    bus: PayloadStore,
     key: str,
     elements: int,
     codec: Codec,
@@ -84,7 +85,7 @@ async def follow(
     return reader
 
 
-async def push(bus: Bus, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:
+async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:
     """Upload a flat array (elements,) under a fresh key; it expires unless a commit makes it stay."""
     data = as_bytes(array)
     payload = Payload(data, chunk_bytes)
@@ -96,7 +97,7 @@ async def push(bus: Bus, key: str, array: npt.NDArray[Any], chunk_bytes: int, tt
 
 
 async def push_growing(
-    bus: Bus, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
+    bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
 ) -> Staged:
     """As `push`, of a payload that is still being written; `more` is set whenever more of it is."""
     written, piece = 0, _piece(chunk_bytes)
@@ -109,7 +110,7 @@ async def push_growing(
     return Staged(key, written)
 
 
-async def _write(bus: Bus, key: str, payload: Payload, first: int, ttl_s: float, piece: int) -> int:
+async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_s: float, piece: int) -> int:
     batch = [payload.encoded(index) for index in range(first, min(first + piece, payload.chunks))]
     await bus.write_chunks(key, first, batch, ttl_s)
     return first + len(batch)

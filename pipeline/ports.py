@@ -1,44 +1,30 @@
 """The two things the protocol needs from outside: a bus and a clock. Adapters: `redis_streams`, `memory`.
 
-Promises that every `Bus` keeps (the contract tests run on all adapters):
+The bus is small protocols, one for each idea, and `Bus` is their sum. What a method promises is said here and nowhere
+else: adapters inherit these protocols with their docstrings. Promises that every adapter keeps (the contract tests run
+on all of them):
 
 - Each method is one atomic step on the bus, or reads only. A method that raises `BusUnavailable` may or may
   not have happened; one that raises any other `BusError` has changed nothing.
 - Headers of one learner and fragment, and entries of one group's tape, are read in the order they were written.
 - Blocking reads (`block_s`) return early with what is there, or an empty list when the time is over; they
   never hold up other calls.
-- A syncer's writes (`commit`, `refuse`, `write_window`) check the lease nonce and the head inside the same atomic
-  step.
+- An owner's writes (`OwnerWrites`) check the lease nonce and the head inside the same atomic step.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from .chunks import Encoded
+from .commits import Commit, Refusal, Republication
+from .delta_messages import DeltaHeader
+from .head_messages import Head, WindowView
 from .keys import RunKeys
-from .messages import (
-    Committed,
-    DeltaHeader,
-    Evaluation,
-    Event,
-    Head,
-    InitialUpload,
-    LearnerReport,
-    MergedBase,
-    RefusalReason,
-    Rejected,
-    Rewound,
-    RunState,
-    SeenReport,
-    TapeRecord,
-    WindowChanged,
-    WindowView,
-)
 from .moments_messages import MomentsOffer, MomentsWish
-from .payload_messages import Update
+from .run_messages import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from .shard_messages import ClaimedShard, Shard, ShardQueue
+from .tape_messages import Rewound, TapeRecord, WindowChanged
 
 START = "0"
 """Cursor before the first entry of any stream."""
@@ -54,120 +40,6 @@ class Clock(Protocol):
     def unix(self) -> float:
         """Wall-clock seconds, for people and other machines only."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A payload uploaded under a fresh key, expiring until a commit makes it stay."""
-
-    key: str
-    chunks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rest(Staged):
-    """What a staged global lacks of the exact values."""
-
-    shown: bytes
-    """Digest of the global payload beside it."""
-
-
-def named(
-    payload: Staged, rest: Rest | None, momentum: Staged | None, updates: Sequence[Update] = ()
-) -> tuple[Staged, ...]:
-    """All payloads that a head names."""
-    there = tuple(one for one in (payload, rest, momentum) if one is not None)
-    led = ((key, update.chunks) for update in updates for key in update.payloads)
-    return (*there, *(Staged(*one) for one in led))
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Everything one merge changes, in one atomic step.
-
-    Checked before the first write: the lease nonce, the head (`expected`, None for a fragment without a
-    head), and the lengths of the staged payloads.
-    """
-
-    nonce: str
-    expected: tuple[int, bytes] | None
-    """(version, digest) the head must have; None: there must be no head."""
-    version: int
-    """expected version + 1; for a first commit 0, or a checkpoint's version."""
-    digest: bytes
-    """Of the exact values."""
-    payload: Staged
-    momentum: Staged | None
-    """None: all zeros."""
-    window: WindowView
-    merged: tuple[MergedBase, ...]
-    record: Committed
-    entries: tuple[str, ...] = ()
-    """Header entries that go with it."""
-    delta_payloads: tuple[str, ...] = ()
-    """Payload keys that go with it."""
-    merged_tokens: int = 0
-    """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
-    rest: Rest | None = None
-    """None: the payload has the exact values."""
-    updates: tuple[Update, ...] = ()
-    behind: int = 0
-    """As `Head`. What the head named before may be named again: it stays."""
-    replaced_ttl_s: float = 120.0
-    """How long the global payload, rest and updates live on that the head names no more."""
-    retired: tuple[str, ...] = ()
-    """Older replaced payloads that must go now (byte cap)."""
-    lost: Head | None = None
-    """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay: those that the head will name."""
-        return named(self.payload, self.rest, self.momentum, self.updates)
-
-
-@dataclass(frozen=True, slots=True)
-class Republication:
-    """The values of a head's version in payloads of their own, in the place of what it names.
-
-    Checked before the first write: the lease nonce, the head, and the lengths of the staged payloads.
-    """
-
-    nonce: str
-    expected: tuple[int, bytes]
-    """(version, digest) the head must have, and keeps."""
-    payload: Staged
-    rest: Rest | None
-    momentum: Staged | None
-    replaced_ttl_s: float = 120.0
-    updates: ClassVar[tuple[Update, ...]] = ()
-    behind: ClassVar[int] = 0
-    """It is a key frame."""
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay."""
-        return named(self.payload, self.rest, self.momentum)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Deltas refused in one atomic step: headers and payloads go, records go on the tape."""
-
-    nonce: str
-    expected: tuple[int, bytes]
-    """(version, digest) the head must have: who judged by an older one must look again."""
-    entries: tuple[str, ...]
-    delta_payloads: tuple[str, ...]
-    """Not those that another, accepted header still needs."""
-    records: tuple[Rejected, ...]
-    lost_tokens: int = 0
-    untold: tuple[RefusalReason, ...] = ()
-    """Reasons of refused entries that the tape does not tell of."""
-
-    def counts(self) -> dict[str, int]:
-        """How many were refused for which reason."""
-        return dict(Counter(reason.value for reason in (*(r.reason for r in self.records), *self.untold)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +87,14 @@ class BusInfo:
     """E.g. an eviction policy that may drop keys."""
 
 
-class Bus(Protocol):
-    """Redis, or its in-memory twin, bound to one run."""
+class Keyed(Protocol):
+    """What every part of the bus has: it is bound to one run."""
 
     keys: RunKeys
+
+
+class Connection(Keyed, Protocol):
+    """The way to the server."""
 
     def use_groups(self, groups: int) -> None:
         """Set the number of fragment groups; called once the spec is known (`Spec.sync.groups`)."""
@@ -232,7 +108,10 @@ class Bus(Protocol):
         """Close all connections; calls in flight end with `BusUnavailable`."""
         ...
 
-    # --- the run as a whole ----------------------------------------------------------------------
+
+class SpecAndState(Keyed, Protocol):
+    """What all parties of the run agree on, and where the run stands."""
+
     async def propose_spec(self, spec: bytes) -> bytes:
         """Set the spec if there is none; returns the spec that holds."""
         ...
@@ -252,6 +131,10 @@ class Bus(Protocol):
     async def read_state(self) -> RunState | None:
         """The run's state, or None before the syncer first wrote it."""
         ...
+
+
+class Reports(Keyed, Protocol):
+    """What learners last said about themselves."""
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         """Replace the report of this learner's incarnation, unless by an older one; returns the run's state.
@@ -274,6 +157,10 @@ class Bus(Protocol):
         """Last report of every incarnation that ever reported, with ages by the server's clock."""
         ...
 
+
+class RunLogs(Keyed, Protocol):
+    """Events and evaluations, in the order in which they were written."""
+
     async def add_event(self, event: Event) -> None:
         """Append to the run's events (capped at about 10,000)."""
         ...
@@ -290,7 +177,10 @@ class Bus(Protocol):
         """Evaluations after an entry id, oldest first."""
         ...
 
-    # --- version 0 -------------------------------------------------------------------------------
+
+class InitialUploads(Keyed, Protocol):
+    """Version 0: one learner at a time may upload it."""
+
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
         """Win (or keep, same nonce: prolongs it) the right to upload version 0."""
         ...
@@ -303,7 +193,10 @@ class Bus(Protocol):
         """The complete upload of version 0, if there is one."""
         ...
 
-    # --- an inner optimizer's moments ------------------------------------------------------------
+
+class MomentsExchange(Keyed, Protocol):
+    """An inner optimizer's moments: a learner asks, and one peer at a time answers."""
+
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         """Wish for a peer's moments; while somebody else's wish is there, that one serves both."""
         ...
@@ -320,7 +213,10 @@ class Bus(Protocol):
         """Announce a complete upload, if the claim is still held, and end wish and claim; False if it lapsed."""
         ...
 
-    # --- payloads --------------------------------------------------------------------------------
+
+class PayloadStore(Keyed, Protocol):
+    """Payloads, chunk by chunk."""
+
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         """Append encoded chunks `first`, `first`+1 ... in one bounded pipeline and (re)set the expiry.
 
@@ -345,14 +241,17 @@ class Bus(Protocol):
         """
         ...
 
-    # --- fragments: learners ---------------------------------------------------------------------
-    async def offer(self, header: DeltaHeader) -> str:
-        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`."""
-        ...
+
+class Heads(Keyed, Protocol):
+    """The present truth about every fragment, to read."""
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads in the order asked for; None where a fragment has none yet."""
         ...
+
+
+class Tape(Keyed, Protocol):
+    """The event tape: one for each group of fragments."""
 
     async def tape_end(self) -> dict[int, str]:
         """Cursor after the last entry of each group's tape."""
@@ -362,29 +261,16 @@ class Bus(Protocol):
         """Entries after the cursors (group -> entry id), in order within a group."""
         ...
 
-    # --- fragments: the owner (syncer) -----------------------------------------------------------
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce."""
+    async def trim_tape(self, group: int, before: str) -> None:
+        """Drop tape entries older than an id, once archived."""
         ...
 
-    async def release_lease(self, fragment: int, nonce: str) -> None:
-        """Give the lease back, if it is still ours."""
-        ...
 
-    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
-        """The nonces under which leases are held, in the order asked for; None where one is free."""
-        ...
+class Offers(Keyed, Protocol):
+    """Headers of deltas: learners offer them, the fragment's owner reads them."""
 
-    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
-        """Say that a syncer is here for another `ttl_s`; returns the nonces of all that are, in order."""
-        ...
-
-    async def withdraw_syncer(self, nonce: str) -> None:
-        """Say that a syncer is gone."""
-        ...
-
-    async def read_syncers(self) -> dict[str, str]:
-        """Nonce -> name of all syncers that are here, in order of the nonces."""
+    async def offer(self, header: DeltaHeader) -> str:
+        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`."""
         ...
 
     async def read_offers(
@@ -401,6 +287,42 @@ class Bus(Protocol):
             limit: for each learner.
         """
         ...
+
+
+class FragmentLeases(Keyed, Protocol):
+    """Who owns which fragment, for how long."""
+
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce."""
+        ...
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        """Give the lease back, if it is still ours."""
+        ...
+
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        """The nonces under which leases are held, in the order asked for; None where one is free."""
+        ...
+
+
+class SyncerBoard(Keyed, Protocol):
+    """Which syncers are here."""
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        """Say that a syncer is here for another `ttl_s`; returns the nonces of all that are, in order."""
+        ...
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        """Say that a syncer is gone."""
+        ...
+
+    async def read_syncers(self) -> dict[str, str]:
+        """Nonce -> name of all syncers that are here, in order of the nonces."""
+        ...
+
+
+class OwnerWrites(Keyed, Protocol):
+    """What only the holder of a fragment's lease writes. Lease and head are checked in the same atomic step."""
 
     async def commit(self, commit: Commit) -> None:
         """Move the head: exactly once, or not at all.
@@ -443,11 +365,10 @@ class Bus(Protocol):
         """
         ...
 
-    async def trim_tape(self, group: int, before: str) -> None:
-        """Drop tape entries older than an id, once archived."""
-        ...
 
-    # --- data shards -----------------------------------------------------------------------------
+class WorkQueue(Keyed, Protocol):
+    """Data shards that learners take turns to read."""
+
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
         """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did.
 
@@ -492,3 +413,23 @@ class Bus(Protocol):
     async def restore_shards(self, queue: ShardQueue) -> None:
         """Put a checkpoint's shard queue on an empty bus."""
         ...
+
+
+class Bus(
+    Connection,
+    SpecAndState,
+    Reports,
+    RunLogs,
+    InitialUploads,
+    MomentsExchange,
+    PayloadStore,
+    Heads,
+    Tape,
+    Offers,
+    FragmentLeases,
+    SyncerBoard,
+    OwnerWrites,
+    WorkQueue,
+    Protocol,
+):
+    """All of it: Redis, or its in-memory twin. Whoever needs less takes the parts that it needs."""

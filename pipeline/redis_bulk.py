@@ -90,7 +90,8 @@ async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview
 
 
 async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:
-    assert connection._writer is not None  # noqa: S101  # the pool connects them
+    if connection._writer is None:
+        raise rx.ConnectionError("connection lost before the command was sent")
     transport: Any = connection._writer.transport  # the library has no other way to it
     usual = transport.get_protocol()
     reply = Reply(usual)

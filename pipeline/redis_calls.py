@@ -21,7 +21,7 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from . import redis_bulk, stored
+from . import cluster_slots, entry_ids, redis_bulk, stored_values
 from .chunks import ChunkParts, whole
 from .errors import (
     BadMessage,
@@ -138,7 +138,7 @@ def _refused(reply: list[Any]) -> DilocoError:
         case "PAYLOAD":
             return PayloadIncomplete(f"{key} has {detail} chunks")
         case "HOLDER":
-            return stored.replaced(str(key), int(detail or 0))
+            return stored_values.replaced(str(key), int(detail or 0))
         case "TOTAL":
             return BadMessage(f"{key}: {detail} is no total that can be added to")
         case _:
@@ -319,7 +319,7 @@ class RedisCalls:
 
     async def script(self, name: str, keys: Sequence[str], *args: Any) -> list[Any]:
         """Run a script; returns what it answered after OK."""
-        stored.one_slot(keys)
+        cluster_slots.one_slot(keys)
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         async with self.call("control", CONTROL_S) as client:
             try:
@@ -396,7 +396,7 @@ class RedisCalls:
         commands = list(before)
         plain = len(commands)
         for keys, args in calls:
-            stored.one_slot(keys)
+            cluster_slots.one_slot(keys)
             commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
         replies = await self._bulk(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
@@ -438,8 +438,8 @@ class RedisCalls:
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         for cursor in cursors.values():
-            stored.entry_id(cursor)
-        if self.cluster and len(slots := stored.by_slot(cursors)) > 1:
+            entry_ids.entry_id(cursor)
+        if self.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
         command, lane = self._xread(cursors, limit, block_s, lane)

@@ -21,7 +21,7 @@ from pydantic_settings import (
 )
 
 from .errors import SpecMismatch, UsageError
-from .messages import SyncSpec
+from .spec_messages import SyncSpec
 from .tls import OPTIONS, with_tls
 from .units import parse_count, parse_duration
 from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName

@@ -1,4 +1,4 @@
-"""Wire types of the data work queue. As `messages`."""
+"""Wire types of the data work queue."""
 
 from typing import Annotated
 

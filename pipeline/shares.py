@@ -14,7 +14,7 @@ heads knows the recent share, whichever syncer leads, and also when none does an
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 SAMPLE_S = 15.0
 RECENT_S = 300.0
@@ -55,8 +55,18 @@ def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, 
     return min(1.0, merged / trained) if trained and span_s >= LEAST_S else None, span_s
 
 
-def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> dict[str, Any]:
-    """All three, with the seconds that the recent one is about, JSON-able; None: nothing is known yet.
+class MergedShare(TypedDict):
+    """Shares of the trained tokens, JSON-able; None: nothing is known yet."""
+
+    since_start: float | None
+    pending: float | None
+    recent: float | None
+    recent_s: float
+    """Seconds that the recent one is about."""
+
+
+def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
+    """All three.
 
     Args:
         samples: noted by the lead, oldest first.

@@ -1,4 +1,4 @@
-"""A run's status as one JSON-able dict: for `diloco status`, the HTTP side, the display and the report.
+"""A run's status (`Status`, JSON-able): for `diloco status`, the HTTP side, the display and the report.
 
 `build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
 tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
@@ -11,14 +11,16 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from .codec import decode
 from .fragments import Layout, layout_of
-from .messages import Evaluation, Head, Phase, RunState, SeenReport, Spec
+from .head_messages import Head
 from .pacing import Pace, slow_merges
 from .ports import START, Bus, Clock
-from .shares import shares
+from .run_messages import Evaluation, Phase, RunState, SeenReport
+from .shares import MergedShare, shares
+from .spec_messages import Spec
 from .wire import MOST_TOKENS
 
 LIVE_S = 5.0
@@ -27,7 +29,110 @@ LIVE_S = 5.0
 _RECENT_S = 3600.0
 
 
-def _learner(seen: SeenReport, live_s: float) -> dict[str, Any]:
+class LearnerStatus(TypedDict):
+    """One incarnation of a learner: its last report."""
+
+    id: str
+    incarnation: str
+    live: bool
+    left: bool
+    step: int
+    tokens: int
+    tokens_per_s: float
+    loss: float | None
+    step_s: float
+    versions: list[int]
+    age_s: float
+    """Since the report, by the server's clock."""
+    # A rank of a data-parallel baseline says nothing of these.
+    step_s_median: NotRequired[float]
+    blocked_s: NotRequired[float]
+    wall_s: NotRequired[float]
+    host: NotRequired[str]
+    device: NotRequired[str]
+
+
+class WindowStatus(TypedDict):
+    """A fragment's window, as its owner last published it."""
+
+    state: str
+    attempt: int
+    members: list[str]
+    expected: int
+    quorum: int
+    reason: str
+    doubted: list[str]
+    deadline_in_s: float | None
+    merge_s: float
+
+
+class FragmentStatus(TypedDict):
+    """A fragment's head."""
+
+    id: int
+    version: int
+    digest: str
+    """Hex."""
+    merged_deltas: int
+    merged_tokens: int
+    rejected_tokens: int
+    refused: dict[str, int]
+    """Deltas refused, by reason."""
+    window: WindowStatus
+
+
+class SyncerStatus(TypedDict):
+    """A syncer that is here."""
+
+    id: str
+    leads: bool
+    """It serves fragment 0."""
+    fragments: list[int]
+
+
+class EvaluationStatus(TypedDict):
+    """The newest held-out loss."""
+
+    loss: float
+    tokens: int
+    elapsed_s: float
+    final: bool
+
+
+class TokensLost(TypedDict):
+    """Tokens of the whole model that are not merged, by cause."""
+
+    overwritten: int
+    rejected: int
+    died: int
+    pending: int
+
+
+class Status(TypedDict):
+    """A run's status. The names are what users read at `/status` and from `diloco status --json`."""
+
+    run: str
+    phase: str
+    """Of `Phase`, or "waiting"."""
+    reason: str
+    tokens: int
+    budget_tokens: int
+    progress: float
+    merged_tokens: int
+    merged_share: MergedShare
+    outer_steps: int
+    tokens_lost: TokensLost
+    refused: dict[str, int]
+    """Deltas refused, by reason."""
+    elapsed_s: float
+    learners: list[LearnerStatus]
+    syncers: list[SyncerStatus]
+    fragments: list[FragmentStatus]
+    evaluation: EvaluationStatus | None
+    warnings: list[str]
+
+
+def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
     report = seen.report
     return {
         "id": report.learner,
@@ -53,7 +158,7 @@ def _is_live(seen: SeenReport, live_s: float) -> bool:
     return not seen.report.left and seen.age_s < live_s
 
 
-def _fragment(head: Head, quorum: int, now_unix_s: float) -> dict[str, Any]:
+def _fragment(head: Head, quorum: int, now_unix_s: float) -> FragmentStatus:
     window = head.window
     deadline = window.deadline_unix_s
     return {
@@ -104,7 +209,7 @@ def _crowded(reports: Sequence[SeenReport]) -> list[str]:
 
 def _tokens(
     layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head], live_s: float
-) -> tuple[int, int, dict[str, int]]:
+) -> tuple[int, int, TokensLost]:
     """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
     tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
@@ -122,8 +227,7 @@ def _tokens(
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
     died = rest if finished else min(rest, unpublished + before)
-    lost = {"overwritten": overwritten, "rejected": rejected, "died": died, "pending": rest - died}
-    return tokens, merged, lost
+    return tokens, merged, TokensLost(overwritten=overwritten, rejected=rejected, died=died, pending=rest - died)
 
 
 def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
@@ -134,7 +238,7 @@ def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s
     return max(0.0, now_unix_s - silent_s - state.started_unix_s)
 
 
-def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[dict[str, Any]]:
+def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[SyncerStatus]:
     """Who serves which fragments; the one of fragment 0 leads."""
     return [
         {
@@ -172,8 +276,8 @@ def build_status(
     live_s: float = LIVE_S,
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
-) -> dict[str, Any]:
-    """The status from its parts; see `tests/test_status.py` for the shape.
+) -> Status:
+    """The status from its parts.
 
     `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held.
     Before a spec and a state exist the phase is "waiting", and the shape is the same.
@@ -246,7 +350,7 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
     return last
 
 
-async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> dict[str, Any]:
+async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
     """The status of the bus's run.
 
     Raises:

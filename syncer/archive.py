@@ -18,7 +18,7 @@ import structlog
 from pipeline.appending import append_whole
 from pipeline.codec import encode
 from pipeline.errors import UsageError
-from pipeline.ports import START, Bus, TapeEntry
+from pipeline.ports import START, Tape, TapeEntry
 
 BLOCK_S = 1.0
 RETRY_S = 1.0
@@ -29,7 +29,7 @@ KEEP_UNTRIMMED = 10_000
 class TapeArchive:
     """Follows all tapes of a run and writes them to `directory`; trims what is safely on disk."""
 
-    def __init__(self, bus: Bus, groups: int, directory: Path, writer: str, trims: Callable[[], bool]) -> None:
+    def __init__(self, bus: Tape, groups: int, directory: Path, writer: str, trims: Callable[[], bool]) -> None:
         """`writer`: hex digits that nobody else has, an earlier life of this syncer included.
 
         Raises:

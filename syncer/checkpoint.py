@@ -31,14 +31,18 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from pipeline.codec import as_bytes, decode, encode, payload_digest
+from pipeline.commits import Commit
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.globals import Offload, pull_state, push_global
-from pipeline.messages import Committed, Head, Phase, RunState, Spec, SyncSpec, WindowView
+from pipeline.head_messages import Head, WindowView
 from pipeline.payloads import push
-from pipeline.ports import Bus, Clock, Commit
+from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Phase, RunState
 from pipeline.shard_messages import ShardQueue
+from pipeline.spec_messages import Spec, SyncSpec
 from pipeline.sums import SUMS_FILE, check_sums, write_sums
+from pipeline.tape_messages import Committed
 from pipeline.wire import MOST_TOKENS, Count, Digest, Message, Version
 
 from .norms import all_finite

@@ -9,8 +9,11 @@ import asyncio
 
 import structlog
 
-from pipeline.messages import Head, Phase, RefusalReason, Rejected, RunState
-from pipeline.ports import Bus, Clock, Offered, Refusal
+from pipeline.commits import Refusal
+from pipeline.head_messages import Head
+from pipeline.ports import Bus, Clock, Offered
+from pipeline.run_messages import Phase, RunState
+from pipeline.tape_messages import RefusalReason, Rejected
 from pipeline.wire import MOST_TOKENS
 
 from .leases import holding, in_time, release_all

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import structlog
 
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import SyncSpec
+from pipeline.spec_messages import SyncSpec
 
 from .fragment import Delta
 from .intake import Offload

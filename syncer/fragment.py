@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
+from pipeline.head_messages import MergedBase
 from pipeline.ramps import outer_at
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import Contribution, RefusalReason
 
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64, all_finite

@@ -17,7 +17,7 @@ import asyncio
 import hmac
 import ipaddress
 import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -161,7 +161,7 @@ def _most_connections() -> int:
 
 
 async def start_http(
-    status: Callable[[], Awaitable[dict[str, Any]]],
+    status: Callable[[], Awaitable[Mapping[str, Any]]],
     ready: Callable[[], tuple[bool, str]],
     registry: CollectorRegistry,
     host: str,

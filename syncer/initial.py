@@ -7,12 +7,15 @@ import structlog
 
 from pipeline.agreement import differences
 from pipeline.codec import decode, encode
+from pipeline.commits import Commit, Rest, Staged
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Committed, Spec, WindowView
+from pipeline.head_messages import WindowView
 from pipeline.payloads import pull
-from pipeline.ports import Bus, Clock, Commit, Rest, Staged
+from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed
 
 from .mending import adopted, say_rewound
 from .staging import STAGED_TTL_S

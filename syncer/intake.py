@@ -12,9 +12,10 @@ from typing import Any
 from pipeline.codec import PayloadReader
 from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import RefusalReason, SyncSpec
 from pipeline.payloads import follow
-from pipeline.ports import Bus, Clock
+from pipeline.ports import Clock, PayloadStore
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import RefusalReason
 
 from .fragment import Delta
 from .norms import DeltaNorms, Float64
@@ -37,7 +38,13 @@ class Intake:
     """The downloads in flight and the deltas that are here."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, wake: asyncio.Event, offload: Offload
+        self,
+        bus: PayloadStore,
+        clock: Clock,
+        layout: FragmentLayout,
+        sync: SyncSpec,
+        wake: asyncio.Event,
+        offload: Offload,
     ) -> None:
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
         self._wake, self._offload = wake, offload

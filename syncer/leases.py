@@ -22,8 +22,9 @@ from typing import Protocol, TypeVar
 import structlog
 
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Head, Phase
-from pipeline.ports import Bus, Clock
+from pipeline.head_messages import Head
+from pipeline.ports import Bus, Clock, FragmentLeases
+from pipeline.run_messages import Phase
 from pipeline.waiting import TICK_S, first_of
 
 from .sharing import excess, wanted
@@ -269,7 +270,7 @@ async def in_time(call: Awaitable[T], limit_s: float) -> T:
 
 
 @asynccontextmanager
-async def holding(bus: Bus, fragments: Iterable[int], nonce: str, lease_s: float) -> AsyncIterator[None]:
+async def holding(bus: FragmentLeases, fragments: Iterable[int], nonce: str, lease_s: float) -> AsyncIterator[None]:
     """Prolong leases, which are held already, for as long as the block takes; should that fail, they lapse."""
 
     async def prolong() -> None:
@@ -287,6 +288,6 @@ async def holding(bus: Bus, fragments: Iterable[int], nonce: str, lease_s: float
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def release_all(bus: Bus, nonce: str, fragments: int) -> None:
+async def release_all(bus: FragmentLeases, nonce: str, fragments: int) -> None:
     """Give back what is held of all leases."""
     await asyncio.gather(*(bus.release_lease(p, nonce) for p in range(fragments)))

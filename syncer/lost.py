@@ -10,8 +10,8 @@ import structlog
 
 from pipeline.agreement import PATIENCE_S
 from pipeline.errors import BusFull, SpecMismatch
-from pipeline.messages import RunState, SeenReport
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import RunState, SeenReport
 
 from .initial import Beginning
 from .owner import FragmentOwner

@@ -1,4 +1,4 @@
-"""A head and what it names are there, or are put back by the owner that has the values. asyncio.
+"""A head and what it payload_names are there, or are put back by the owner that has the values. asyncio.
 
 A payload that has gone (evicted, deleted) or is damaged would stop whoever needs it: learners that lack the version,
 joiners, and the syncer that takes over. Without its head (deleted, or the bus came back empty) a fragment stands still.
@@ -10,20 +10,23 @@ import asyncio
 import structlog
 
 from pipeline.codec import chunk_count
+from pipeline.commits import Commit, Republication, Rest, Staged
 from pipeline.errors import HeadMoved
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
-from pipeline.messages import Committed, Head, Rewound, SyncSpec, WindowView
+from pipeline.head_hash import payload_names
+from pipeline.head_messages import Head, WindowView
 from pipeline.payloads import push
-from pipeline.ports import Bus, Clock, Commit, Republication, Rest, Staged
-from pipeline.stored import names
+from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import Committed, Rewound
 
 from .fragment import FragmentState
 from .staging import REPLACED_TTL_S, STAGED_TTL_S, RandomHex
 from .watch import RunWatch
 
 LOOK_S = 10.0
-"""Time between two looks at what a head names."""
+"""Time between two looks at what a head payload_names."""
 UNFOLLOWED_S = 60.0
 """A version that live learners wanted for so long, and none of them has, is published whole: updates that are there but
 damaged are found by nobody else."""
@@ -48,7 +51,7 @@ class Mending:
         """When to look next."""
 
     async def look(self, head: Head, fragment: FragmentState, watch: RunWatch) -> Head:
-        """See that what a head names is there; returns the head as it is then.
+        """See that what a head payload_names is there; returns the head as it is then.
 
         Args:
             head: as this owner knows it.
@@ -121,7 +124,7 @@ class Mending:
         await say_rewound(self._bus, self._clock, self._nonce, at, view, max(head.version, adopted(watch, p)))
 
     def _due(self, head: Head) -> dict[str, int]:
-        """Chunks of all payloads that a head names."""
+        """Chunks of all payloads that a head payload_names."""
         due = {head.payload: head.chunks}
         due |= {key: one.chunks for one in head.updates for key in one.payloads}
         due |= {head.rest: head.chunks} if head.rest else {}
@@ -156,7 +159,7 @@ class Mending:
             self._nonce, (head.version, head.digest), *await self._stage(head, fragment), REPLACED_TTL_S
         )
         await self._bus.republish(head.fragment, anew)
-        return head.model_copy(update=names(anew))
+        return head.model_copy(update=payload_names(anew))
 
 
 def adopted(watch: RunWatch, fragment: int) -> int:

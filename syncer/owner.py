@@ -11,13 +11,17 @@ import secrets
 import structlog
 
 from pipeline import codec
+from pipeline.commits import Commit
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
-from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
+from pipeline.head_hash import head_after
+from pipeline.head_messages import Head, WindowView
 from pipeline.pacing import LastMerges, Pace
-from pipeline.ports import Bus, Clock, Commit, Offered
-from pipeline.stored import head_after, parse_offer_id
+from pipeline.ports import Bus, Clock, Offered
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed, RefusalReason, Rewound, WindowChanged
 from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest
 
@@ -272,8 +276,7 @@ class FragmentOwner:
         after: dict[str, str] = {}
         while True:
             for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
-                learner, after_id = parse_offer_id(entry.entry_id)
-                after = {**after, learner: after_id}
+                after = {**after, **dict([parse_offer_id(entry.entry_id)])}
                 self.wake.set()
                 await arrived.put(entry)
                 self.wake.set()
@@ -285,8 +288,7 @@ class FragmentOwner:
             await self._refusing.refuse(self._at, entry.entry_id, None, RefusalReason.BAD_MESSAGE, problem)
             return
         offer = Offer(entry.entry_id, entry.header)
-        answer = self._window.offer(offer, self._clock.now())
-        match answer:
+        match self._window.offer(offer, self._clock.now()):
             case Accepted(replaced):
                 if replaced is not None:
                     await self._outdone(replaced, offer)

@@ -27,7 +27,8 @@ from pydantic import Field
 from pipeline.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from pipeline.errors import BadMessage, BadPayload, UsageError
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import Contribution, Spec
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Contribution
 from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 
 from .fragment import Delta, FragmentState, Merged

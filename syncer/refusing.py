@@ -4,8 +4,10 @@ from collections import Counter
 
 import structlog
 
-from pipeline.messages import DeltaHeader, RefusalReason, Rejected
-from pipeline.ports import Bus, Clock, Refusal
+from pipeline.commits import Refusal
+from pipeline.delta_messages import DeltaHeader
+from pipeline.ports import Clock, OwnerWrites
+from pipeline.tape_messages import RefusalReason, Rejected
 
 from .metrics import Metrics
 
@@ -17,7 +19,7 @@ peer that floods the stream must not fill the tape, which all others read."""
 class Refusing:
     """How an owner refuses; the lease nonce and the head are checked in the same step."""
 
-    def __init__(self, bus: Bus, clock: Clock, metrics: Metrics, fragment: int, nonce: str) -> None:
+    def __init__(self, bus: OwnerWrites, clock: Clock, metrics: Metrics, fragment: int, nonce: str) -> None:
         self._bus, self._clock, self._metrics = bus, clock, metrics
         self._p, self._nonce = fragment, nonce
         self._log = structlog.get_logger().bind(fragment=fragment)

@@ -32,8 +32,9 @@ import numpy as np
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.errors import BadMessage
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import Committed, Contribution, Spec, SyncSpec
 from pipeline.ramps import outer_at
+from pipeline.spec_messages import Spec, SyncSpec
+from pipeline.tape_messages import Committed, Contribution
 
 from .fragment import orthogonalises, outer_step
 from .merge import merge_shares, merge_weights

@@ -9,7 +9,7 @@ from pipeline.buffers import take
 from pipeline.chunks import Payload
 from pipeline.codec import as_bytes
 from pipeline.halves import Halves
-from pipeline.messages import SyncSpec
+from pipeline.spec_messages import SyncSpec
 from pipeline.updates import Coded, Updating
 
 from .merge import Sum

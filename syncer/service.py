@@ -21,12 +21,13 @@ import structlog
 from pipeline.clock import LoopClock, fast_loop
 from pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, SpecMismatch, UsageError, outage_event
 from pipeline.fragments import Layout, layout_of
-from pipeline.messages import Phase, RunState, Spec
 from pipeline.pacing import slow_merges
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Phase, RunState
 from pipeline.settings import SyncerProcess
 from pipeline.shares import recent_share, sample_due, with_sample
-from pipeline.status import merged_tokens, read_status
+from pipeline.spec_messages import Spec
+from pipeline.status import Status, merged_tokens, read_status
 
 from .archive import TapeArchive
 from .checkpoint import is_saved, save_checkpoint
@@ -86,7 +87,7 @@ class SyncerService:
 
     # --- what the HTTP side asks --------------------------------------------------------------------
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Status | dict[str, str]:
         """The run's status (`pipeline.status`)."""
         if self.spec is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from pipeline.chunks import Payload
 from pipeline.codec import chunk_count, payload_bytes
+from pipeline.commits import Rest, Staged, named
 from pipeline.fragments import FragmentLayout
-from pipeline.messages import Head, SyncSpec
+from pipeline.head_messages import Head
 from pipeline.payload_messages import Update
 from pipeline.payloads import push_growing
-from pipeline.ports import Bus, Clock, Rest, Staged, named
+from pipeline.ports import Clock, PayloadStore
+from pipeline.spec_messages import SyncSpec
 
 from .room import Room
 
@@ -59,7 +61,12 @@ class Staging:
     """What an owner has uploaded of its fragment."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, random_hex: RandomHex = secrets.token_hex
+        self,
+        bus: PayloadStore,
+        clock: Clock,
+        layout: FragmentLayout,
+        sync: SyncSpec,
+        random_hex: RandomHex = secrets.token_hex,
     ) -> None:
         self._bus, self._clock, self._p = bus, clock, layout.id
         self._elements, self._sync, self._random_hex = layout.elements, sync, random_hex

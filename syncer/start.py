@@ -8,9 +8,9 @@ import structlog
 from pipeline import codec
 from pipeline.errors import BusError, UsageError, outage_event
 from pipeline.fragments import Layout
-from pipeline.messages import Spec
 from pipeline.ports import Bus, Clock
 from pipeline.settings import SyncerProcess, SyncSettings, agree
+from pipeline.spec_messages import Spec
 
 from .checkpoint import load_checkpoint, restore_checkpoint
 from .intake import Offload

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.messages import Phase, RunState, SeenReport, SyncSpec
+from pipeline.run_messages import Phase, RunState, SeenReport
+from pipeline.spec_messages import SyncSpec
 from pipeline.wire import MOST_TOKENS
 
 from .window import Conditions

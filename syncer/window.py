@@ -31,7 +31,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pipeline.messages import DeltaHeader, Head, MergedBase, RefusalReason
+from pipeline.delta_messages import DeltaHeader
+from pipeline.head_messages import Head, MergedBase
+from pipeline.tape_messages import RefusalReason
 from pipeline.wire import MAX_LEARNERS
 
 MAX_MEMBERS = MAX_LEARNERS // 2

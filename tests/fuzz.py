@@ -21,24 +21,15 @@ import msgpack
 import numpy as np
 from rich.progress import Progress
 
-from pipeline import messages, quantize, stored
+from pipeline import head_hash, quantize, spec_messages
 from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import layout_of
-from pipeline.messages import (
-    Committed,
-    Contribution,
-    Evaluation,
-    Event,
-    InitialUpload,
-    MergedBase,
-    RefusalReason,
-    Rejected,
-    Rewound,
-    WindowChanged,
-)
+from pipeline.head_messages import MergedBase
 from pipeline.payload_messages import Chunk, Update, Updates
+from pipeline.run_messages import Evaluation, Event, InitialUpload
 from pipeline.shard_messages import ClaimedShard, Shard, ShardQueue
+from pipeline.tape_messages import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
 from pipeline.wire import Codec, Message
 from syncer.norms import BLOCK, delta_norms
 from tests.samples import encode_chunks
@@ -56,7 +47,7 @@ SCRATCH_BYTES = 4 * BLOCK
 """Norms take so much for any delta."""
 ELEMENTS, CHUNK_BYTES = 300, 256
 LAYOUT = layout_of(
-    [messages.TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="rda", fragment=0)]
+    [spec_messages.TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="rda", fragment=0)]
 ).fragments[0]
 
 CONTRIBUTION = Contribution(
@@ -84,7 +75,7 @@ EXAMPLES: dict[type[Message], Message] = {
         ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
-        stored.MergedBases(merged=(BASE, BASE)),
+        head_hash.MergedBases(merged=(BASE, BASE)),
         InitialUpload(learner="l0", nonce="ab" * 8, chunks=(3, 1)),
         samples.moments_offer().kind,
         samples.moments_wish(),

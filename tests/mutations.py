@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from pipeline import globals as globals_
-from pipeline import stored
+from pipeline import head_hash
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
 from pipeline.updates import Coded, Updating
@@ -305,7 +305,7 @@ MUTATIONS = [
     ),
     Mutation(
         "updates that a head names no more stay",
-        stored,
+        head_hash,
         "replaced_by",
         (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),

@@ -9,24 +9,17 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.codec import as_bytes, payload_digest
+from pipeline.commits import Commit
+from pipeline.delta_messages import DeltaHeader
 from pipeline.globals import push_global
+from pipeline.head_messages import Head, WindowView
 from pipeline.keys import RunKeys
-from pipeline.messages import (
-    Committed,
-    DeltaHeader,
-    Head,
-    LearnerReport,
-    Phase,
-    RunState,
-    SeenReport,
-    Spec,
-    SyncSpec,
-    TensorSpec,
-    WindowView,
-)
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import push
-from pipeline.ports import Bus, Commit
+from pipeline.ports import Bus
+from pipeline.run_messages import LearnerReport, Phase, RunState, SeenReport
+from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
+from pipeline.tape_messages import Committed
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 

@@ -16,17 +16,18 @@ import redis.exceptions as rx
 from pipeline import acl
 from pipeline.clock import LoopClock
 from pipeline.codec import encode
+from pipeline.commits import Refusal, Republication
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from pipeline.keys import RunKeys
-from pipeline.messages import Evaluation, Event, InitialUpload, Phase, SeenReport
+from pipeline.ledger_inputs import read_ledger_inputs
 from pipeline.payloads import pull, push
-from pipeline.ports import START, Bus, Refusal, Republication
+from pipeline.ports import START, Bus
 from pipeline.redis_calls import connect_calls
 from pipeline.redis_streams import RedisBus, connect
+from pipeline.run_messages import Evaluation, Event, InitialUpload, Phase, SeenReport
 from pipeline.shard_messages import Shard
-from pipeline.standing import read_standing
 from pipeline.status import read_status
-from pipeline.stored import parse_offer_id
 
 from . import samples
 from .backdoor import RedisBackdoor
@@ -191,7 +192,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     status = await read_status(viewer, LoopClock())
     assert status["evaluation"]["loss"] == 1.0
     assert status["outer_steps"] == 1
-    assert (await read_standing(viewer, 1, 5.0)).reports
+    assert (await read_ledger_inputs(viewer, 1, 5.0)).reports
     assert len(await viewer.read_tape({0: START})) == 3
     assert len(await viewer.read_events()) == 1
     # The end.
@@ -204,7 +205,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.read_syncers() == {}
     assert (await syncer.info()).version
     called = set().union(*(party.called for party in parties.values()))
-    everything = {name for name, method in vars(Bus).items() if inspect.iscoroutinefunction(method)}
+    everything = {name for name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction)}
     assert everything - called == {"close"}
     workers = Path(__file__).parents[1] / "workers"
     sources = [path.read_text() for path in workers.glob("*.py") if path.stem != "evaluator"]

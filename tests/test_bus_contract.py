@@ -1,6 +1,7 @@
 """What `ports.Bus` promises, on every adapter. Real time, short windows."""
 
 import asyncio
+import inspect
 import time
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 from pipeline.chunks import Encoded, Payload, whole
 from pipeline.codec import encode
+from pipeline.commits import Refusal
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import (
     BadMessage,
     BusError,
@@ -16,10 +19,12 @@ from pipeline.errors import (
     LearnerReplaced,
     PayloadIncomplete,
 )
-from pipeline.messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport, WindowChanged
-from pipeline.ports import START, Bus, Refusal
+from pipeline.memory import MemoryBus
+from pipeline.ports import START, Bus
+from pipeline.redis_streams import RedisBus
+from pipeline.run_messages import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from pipeline.shard_messages import Shard
-from pipeline.stored import parse_offer_id
+from pipeline.tape_messages import WindowChanged
 
 from . import samples
 from .backdoor import Backdoor
@@ -49,6 +54,15 @@ async def head_of(bus: Bus, fragment: int = 0) -> bytes:
 
 
 # --- the run as a whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [MemoryBus, RedisBus])
+def test_an_adapter_makes_every_call_itself(adapter: type[Bus]) -> None:
+    """A protocol's own method does nothing, so none may be left to it."""
+    calls = {name for name, _ in inspect.getmembers(Bus, inspect.isfunction) if not name.startswith("_")}
+    theirs = {name for name in calls if getattr(adapter, name) in {vars(part).get(name) for part in Bus.__mro__}}
+    assert {"commit", "read_chunks", "use_groups"} <= calls
+    assert theirs == set()
 
 
 async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:

@@ -10,12 +10,14 @@ from chaos.audit import CHECKS, Ending, Evidence, ShardNote, audit
 from chaos.growth import Scale, bounds
 from chaos.rates import Struck
 from chaos.schedule import Manner, Party
-from pipeline.census import Census, Kind
 from pipeline.fragments import layout_of
+from pipeline.key_usage import KeyUsage, KindUsage
 from pipeline.keys import RunKeys
-from pipeline.messages import Committed, Contribution, LearnerReport, Rewound, TensorSpec
+from pipeline.ledger_inputs import LedgerInputs
+from pipeline.run_messages import LearnerReport
 from pipeline.shard_messages import Shard, ShardQueue
-from pipeline.standing import Standing
+from pipeline.spec_messages import TensorSpec
+from pipeline.tape_messages import Committed, Contribution, Rewound
 
 from . import samples
 
@@ -61,11 +63,11 @@ HISTORY = (merged(0, at=10.0), merged(1, (A, 0, 50), (B, 0, 50), at=11.0), merge
 GOOD = Evidence(
     layout=LAYOUT,
     records=HISTORY,
-    standing=Standing(reports=(report(A, 80), report(B, 70)), heads=((0, 2, digest(2)),)),
+    ledger_inputs=LedgerInputs(reports=(report(A, 80), report(B, 70)), heads=((0, 2, digest(2)),)),
     shards=(note(0, A, False, 10), note(1, B, False, 10), note(0, A, True, 12)),
     queue=ShardQueue(epochs=1, open=((Shard(epoch=0, index=1, start=8, stop=16), 3),)),
     shards_per_epoch=2,
-    census=(Census(11.0, 1000, {"deltas": Kind(1, 2, 300), "head": Kind(1, 12, 300)}),),
+    key_usage=(KeyUsage(11.0, 1000, {"deltas": KindUsage(1, 2, 300), "head": KindUsage(1, 12, 300)}),),
     scale=SCALE,
 )
 
@@ -83,8 +85,8 @@ def test_nothing_is_found_where_every_promise_was_kept() -> None:
     assert audit(GOOD) == []
 
 
-def _standing(**given: Any) -> Standing:
-    return replace(GOOD.standing, **given)
+def _ledger_inputs(**given: Any) -> LedgerInputs:
+    return replace(GOOD.ledger_inputs, **given)
 
 
 AGAIN = (merged(2, (A, 1, 30), at=13.0, branch=1), *HISTORY[3:])
@@ -93,18 +95,18 @@ REWOUND = Rewound(fragment=0, version=1, was_version=2, unix_s=12.6)
 BROKEN: dict[str, list[Callable[[], list[str]]]] = {
     "a version rises by exactly 1": [
         lambda: broken(records=(HISTORY[0], HISTORY[2])),
-        lambda: broken(records=(*HISTORY, merged(2, at=13.0, branch=1)), standing=_standing(heads=())),
-        lambda: broken(records=(*HISTORY, REWOUND), standing=_standing(heads=((0, 1, digest(1)),))),
-        lambda: broken(standing=_standing(heads=((0, 3, digest(3)),))),
-        lambda: broken(standing=_standing(heads=((0, 2, digest(2, 1)),))),
+        lambda: broken(records=(*HISTORY, merged(2, at=13.0, branch=1)), ledger_inputs=_ledger_inputs(heads=())),
+        lambda: broken(records=(*HISTORY, REWOUND), ledger_inputs=_ledger_inputs(heads=((0, 1, digest(1)),))),
+        lambda: broken(ledger_inputs=_ledger_inputs(heads=((0, 3, digest(3)),))),
+        lambda: broken(ledger_inputs=_ledger_inputs(heads=((0, 2, digest(2, 1)),))),
         lambda: broken(records=(*HISTORY[:2], HISTORY[2].model_copy(update={"base_digest": digest(1, 1)}))),
     ],
     "nothing is merged twice": [
         lambda: broken(records=(*HISTORY[:2], merged(2, (A, 0, 50), (B, 1, 20), at=12.0))),
     ],
     "every token is accounted for": [
-        lambda: broken(standing=_standing(reports=(report(A, 90), report(B, 70)))),
-        lambda: broken(standing=_standing(reports=(report(A, 70), report(B, 70)))),
+        lambda: broken(ledger_inputs=_ledger_inputs(reports=(report(A, 90), report(B, 70)))),
+        lambda: broken(ledger_inputs=_ledger_inputs(reports=(report(A, 70), report(B, 70)))),
     ],
     "every shard is read to its end, once but for strikes": [
         lambda: broken(shards=GOOD.shards[:2]),
@@ -112,13 +114,13 @@ BROKEN: dict[str, list[Callable[[], list[str]]]] = {
         lambda: broken(shards=(*GOOD.shards, note(1, B, True, 13))),
     ],
     "no key or stream grows without bound": [
-        lambda: broken(census=(Census(11.0, 0, {"deltas": Kind(1, 10_000, 0)}),)),
-        lambda: broken(census=(*GOOD.census, Census(12.0, 0, {"delta": Kind(500, 500, 0)}))),
-        lambda: broken(census=(Census(11.0, 0, {"forgotten": Kind(1, 1, 0)}),)),
+        lambda: broken(key_usage=(KeyUsage(11.0, 0, {"deltas": KindUsage(1, 10_000, 0)}),)),
+        lambda: broken(key_usage=(*GOOD.key_usage, KeyUsage(12.0, 0, {"delta": KindUsage(500, 500, 0)}))),
+        lambda: broken(key_usage=(KeyUsage(11.0, 0, {"forgotten": KindUsage(1, 1, 0)}),)),
     ],
     "nobody ends but by a strike or in order": [lambda: broken(endings=(Ending("learner-0", "ended with status 1"),))],
     "no process is left over": [lambda: broken(left_running=("python (pid 1)",))],
-    "the run comes to its end": [lambda: broken(standing=_standing(finished=False))],
+    "the run comes to its end": [lambda: broken(ledger_inputs=_ledger_inputs(finished=False))],
 }
 
 
@@ -140,7 +142,7 @@ def test_a_broken_promise_is_found_and_no_other_one_is_named(promise: str, numbe
 
 RESTARTED = killed(Party.REDIS, "redis", 12.2, 12.5)
 LOST = (*HISTORY, REWOUND, merged(2, (A, 1, 35), (B, 1, 20), at=13.0, branch=1))
-OTHER = Standing(
+OTHER = LedgerInputs(
     reports=tuple(one.model_copy(update={"outages": 1}) for one in (report(A, 85), report(B, 70))),
     heads=((0, 2, digest(2, 1)),),
 )
@@ -149,7 +151,7 @@ OTHER = Standing(
 def test_a_version_may_be_made_again_when_the_bus_lost_its_last_second() -> None:
     """With the record of the rewind, and without: the owner that saw the lost version may have died too."""
     for records in (LOST, tuple(one for one in LOST if one is not REWOUND)):
-        assert broken(records=records, standing=OTHER, strikes=(RESTARTED,), tail_lost=True) == []
+        assert broken(records=records, ledger_inputs=OTHER, strikes=(RESTARTED,), tail_lost=True) == []
 
 
 @pytest.mark.parametrize(
@@ -158,14 +160,14 @@ def test_a_version_may_be_made_again_when_the_bus_lost_its_last_second() -> None
     ids=["all was synced", "Redis was not killed", "it was killed later"],
 )
 def test_a_version_is_not_made_again_for_any_other_reason(strikes: tuple[Struck, ...], tail_lost: bool) -> None:
-    found = broken(records=LOST, standing=OTHER, strikes=strikes, tail_lost=tail_lost)
+    found = broken(records=LOST, ledger_inputs=OTHER, strikes=strikes, tail_lost=tail_lost)
     assert found == ["a version rises by exactly 1"]
 
 
 def test_what_only_a_lost_history_merged_may_be_merged_again() -> None:
     """And what survived may not, whatever was lost after it."""
     records = (*LOST[:-1], merged(2, (A, 0, 50), at=13.0, branch=1))
-    found = broken(records=records, standing=OTHER, strikes=(RESTARTED,), tail_lost=True)
+    found = broken(records=records, ledger_inputs=OTHER, strikes=(RESTARTED,), tail_lost=True)
     assert "nothing is merged twice" in found
 
 

@@ -37,7 +37,7 @@ def facts(evidence: Evidence) -> Facts:
         started_unix_s=10.0,
         layout=evidence.layout,
         records=evidence.records,
-        standing=evidence.standing,
+        ledger_inputs=evidence.ledger_inputs,
     )
     return Facts(
         outcome=outcome,

@@ -16,9 +16,10 @@ from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus
-from pipeline.messages import Phase, Spec
 from pipeline.payloads import pull
+from pipeline.run_messages import Phase
 from pipeline.shard_messages import Shard, ShardQueue
+from pipeline.spec_messages import Spec
 from syncer.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
 
 from . import samples

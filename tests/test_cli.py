@@ -13,8 +13,8 @@ from diloco.folder import choose
 from diloco.options import RunProcess, check
 from pipeline.codec import encode
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
-from pipeline.messages import Committed
 from pipeline.settings import LearnerProcess, SyncerProcess
+from pipeline.tape_messages import Committed
 from tests.test_replay import record_run
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

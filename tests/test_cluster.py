@@ -14,12 +14,13 @@ import pytest
 import redis as redis_py
 from redis.crc import key_slot
 
+from pipeline.commits import Refusal
 from pipeline.embedded import find_server, free_port
 from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.keys import RunKeys
-from pipeline.messages import WindowChanged
-from pipeline.ports import START, Bus, Refusal
+from pipeline.ports import START, Bus
 from pipeline.redis_streams import connect
+from pipeline.tape_messages import WindowChanged
 
 from . import samples
 from .samples import IDLE

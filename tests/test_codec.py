@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages
+from pipeline import delta_messages, head_messages, run_messages, spec_messages, tape_messages
 from pipeline.codec import (
     PayloadReader,
     as_bytes,
@@ -20,18 +20,24 @@ from pipeline.codec import (
     encode,
     payload_digest,
 )
+from pipeline.delta_messages import DeltaHeader
 from pipeline.errors import BadMessage, BadPayload
-from pipeline.messages import DeltaHeader, Head, LearnerReport, RunState, Spec, WindowChanged
+from pipeline.head_messages import Head
 from pipeline.payload_messages import Chunk
 from pipeline.quantize import GROUP, wire_bytes
 from pipeline.quantize import KINDS as QUANTIZED
 from pipeline.quantize import encode as encode_delta
+from pipeline.run_messages import LearnerReport, RunState
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import WindowChanged
 from pipeline.wire import Message
 from tests.samples import encode_chunks
 
 from . import samples
 
-KINDS = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
+MODULES = (delta_messages, head_messages, run_messages, spec_messages, tape_messages)
+NAMED = [kind for module in MODULES for kind in vars(module).values()]
+KINDS = [kind for kind in NAMED if isinstance(kind, type) and issubclass(kind, Message)]
 FROZEN = samples.spec().model_copy(update={"frozen": (("base", bytes(16)),)})
 EXAMPLES = [samples.header(), samples.report(), samples.spec(), FROZEN, samples.run_state(), samples.head()]
 ARRAY = np.arange(1000, dtype=np.float32)

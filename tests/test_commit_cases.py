@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.commits import Commit, Refusal, Republication, Rest, Staged
 from pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
-from pipeline.messages import (
-    Committed,
-    Contribution,
-    MergedBase,
-    RefusalReason,
-    Rejected,
-    WindowChanged,
-    WindowView,
-)
+from pipeline.head_messages import MergedBase, WindowView
 from pipeline.payload_messages import Update
-from pipeline.ports import START, Bus, Commit, Refusal, Republication, Rest, Staged
+from pipeline.ports import START, Bus
+from pipeline.tape_messages import Committed, Contribution, RefusalReason, Rejected, WindowChanged
 
 from . import samples
 from .backdoor import Backdoor

@@ -5,7 +5,7 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed, Rejected
+from pipeline.tape_messages import Committed, Rejected
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 from workers.rounds import Base, OpenWindow, Rounds
 

@@ -10,13 +10,16 @@ import torch
 
 from pipeline.clock import LoopClock
 from pipeline.codec import as_bytes, payload_digest
+from pipeline.commits import Commit
 from pipeline.errors import SpecMismatch, UsageError
 from pipeline.fragments import layout_of
+from pipeline.head_messages import WindowView
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed, Phase, RunState, Spec, WindowView
 from pipeline.payloads import push
-from pipeline.ports import Commit
+from pipeline.run_messages import Phase, RunState
 from pipeline.settings import SyncSettings, TrainerSettings
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed
 from workers.baselines.data_parallel import save
 from workers.data.blocks import Blocks
 from workers.data.text import open_text

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from chaos.virtual_time import run_virtual
 from pipeline.codec import as_vector, payload_bytes
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Committed, MergedBase
+from pipeline.head_messages import MergedBase
 from pipeline.payloads import pull
 from pipeline.quantize import KINDS, Quantized
+from pipeline.tape_messages import Committed
 from syncer.fragment import Delta, FragmentState, Merged
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from workers.encoding import OnHost

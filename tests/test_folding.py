@@ -15,8 +15,8 @@ from chaos import reference
 from chaos.virtual_time import VirtualClock, inline, run_virtual
 from pipeline import quantize
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed
 from pipeline.payloads import pull
+from pipeline.tape_messages import Committed
 from syncer.folding import Folding
 from syncer.fragment import Delta
 from syncer.merge import MOST_SHARE, Sum, merge, merge_shares, merge_weights

@@ -13,8 +13,8 @@ from chaos.virtual_time import run_virtual
 from pipeline.agreement import differences
 from pipeline.codec import decode, encode
 from pipeline.errors import SpecMismatch, UsageError
-from pipeline.messages import Spec
 from pipeline.settings import SyncSettings
+from pipeline.spec_messages import Spec
 from syncer.checkpoint import load_checkpoint
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

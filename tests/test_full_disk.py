@@ -14,7 +14,7 @@ from diloco.export import export
 from pipeline.codec import encode
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed
+from pipeline.tape_messages import Committed
 from syncer.checkpoint import load_checkpoint
 from tests.test_checkpoint import save
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

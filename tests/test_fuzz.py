@@ -8,25 +8,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages, moments_messages, payload_messages, shard_messages, spec_messages, stored
+from pipeline import (
+    delta_messages,
+    head_hash,
+    head_messages,
+    moments_messages,
+    payload_messages,
+    run_messages,
+    shard_messages,
+    spec_messages,
+    stored_values,
+    tape_messages,
+)
 from pipeline.codec import PayloadReader, decode
+from pipeline.delta_messages import DeltaHeader
 from pipeline.errors import BadMessage, BadPayload
-from pipeline.messages import DeltaHeader, LearnerReport
 from pipeline.payload_messages import Chunk
+from pipeline.run_messages import LearnerReport
 from pipeline.wire import MAX_CHUNKS, Codec, Message
 from tests.samples import encode_chunks
 
 from . import fuzz, samples
 
+MODULES = (
+    delta_messages,
+    head_hash,
+    head_messages,
+    moments_messages,
+    payload_messages,
+    run_messages,
+    shard_messages,
+    spec_messages,
+    tape_messages,
+)
+
 
 def test_every_kind_of_message_is_fuzzed() -> None:
     """A kind that is added later must get an example."""
-    kinds = {
-        kind
-        for module in (messages, moments_messages, payload_messages, shard_messages, spec_messages, stored)
-        for kind in vars(module).values()
-        if isinstance(kind, type)
-    }
+    kinds = {kind for module in MODULES for kind in vars(module).values() if isinstance(kind, type)}
     assert {kind for kind in kinds if issubclass(kind, Message) and kind is not Message} == set(fuzz.KINDS)
     for kind, example in fuzz.EXAMPLES.items():
         assert decode(kind, fuzz.encode(example)) == example
@@ -118,17 +137,17 @@ def test_a_spec_that_could_not_be_sent_is_refused() -> None:
     raw = samples.spec().model_dump()
     raw["tensors"][0]["shape"] = (2**40, 2**20)
     with pytest.raises(BadMessage, match=f"over {MAX_CHUNKS} chunks of 1024 bytes"):
-        decode(messages.Spec, fuzz.msgpack.packb(raw))
+        decode(spec_messages.Spec, fuzz.msgpack.packb(raw))
 
 
 @pytest.mark.parametrize("digits", [b"9" * 5000, b"9" * 21])
 def test_counters_with_too_many_digits_are_refused(digits: bytes) -> None:
     """Python refuses to read long numbers with an error of another kind, which would end a syncer."""
     with pytest.raises(BadMessage):
-        stored.decode_count("a count", digits)
-    assert stored.live_syncers(0, {b"n": digits + b" name"}) == {}
+        stored_values.decode_count("a count", digits)
+    assert stored_values.live_syncers(0, {b"n": digits + b" name"}) == {}
     reports = {b"l0/00000000": fuzz.encode(samples.report())}
-    assert stored.seen_reports(0, reports, {b"l0/00000000": digits}) == []
+    assert stored_values.seen_reports(0, reports, {b"l0/00000000": digits}) == []
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from pipeline.codec import PayloadReader, as_bytes, payload_digest
 from pipeline.errors import BadPayload
 from pipeline.fragments import layout_of
 from pipeline.globals import pull_exact, pull_shown
+from pipeline.head_messages import Head
 from pipeline.memory import MemoryBus
-from pipeline.messages import Head
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -13,8 +13,9 @@ from chaos.goodput.parties import bare
 from chaos.goodput.windows import SETTLED, Follower, Learner
 from chaos.virtual_time import run_virtual
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed, SyncSpec
 from pipeline.ports import Bus
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import Committed
 
 from .virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 

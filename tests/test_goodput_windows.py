@@ -11,7 +11,7 @@ from chaos.goodput.parties import StepClock, bare
 from chaos.goodput.windows import Follower, Learner
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import SyncSpec, TensorSpec
+from pipeline.spec_messages import SyncSpec, TensorSpec
 from workers.rounds import Base, OpenWindow, Rounds
 
 DAY_S = 86_400.0

@@ -11,9 +11,10 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.codec import decode
-from pipeline.messages import Committed, RefusalReason, Rejected, WindowView
+from pipeline.head_messages import WindowView
 from pipeline.payload_messages import Chunk
 from pipeline.quantize import BLOCK
+from pipeline.tape_messages import Committed, RefusalReason, Rejected
 from syncer.doubts import DOUBTED_AFTER, Doubts
 from syncer.grace import GraceEstimator
 from syncer.owner import MOST_ARRIVED

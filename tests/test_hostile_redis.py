@@ -20,14 +20,17 @@ from redis.exceptions import OutOfMemoryError
 from chaos.virtual_time import inline
 from pipeline.clock import LoopClock
 from pipeline.codec import encode
+from pipeline.delta_messages import DeltaHeader
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusFull
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed, DeltaHeader, Head, RefusalReason, Rejected, Spec
+from pipeline.head_messages import Head
 from pipeline.ports import START
 from pipeline.redis_streams import RedisBus, connect
 from pipeline.settings import SyncerProcess
+from pipeline.spec_messages import Spec
 from pipeline.status import read_status
+from pipeline.tape_messages import Committed, RefusalReason, Rejected
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from tests.backdoor import RedisBackdoor

@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from pipeline.errors import BusUnavailable, UsageError
-from pipeline.messages import Committed, Contribution
 from pipeline.settings import SyncerProcess, load
+from pipeline.tape_messages import Committed, Contribution
 from syncer.http import start_http
 from syncer.metrics import Metrics
 

@@ -10,9 +10,9 @@ from chaos.virtual_time import run_virtual
 from pipeline.errors import IdTaken, LearnerReplaced
 from pipeline.fragments import layout_of
 from pipeline.ledger import accounts, problems
+from pipeline.ledger_inputs import read_ledger_inputs
 from pipeline.memory import MemoryBus
-from pipeline.messages import LearnerReport
-from pipeline.standing import read_standing
+from pipeline.run_messages import LearnerReport
 from workers import joining
 from workers.exchange import CLAIM_TTL_S
 from workers.identity import SILENT_S
@@ -170,8 +170,8 @@ def test_a_paused_learner_that_wakes_finds_its_successor_and_ends(bus: str) -> N
         assert f"incarnation {B}" in str(error)
         await world.finish(second)
         assert second.left
-        records, standing = await world.tape(), await read_standing(world.bus, 2, 5.0)
-        books = accounts(records, standing, layout_of(world.spec.tensors))
+        records, ledger_inputs = await world.tape(), await read_ledger_inputs(world.bus, 2, 5.0)
+        books = accounts(records, ledger_inputs, layout_of(world.spec.tensors))
         assert problems(books) == []
         assert all(one.unaccounted == 0 for one in books)
         assert {one.incarnation for one in books} == {A, B}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.fragments import layout_of
-from pipeline.messages import RefusalReason
+from pipeline.tape_messages import RefusalReason
 from syncer.fragment import MERGES_NEEDED, Delta, FragmentState
 from syncer.norms import delta_norms
 from syncer.window import Offer

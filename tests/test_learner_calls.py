@@ -8,7 +8,7 @@ import pytest
 
 from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed
+from pipeline.tape_messages import Committed
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from diloco import cli
 from pipeline.errors import LearnerReplaced, UsageError
-from pipeline.messages import LearnerReport, SeenReport
 from pipeline.redis_streams import connect
+from pipeline.run_messages import LearnerReport, SeenReport
 from pipeline.settings import SyncerProcess, SyncSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService

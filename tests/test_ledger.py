@@ -13,11 +13,12 @@ from diloco.tape import read_archive
 from pipeline.errors import BusUnavailable
 from pipeline.fragments import layout_of
 from pipeline.ledger import Account, accounts, not_merged_by_fragment, problems, surviving, totals
-from pipeline.messages import Committed, Phase, RefusalReason, Rejected, Rewound, TapeRecord
-from pipeline.standing import read_standing
+from pipeline.ledger_inputs import read_ledger_inputs
+from pipeline.run_messages import Phase
+from pipeline.tape_messages import Committed, RefusalReason, Rejected, Rewound, TapeRecord
 
 from . import samples
-from .test_report import LAYOUT, A, B, C, committed, rejected, report, standing
+from .test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
 from .virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 # --- accounts ----------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ def test_every_token_of_a_clean_run_is_merged_overwritten_or_rejected() -> None:
     """Nothing is unaccounted for when each fragment's tokens arrived or were overwritten."""
     records = [committed(0, 1, (*A, 80)), committed(1, 1, (*A, 60)), rejected(1, *A, tokens=40, lost=40)]
     overwritten = 20 * 3  # fragment 0: 100 trained, 80 merged
-    parts = accounts(records, standing(report(*A, tokens=100, overwritten=overwritten)), LAYOUT)
+    parts = accounts(records, ledger_inputs(report(*A, tokens=100, overwritten=overwritten)), LAYOUT)
     sums = totals(parts, LAYOUT)
     assert problems(parts) == []
     assert sums.lost == {"overwritten": 6, "rejected": 28, "died": 0, "pending": 0, "unaccounted": 0}
@@ -38,7 +39,7 @@ def test_every_token_of_a_clean_run_is_merged_overwritten_or_rejected() -> None:
 def test_what_a_killed_learner_had_not_delivered_died() -> None:
     records = [committed(0, 1, (*B, 50)), committed(1, 1, (*B, 30))]
     published = 50 * 3 + 70 * 7  # the delta of fragment 1 never arrived, and 50 tokens of fragment 0 were not published
-    parts = accounts(records, standing(report(*B, tokens=100, left=False, published=published)), LAYOUT)
+    parts = accounts(records, ledger_inputs(report(*B, tokens=100, left=False, published=published)), LAYOUT)
     sums = totals(parts, LAYOUT)
     assert sums.lost["died"] == (50 * 3 + 70 * 7) // 10
     assert problems(parts) == []
@@ -47,14 +48,14 @@ def test_what_a_killed_learner_had_not_delivered_died() -> None:
 
 def test_what_a_live_learner_has_not_delivered_is_pending() -> None:
     records = [committed(0, 1, (*B, 50)), committed(1, 1, (*B, 30))]
-    given = standing(report(*B, tokens=100, left=False), live=frozenset({B}), finished=False)
+    given = ledger_inputs(report(*B, tokens=100, left=False), live=frozenset({B}), finished=False)
     assert totals(accounts(records, given, LAYOUT), LAYOUT).lost["pending"] == (50 * 3 + 70 * 7) // 10
 
 
 def test_a_header_on_a_stream_is_pending_also_when_its_learner_is_dead_or_has_left() -> None:
     """Of a dead learner: fragment 0 has arrived, fragment 1 has not."""
     header = samples.header(B[0], incarnation=B[1], fragment=0, base_version=0, tokens=100)
-    given = standing(report(*B, tokens=100, left=False), offers=(header, header), finished=False)
+    given = ledger_inputs(report(*B, tokens=100, left=False), offers=(header, header), finished=False)
     assert totals(accounts([], given, LAYOUT), LAYOUT).lost == {
         "overwritten": 0,
         "rejected": 0,
@@ -62,7 +63,7 @@ def test_a_header_on_a_stream_is_pending_also_when_its_learner_is_dead_or_has_le
         "pending": 30,
         "unaccounted": 0,
     }
-    left = standing(report(*B, tokens=100), offers=(header,), finished=False)
+    left = ledger_inputs(report(*B, tokens=100), offers=(header,), finished=False)
     parts = accounts([committed(1, 1, (*B, 100))], left, LAYOUT)
     assert problems(parts) == []
     assert totals(parts, LAYOUT).lost["pending"] == 30
@@ -70,7 +71,7 @@ def test_a_header_on_a_stream_is_pending_also_when_its_learner_is_dead_or_has_le
 
 def test_a_header_that_came_after_the_end_is_as_good_as_rejected() -> None:
     header = samples.header(A[0], incarnation=A[1], fragment=0, base_version=0, tokens=100)
-    parts = accounts([committed(1, 1, (*A, 100))], standing(report(*A, tokens=100), offers=(header,)), LAYOUT)
+    parts = accounts([committed(1, 1, (*A, 100))], ledger_inputs(report(*A, tokens=100), offers=(header,)), LAYOUT)
     assert problems(parts) == []
     assert totals(parts, LAYOUT).lost["rejected"] == 30
 
@@ -78,17 +79,19 @@ def test_a_header_that_came_after_the_end_is_as_good_as_rejected() -> None:
 def test_a_header_that_is_offered_again_beside_its_merge_is_not_counted_twice() -> None:
     header = samples.header(A[0], incarnation=A[1], fragment=0, base_version=0, tokens=100)
     records = [committed(0, 1, (*A, 100)), committed(1, 1, (*A, 100))]
-    [one] = accounts(records, standing(report(*A, tokens=100), offers=(header,), finished=False), LAYOUT)
+    [one] = accounts(records, ledger_inputs(report(*A, tokens=100), offers=(header,), finished=False), LAYOUT)
     assert (one.merged, one.offered, one.unaccounted) == (1000, 0, 0)
 
 
 def test_a_gap_of_a_learner_that_left_in_order_is_a_bug_that_shows() -> None:
     """Even less than a token's worth of it, and also when more arrived than was published."""
-    short = accounts([committed(0, 1, (*A, 100)), committed(1, 1, (*A, 99))], standing(report(*A, tokens=100)), LAYOUT)
+    short = accounts(
+        [committed(0, 1, (*A, 100)), committed(1, 1, (*A, 99))], ledger_inputs(report(*A, tokens=100)), LAYOUT
+    )
     assert totals(short, LAYOUT).lost["unaccounted"] == 1
     assert len(problems(short)) == 1
     records = [committed(0, 1, (*A, 101)), committed(1, 1, (*A, 100))]
-    over = accounts(records, standing(report(*A, tokens=100)), LAYOUT)
+    over = accounts(records, ledger_inputs(report(*A, tokens=100)), LAYOUT)
     sums = totals(over, LAYOUT)
     assert sums.lost["unaccounted"] == -1
     assert sums.tokens == 100 == sums.merged + sum(sums.lost.values())
@@ -98,46 +101,46 @@ def test_a_gap_of_a_learner_that_left_in_order_is_a_bug_that_shows() -> None:
 def test_two_gaps_that_cancel_each_other_out_show_all_the_same() -> None:
     """Seven token-elements were never published, and seven more arrived than were published."""
     records = [committed(0, 1, (*A, 100)), committed(1, 1, (*A, 100))]
-    parts = accounts(records, standing(report(*A, tokens=100, published=993)), LAYOUT)
+    parts = accounts(records, ledger_inputs(report(*A, tokens=100, published=993)), LAYOUT)
     assert len(problems(parts)) == 2
 
 
 def test_the_same_gap_where_the_bus_was_away_died_with_it() -> None:
     records = [committed(0, 1, (*A, 100)), committed(1, 1, (*A, 60))]
-    seen = standing(report(*A, tokens=100, outages=1))
+    seen = ledger_inputs(report(*A, tokens=100, outages=1))
     rewound = Rewound(fragment=0, version=0, was_version=1, unix_s=1.0)
-    for given, tape in ((seen, records), (standing(report(*A, tokens=100)), [rewound, *records])):
+    for given, tape in ((seen, records), (ledger_inputs(report(*A, tokens=100)), [rewound, *records])):
         parts = accounts(tape, given, LAYOUT)
         assert problems(parts) == []
         assert totals(parts, LAYOUT).lost["died"] == 28
-    never_published = accounts(records, standing(report(*A, tokens=100, published=999, outages=1)), LAYOUT)
+    never_published = accounts(records, ledger_inputs(report(*A, tokens=100, published=999, outages=1)), LAYOUT)
     assert len(problems(never_published)) == 1, "no fault of the bus excuses what a learner did not publish"
 
 
 def test_a_killed_learner_trained_at_least_what_arrived_of_it() -> None:
     """The bus has lost its last report; where the bus lost nothing, such a gap is a bug."""
     records = [committed(0, 1, (*B, 120)), committed(1, 1, (*B, 110))]
-    [one] = accounts(records, standing(report(*B, tokens=100, left=False, outages=1)), LAYOUT)
+    [one] = accounts(records, ledger_inputs(report(*B, tokens=100, left=False, outages=1)), LAYOUT)
     assert one.tokens == 120
     assert one.died == 10 * 7
-    assert problems(accounts(records, standing(report(*B, tokens=100, left=False)), LAYOUT))
+    assert problems(accounts(records, ledger_inputs(report(*B, tokens=100, left=False)), LAYOUT))
 
 
 def test_one_that_never_reported_still_has_an_account() -> None:
-    [one] = accounts([rejected(0, *C, tokens=30, lost=30)], standing(), LAYOUT)
+    [one] = accounts([rejected(0, *C, tokens=30, lost=30)], ledger_inputs(), LAYOUT)
     assert (one.tokens, one.rejected, problems([one])) == (30, 90, [])
 
 
 def test_a_refusal_that_lost_nothing_costs_nothing() -> None:
     """The same training came with another delta."""
-    [one] = accounts([rejected(0, *A, tokens=50, lost=0)], standing(report(*A, tokens=0)), LAYOUT)
+    [one] = accounts([rejected(0, *A, tokens=50, lost=0)], ledger_inputs(report(*A, tokens=0)), LAYOUT)
     assert (one.rejected, one.unaccounted) == (0, 0)
 
 
 def test_a_refused_delta_that_came_again_is_counted_once() -> None:
     """The first attempt was refused with 40 tokens, the second merged with 50: nothing is lost by it."""
     records = [rejected(0, *A, tokens=40, lost=40, base=0), committed(0, 1, (*A, 50)), committed(1, 1, (*A, 50))]
-    [one] = accounts(records, standing(report(*A, tokens=50)), LAYOUT)
+    [one] = accounts(records, ledger_inputs(report(*A, tokens=50)), LAYOUT)
     assert (one.rejected, one.unaccounted) == (0, 0)
 
 
@@ -146,7 +149,7 @@ def test_what_the_tape_no_longer_tells_of_is_rejected(whose: tuple[str, str], cl
     """Of the learner alone whose refusals became too many: another's gap is a bug."""
     last = rejected(0, *whose, tokens=40, lost=40, base=0).model_copy(update={"last_told": True})
     records = [last, committed(0, 1, (*A, 50))]
-    left = standing(report(*A, tokens=100), *([] if whose == A else [report(*B, tokens=40)]))
+    left = ledger_inputs(report(*A, tokens=100), *([] if whose == A else [report(*B, tokens=40)]))
     one = next(part for part in accounts(records, left, LAYOUT) if part.learner == A[0])
     assert (one.unaccounted == 0, problems([one]) == []) == (closes, closes)
     assert not closes or one.trained == one.merged + one.rejected
@@ -154,13 +157,13 @@ def test_what_the_tape_no_longer_tells_of_is_rejected(whose: tuple[str, str], cl
 
 def test_incarnations_have_accounts_of_their_own() -> None:
     records = [committed(0, 1, (*B, 10)), committed(0, 2, (*C, 20))]
-    found = accounts(records, standing(report(*B, tokens=10, left=False), report(*C, tokens=20)), LAYOUT)
+    found = accounts(records, ledger_inputs(report(*B, tokens=10, left=False), report(*C, tokens=20)), LAYOUT)
     assert [(one.incarnation, one.merged) for one in found] == [(B[1], 30), (C[1], 60)]
 
 
 def test_the_sums_add_up_in_whole_tokens() -> None:
     records = [committed(0, 1, (*A, 33), (*B, 17)), committed(1, 1, (*A, 7)), rejected(1, *B, tokens=11, lost=11)]
-    given = standing(report(*A, tokens=33, overwritten=26 * 7), report(*B, tokens=40, left=False))
+    given = ledger_inputs(report(*A, tokens=33, overwritten=26 * 7), report(*B, tokens=40, left=False))
     sums = totals(accounts(records, given, LAYOUT), LAYOUT)
     assert sums.tokens == 73 == sums.merged + sum(sums.lost.values())
     exact = {"merged": sums.merged} | sums.lost
@@ -219,7 +222,7 @@ class Run:
     async def books(self) -> list[Account]:
         """Accounts that close: in token-elements one by one, and in whole tokens all together."""
         tape = read_archive(self.folder)
-        given = await read_standing(self.world.bus, len(self.layout.fragments), 5.0)
+        given = await read_ledger_inputs(self.world.bus, len(self.layout.fragments), 5.0)
         parts = accounts(tape, given, self.layout)
         assert problems(parts) == []
         for one in parts:

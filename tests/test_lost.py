@@ -13,8 +13,9 @@ from pipeline.codec import decode, encode
 from pipeline.errors import BusUnavailable, SpecMismatch
 from pipeline.globals import pull_state
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed, Rewound, Spec
+from pipeline.spec_messages import Spec
 from pipeline.status import read_status
+from pipeline.tape_messages import Committed, Rewound
 from syncer.replay import replay
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.codec import encode
-from pipeline.messages import Rewound
 from pipeline.status import read_status
+from pipeline.tape_messages import Rewound
 from tests.test_hostile_redis import RealRun, real_run, told
 
 __all__ = ["told"]

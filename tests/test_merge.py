@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline import quantize
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.messages import TensorSpec
 from pipeline.quantize import KINDS
+from pipeline.spec_messages import TensorSpec
 from syncer.merge import merge, merge_weights
 from syncer.norms import BLOCK, delta_norms
 

@@ -9,7 +9,7 @@ import pytest
 from chaos.virtual_time import run_virtual
 from pipeline.errors import BadPayload
 from pipeline.globals import pull_state
-from pipeline.messages import RefusalReason, Rejected
+from pipeline.tape_messages import RefusalReason, Rejected
 from syncer.fragment import Delta, FragmentState, Stepped
 from syncer.norms import all_finite
 from syncer.room import Room

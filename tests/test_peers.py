@@ -12,8 +12,8 @@ from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.errors import BusUnavailable
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import Phase
 from pipeline.moments_messages import MomentsWish, OptimizerKind
+from pipeline.run_messages import Phase
 from workers import peers as module
 from workers.moments import Moments
 from workers.peers import Peers

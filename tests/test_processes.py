@@ -19,9 +19,9 @@ from diloco.locate import locate, open_bus
 from diloco.tape import read_archive
 from pipeline.clock import LoopClock
 from pipeline.errors import DilocoError
-from pipeline.messages import Committed
 from pipeline.settings import BusSettings
 from pipeline.status import read_status
+from pipeline.tape_messages import Committed
 from syncer.checkpoint import load_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

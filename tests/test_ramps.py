@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from pipeline.fragments import layout_of
-from pipeline.messages import Spec, TensorSpec
 from pipeline.ramps import interval_at, outer_at
 from pipeline.settings import SyncSettings
+from pipeline.spec_messages import Spec, TensorSpec
 from syncer.fragment import outer_step
 from syncer.norms import delta_norms
 from workers.rounds import Base, Rounds

@@ -13,8 +13,9 @@ from diloco import replay as command
 from pipeline.codec import as_bytes, decode, encode, payload_digest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import Committed, Spec, TensorSpec
 from pipeline.settings import BusSettings
+from pipeline.spec_messages import Spec, TensorSpec
+from pipeline.tape_messages import Committed
 from syncer import outer, recording, replay
 from syncer.fragment import FragmentState
 from syncer.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge

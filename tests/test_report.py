@@ -12,19 +12,10 @@ from diloco.tape import as_json, as_text, read_archive
 from pipeline.codec import encode
 from pipeline.errors import BadMessage
 from pipeline.fragments import layout_of
-from pipeline.messages import (
-    Committed,
-    Contribution,
-    Evaluation,
-    Event,
-    LearnerReport,
-    RefusalReason,
-    Rejected,
-    Rewound,
-    TensorSpec,
-    WindowChanged,
-)
-from pipeline.standing import Standing
+from pipeline.ledger_inputs import LedgerInputs
+from pipeline.run_messages import Evaluation, Event, LearnerReport
+from pipeline.spec_messages import TensorSpec
+from pipeline.tape_messages import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
 
 LAYOUT = layout_of(
     [
@@ -104,8 +95,8 @@ def report(
     )
 
 
-def standing(*reports: LearnerReport, **more: Any) -> Standing:
-    return Standing(reports=reports, **more)
+def ledger_inputs(*reports: LearnerReport, **more: Any) -> LedgerInputs:
+    return LedgerInputs(reports=reports, **more)
 
 
 A, B, C = ("a", "00000001"), ("b", "00000002"), ("b", "00000003")
@@ -132,7 +123,7 @@ def outcome(**changes: Any) -> Outcome:
         "started_unix_s": 1000.0,
         "layout": LAYOUT,
         "records": [committed(0, 1, (*A, 100), (*B, 60)), committed(1, 1, (*A, 100), (*B, 60))],
-        "standing": standing(report(*A, tokens=100), report(*B, tokens=80, left=False)),
+        "ledger_inputs": ledger_inputs(report(*A, tokens=100), report(*B, tokens=80, left=False)),
         "evaluations": [evaluation(50, 3.0, 4.0), evaluation(180, 12.0, 2.5, final=True)],
         "events": [Event(name="learner_killed", who="b", detail="", unix_s=1006.0)],
         "progress": [(1000.0, 0), (1012.0, 180)],
@@ -188,7 +179,7 @@ def test_a_missing_final_evaluation_is_said():
 
 
 def test_unaccounted_tokens_and_rewinds_are_warned_of():
-    lost = build(outcome(standing=standing(report(*A, tokens=110), report(*B, tokens=80, left=False))))
+    lost = build(outcome(ledger_inputs=ledger_inputs(report(*A, tokens=110), report(*B, tokens=80, left=False))))
     assert lost["tokens_lost"]["unaccounted"] == 10
     assert any("does not close" in warning for warning in lost["warnings"])
     assert "10 unaccounted" in summary(lost)
@@ -226,7 +217,10 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
     assert "rejected: 7 before, 6 while it was away, 0 after" in summary(built)
     died = build(
-        outcome(kill=kill, standing=standing(report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)))
+        outcome(
+            kill=kill,
+            ledger_inputs=ledger_inputs(report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)),
+        )
     )
     assert "10 tokens of others died" in summary(died)
     assert build(outcome(kill=kill, records=refused[2:]))["demo"]["others_rejected"]["while"] == 0

@@ -8,8 +8,8 @@ import pytest
 
 from chaos.virtual_time import run_virtual
 from pipeline.codec import encode
+from pipeline.commits import Commit
 from pipeline.errors import BusUnavailable, UsageError
-from pipeline.ports import Commit
 from syncer.checkpoint import load_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

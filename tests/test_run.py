@@ -18,7 +18,7 @@ from pipeline.clock import LoopClock
 from pipeline.codec import encode
 from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
-from pipeline.messages import Phase
+from pipeline.run_messages import Phase
 
 from . import samples
 

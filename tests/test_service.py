@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import VirtualClock, run_virtual
+from pipeline.commits import Commit
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
+from pipeline.head_messages import Head
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import Committed, Head, Phase, Rejected
 from pipeline.payloads import pull
-from pipeline.ports import Commit
+from pipeline.run_messages import Phase
+from pipeline.tape_messages import Committed, Rejected
 from syncer.checkpoint import load_checkpoint
 from syncer.initial import AT_ONCE
 from syncer.start import RESERVE_BYTES, check_memory

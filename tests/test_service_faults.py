@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import run_virtual
+from pipeline.commits import Commit, Refusal
 from pipeline.errors import BusUnavailable, HeadMoved
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed, Phase, RefusalReason, Rejected
 from pipeline.payloads import pull
-from pipeline.ports import Bus, Commit, Refusal
+from pipeline.ports import Bus
+from pipeline.run_messages import Phase
+from pipeline.tape_messages import Committed, RefusalReason, Rejected
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 

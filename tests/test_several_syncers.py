@@ -12,11 +12,12 @@ from structlog.testing import capture_logs
 from chaos.virtual_time import run_virtual
 from diloco.tape import read_archive
 from pipeline.errors import BusUnavailable
-from pipeline.messages import Committed, Phase, RefusalReason, Rejected, RunState
 from pipeline.ports import Bus
 from pipeline.redis_calls import CONTROL_S
+from pipeline.run_messages import Phase, RunState
 from pipeline.shares import RECENT_S, SAMPLE_S
 from pipeline.status import read_status
+from pipeline.tape_messages import Committed, RefusalReason, Rejected
 from syncer.checkpoint import find_checkpoint, load_checkpoint
 from syncer.leases import holding
 from syncer.service import SyncerService

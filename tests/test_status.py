@@ -9,8 +9,9 @@ import pytest
 
 from chaos.virtual_time import VirtualClock, run_virtual
 from pipeline.codec import decode, encode
+from pipeline.head_messages import WindowView
 from pipeline.memory import MemoryBus
-from pipeline.messages import Evaluation, Phase, WindowView
+from pipeline.run_messages import Evaluation, Phase
 from pipeline.status import build_status, read_status
 
 from . import samples

@@ -16,9 +16,9 @@ from torch import nn
 from pipeline.cores import usable_cores
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, load
 from pipeline.shard_messages import ClaimedShard, Shard
+from pipeline.spec_messages import Spec
 from workers import trainer
 from workers.data.text import open_text
 from workers.learner import Learner

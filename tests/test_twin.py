@@ -19,12 +19,12 @@ from chaos.virtual_time import VirtualClock, run_virtual
 from chaos.world import MERGES, RUN
 from pipeline import redis_calls
 from pipeline.clock import fast_loop
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BusFull, LeaseLost
 from pipeline.memory import MemoryBus
 from pipeline.memory_store import Stream
 from pipeline.redis_calls import Script
 from pipeline.shard_messages import Shard
-from pipeline.stored import parse_offer_id
 
 from . import samples
 
@@ -38,72 +38,71 @@ SHORT = 10
 MUTATIONS = {
     "a commit that does not check the lease": (
         "commit",
-        "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
+        "if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end\n",
         "",
     ),
     "a commit that does not check the head": (
         "commit",
-        "wrong = head_names_otherwise(head, 2)\n",
-        "wrong = nil\n",
+        "refused = head_moved(head, a.was)\n",
+        "refused = nil\n",
     ),
     "a commit that deletes the headers before its checks": (
         "commit",
         "if redis.call('GET', lease)",
-        "for i = entries, fields - 1, 2 do redis.call('XDEL', KEYS[from_streams + ARGV[i]], ARGV[i + 1]) end\n"
-        "if redis.call('GET', lease)",
+        "delete_headers(a.headers)\nif redis.call('GET', lease)",
     ),
     "a commit that lets its payload expire": (
         "commit",
-        "for i = 4, from_replaced - 1 do redis.call('PERSIST'",
-        "for i = 5, from_replaced - 1 do redis.call('PERSIST'",
+        "for _, one in ipairs(a.staged) do redis.call('PERSIST', KEYS[one.key]) end",
+        "for i = 2, #a.staged do redis.call('PERSIST', KEYS[a.staged[i].key]) end",
     ),
     "a commit that lets its momentum or its rest expire": (
         "commit",
-        "for i = 4, from_replaced - 1 do redis.call('PERSIST'",
-        "for i = 4, 4 do redis.call('PERSIST'",
+        "for _, one in ipairs(a.staged) do redis.call('PERSIST', KEYS[one.key]) end",
+        "redis.call('PERSIST', KEYS[a.staged[1].key])",
     ),
     "a commit that sets the totals": ("commit", "'HINCRBY', head, 'merged_tokens'", "'HSET', head, 'merged_tokens'"),
     "a commit that keeps what it replaced for ever": (
         "commit",
-        "for i = from_replaced, from_streams - 1 do redis.call('PEXPIRE'",
-        "for i = from_streams, from_streams - 1 do redis.call('PEXPIRE'",
+        "for _, key in ipairs(a.replaced) do redis.call('PEXPIRE', KEYS[key], a.replaced_ttl_ms) end\n",
+        "",
     ),
     "a commit that keeps the rest of what it replaced for ever": (
         "commit",
-        "for i = from_replaced, from_streams - 1 do redis.call('PEXPIRE'",
-        "for i = from_replaced, math.min(from_replaced, from_streams - 1) do redis.call('PEXPIRE'",
+        "for _, key in ipairs(a.replaced) do redis.call('PEXPIRE', KEYS[key], a.replaced_ttl_ms) end",
+        "if a.replaced[1] then redis.call('PEXPIRE', KEYS[a.replaced[1]], a.replaced_ttl_ms) end",
     ),
     "a commit that deletes one header too few": (
         "commit",
-        "for i = entries, fields - 1, 2 do",
-        "for i = entries + 2, fields - 1, 2 do",
+        "delete_headers(a.headers)\n",
+        "if a.headers[1] then table.remove(a.headers[1].entries) end\ndelete_headers(a.headers)\n",
     ),
-    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', ARGV[11])\n", ""),
+    "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', a.record)\n", ""),
     "a commit that leaves payloads behind": (
         "commit",
-        "for i = from_gone, #KEYS do",
-        "for i = from_gone + 1, #KEYS do",
+        "for _, key in ipairs(a.gone) do redis.call('UNLINK', KEYS[key]) end",
+        "for i = 2, #a.gone do redis.call('UNLINK', KEYS[a.gone[i]]) end",
     ),
-    "a refusal that counts twice when repeated": ("refuse", "local pending = headers == 0", "local pending = true"),
+    "a refusal that counts twice when repeated": ("refuse", "local pending = #a.headers == 0", "local pending = true"),
     "a refusal that does not check the lease": (
         "refuse",
-        "if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end\n",
+        "if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end\n",
         "",
     ),
-    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', lost)\n", ""),
-    "a refusal whose reason is not counted": ("refuse", "redis.call('HINCRBY', head, ARGV[i], ARGV[i + 1])", ""),
+    "a refusal that does not count": ("refuse", "redis.call('HINCRBY', head, 'rejected_tokens', lost_tokens)\n", ""),
+    "a refusal whose reason is not counted": ("refuse", "redis.call('HINCRBY', head, one.field, one.more)", ""),
     "a chunk appended again when repeated": (
         "write_chunk",
-        "if index == have then redis.call('XADD', KEYS[1], string.format('%d-0', index + 1), 'c', ARGV[3]) end",
-        "redis.call('XADD', KEYS[1], string.format('%d-0', have + 1), 'c', ARGV[3])",
+        "if index == have then redis.call('XADD', payload, string.format('%d-0', index + 1), 'c', chunk) end",
+        "redis.call('XADD', payload, string.format('%d-0', have + 1), 'c', chunk)",
     ),
     "a window written without the lease": (
         "write_window",
-        "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'LEASE', KEYS[1]} end\n",
+        "if redis.call('GET', lease) ~= nonce then return {'LEASE', lease} end\n",
         "",
     ),
-    "a window that does not wake": ("write_window", "if ARGV[5] ~= '' then", "if false then"),
-    "a window refused where memory is short": ("write_window", "redis.call('PERSIST', KEYS[2])\n", ""),
+    "a window that does not wake": ("write_window", "if record ~= '' then", "if false then"),
+    "a window refused where memory is short": ("write_window", "redis.call('PERSIST', head)\n", ""),
     "a lease taken from its holder": ("claim", "if holder then return {'OK', 0} end\n", ""),
     "a lease released by another": ("release", "== ARGV[1] then redis", "then redis"),
 }

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import VirtualClock, inline, run_virtual
-from pipeline.census import kind_of
 from pipeline.codec import as_bytes, as_vector, payload_digest
+from pipeline.commits import Staged
 from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.globals import Held, pull_exact, pull_shown, pull_state, updates_after
+from pipeline.head_messages import Head
+from pipeline.key_usage import kind_of
 from pipeline.memory import MemoryBus
-from pipeline.messages import Committed, Head, Rejected, SyncSpec, TensorSpec
 from pipeline.payload_messages import Update
 from pipeline.payloads import push
-from pipeline.ports import Staged
 from pipeline.quantize import GROUP, Quantized, encode
+from pipeline.spec_messages import SyncSpec, TensorSpec
+from pipeline.tape_messages import Committed, Rejected
 from pipeline.updates import Updating, advance, gather
 from syncer.fragment import Stepped, outer_step
 from syncer.mending import LOOK_S, UNFOLLOWED_S

@@ -12,9 +12,9 @@ from chaos.virtual_time import VirtualClock, inline, run_virtual
 from pipeline.codec import payload_bytes
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import RefusalReason, Rejected
 from pipeline.payloads import follow, push
 from pipeline.ports import Bus
+from pipeline.tape_messages import RefusalReason, Rejected
 from pipeline.wire import Codec
 from syncer.fragment import Delta
 from syncer.intake import Intake

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.messages import Phase, SeenReport
+from pipeline.run_messages import Phase, SeenReport
 from syncer.watch import RunWatch
 from tests import samples
 

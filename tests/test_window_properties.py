@@ -10,7 +10,9 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipeline.messages import DeltaHeader, MergedBase, RefusalReason
+from pipeline.delta_messages import DeltaHeader
+from pipeline.head_messages import MergedBase
+from pipeline.tape_messages import RefusalReason
 from syncer.window import (
     LATE_A_LEARNER,
     Accepted,

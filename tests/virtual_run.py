@@ -15,10 +15,12 @@ import numpy as np
 from chaos.virtual_report import virtual_report
 from chaos.virtual_time import VirtualClock, inline
 from pipeline.fragments import layout_of
+from pipeline.head_messages import Head
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import Head, LearnerReport, Phase, Spec, SyncSpec, TensorSpec
 from pipeline.ports import Bus
+from pipeline.run_messages import LearnerReport, Phase
 from pipeline.settings import SyncerProcess, SyncSettings
+from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from workers.exchange import Exchange

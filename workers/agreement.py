@@ -11,8 +11,8 @@ import structlog
 from pipeline import codec
 from pipeline.agreement import PATIENCE_S, differences
 from pipeline.errors import SpecMismatch
-from pipeline.messages import Spec
 from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import Spec
 
 LOOK_S = 5.0
 OTHERS_S = 40.0

@@ -7,7 +7,7 @@ import asyncio
 
 import structlog
 
-from pipeline.ports import Bus
+from pipeline.ports import WorkQueue
 from pipeline.shard_messages import Shard
 
 from .shared import Shared
@@ -32,7 +32,7 @@ def cut_epoch(epoch: int, blocks: int, per_shard: int) -> list[Shard]:
 class ShardClaims:
     """The shards that one incarnation of a learner holds."""
 
-    def __init__(self, bus: Bus, consumer: str, shared: Shared) -> None:
+    def __init__(self, bus: WorkQueue, consumer: str, shared: Shared) -> None:
         self._bus, self._consumer, self._shared = bus, consumer, shared
         self._log = structlog.get_logger().bind(consumer=consumer)
         self._wake = asyncio.Event()

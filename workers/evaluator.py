@@ -13,11 +13,13 @@ from pipeline import codec
 from pipeline.errors import BadPayload, BusError, UsageError, outage_event
 from pipeline.fragments import Layout, layout_of
 from pipeline.globals import pull_exact
+from pipeline.head_messages import Head
 from pipeline.lifecycle import stop_event
-from pipeline.messages import Evaluation, Head, Phase, RunState, Spec
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
+from pipeline.run_messages import Evaluation, Phase, RunState
 from pipeline.settings import EvaluatorProcess
+from pipeline.spec_messages import Spec
 
 from .data.blocks import Blocks
 from .data.text import open_text

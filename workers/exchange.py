@@ -21,6 +21,7 @@ import structlog
 from pipeline import codec
 from pipeline.buffers import take
 from pipeline.chunks import Payload
+from pipeline.delta_messages import DeltaHeader
 from pipeline.errors import (
     BadPayload,
     BusError,
@@ -33,18 +34,12 @@ from pipeline.errors import (
 )
 from pipeline.fragments import Layout
 from pipeline.globals import Held, pull_shown
-from pipeline.messages import (
-    Committed,
-    DeltaHeader,
-    Event,
-    Head,
-    LearnerReport,
-    Spec,
-    TapeRecord,
-    WindowChanged,
-)
+from pipeline.head_messages import Head
 from pipeline.payloads import push_growing
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Event, LearnerReport
+from pipeline.spec_messages import Spec
+from pipeline.tape_messages import Committed, TapeRecord, WindowChanged
 
 from .agreement import Agreement, compare
 from .claims import ShardClaims

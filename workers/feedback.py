@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.messages import Contribution, MergedBase
+from pipeline.head_messages import MergedBase
+from pipeline.tape_messages import Contribution
 
 MOST_SENT = 4
 """Undecided deltas of one fragment that are remembered: two bases, and an attempt more on each."""

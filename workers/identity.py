@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pipeline.errors import IdTaken, LearnerReplaced
-from pipeline.messages import LearnerReport, RunState, SeenReport
-from pipeline.ports import Bus, Clock
+from pipeline.ports import Clock, Reports
+from pipeline.run_messages import LearnerReport, RunState, SeenReport
 
 LIVE_S = 5.0
 """Who has not reported for this long is not even watched."""
@@ -34,7 +34,7 @@ Retry = Callable[..., Awaitable[Any]]
 class Identity:
     """One incarnation's hold on its learner's id."""
 
-    def __init__(self, bus: Bus, clock: Clock, learner: str, incarnation: str, retry: Retry) -> None:
+    def __init__(self, bus: Reports, clock: Clock, learner: str, incarnation: str, retry: Retry) -> None:
         """retry: calls something until the bus answers."""
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
         self._retry = retry

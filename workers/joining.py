@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from pipeline.errors import BusError
-from pipeline.ports import Bus
+from pipeline.ports import Bus, SyncerBoard
 
 PATIENCE_S = 3.0
 """After so long it is said what is waited for."""
@@ -57,7 +57,7 @@ async def reason(bus: Bus, fragments: Sequence[int], claim_s: float) -> str:
     return f"syncer {', '.join(sorted(set(syncers.values())))} has yet to take over the first parameters"
 
 
-async def look_for_syncers(bus: Bus, log: Any) -> None:
+async def look_for_syncers(bus: SyncerBoard, log: Any) -> None:
     """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use.
 
     Until cancelled.

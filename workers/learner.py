@@ -37,9 +37,10 @@ from pipeline.clock import LoopClock, fast_loop
 from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.messages import LearnerReport, Phase, Spec
 from pipeline.ports import Bus
+from pipeline.run_messages import LearnerReport, Phase
 from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
+from pipeline.spec_messages import Spec
 
 from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
@@ -457,8 +458,7 @@ class Learner:
         assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
         bus = await reaching.reach(self._url, self._run, self.id)
         encoder = OnDevice(self.device) if self._on_device else OnHost(AT_ONCE)
-        exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
-        self._exchange = exchange
+        self._exchange = exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
         try:
             await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
             async with meanwhile(exchange.run()):

@@ -17,8 +17,8 @@ from pipeline.buffers import take
 from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
-from pipeline.messages import SyncSpec, TensorSpec
 from pipeline.settings import SyncSettings
+from pipeline.spec_messages import SyncSpec, TensorSpec
 from pipeline.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
 
 ITEM = 4

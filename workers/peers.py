@@ -20,10 +20,10 @@ import structlog
 
 from pipeline.errors import BadPayload, BusError, DilocoError
 from pipeline.fragments import Layout
-from pipeline.messages import Phase
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
 from pipeline.payloads import pull, push
 from pipeline.ports import Bus, Clock, MomentsBoard
+from pipeline.run_messages import Phase
 
 from .moments import Moments, check
 

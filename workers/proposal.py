@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from pipeline.errors import UsageError
-from pipeline.messages import Spec, SyncSpec
+from pipeline.spec_messages import Spec, SyncSpec
 
 from .frozen_digests import frozen_digests
 from .parameters import tensor_table

@@ -9,8 +9,8 @@ import structlog
 
 from pipeline import codec
 from pipeline.errors import BusUnavailable, outage_event
-from pipeline.messages import Spec
 from pipeline.redis_streams import connect
+from pipeline.spec_messages import Spec
 
 FIRST_S, MOST_S = 0.1, 5.0
 

@@ -23,9 +23,9 @@ from torch import nn
 
 from pipeline.errors import BadPayload
 from pipeline.fragments import Layout
-from pipeline.messages import RunState
 from pipeline.moments_messages import OptimizerKind
 from pipeline.ports import Bus, Clock
+from pipeline.run_messages import RunState
 from pipeline.strict_json import dumps
 
 from .moments import Moments, check

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeline.fragments import Layout
-from pipeline.messages import SyncSpec
 from pipeline.ramps import interval_at
+from pipeline.spec_messages import SyncSpec
 
 
 @dataclass(frozen=True, slots=True)

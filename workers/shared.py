@@ -3,7 +3,7 @@
 import queue
 from dataclasses import dataclass, field
 
-from pipeline.messages import RunState
+from pipeline.run_messages import RunState
 from pipeline.shard_messages import ClaimedShard
 
 from .rounds import Base, OpenWindow

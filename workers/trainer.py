@@ -5,8 +5,8 @@ import time
 import structlog
 
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError, outage_event
-from pipeline.messages import Spec
 from pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
+from pipeline.spec_messages import Spec
 
 from .data.blocks import Blocks
 from .data.text import open_text

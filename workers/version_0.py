@@ -15,9 +15,9 @@ import structlog
 from pipeline.agreement import PATIENCE_S
 from pipeline.errors import BusError, UsageError
 from pipeline.fragments import Layout
-from pipeline.messages import InitialUpload
 from pipeline.payloads import push
 from pipeline.ports import Bus
+from pipeline.run_messages import InitialUpload
 
 from .agreement import Agreement
 

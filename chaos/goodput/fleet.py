@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from pipeline.errors import UsageError
-from pipeline.messages import SyncSpec
+from pipeline.spec_messages import SyncSpec
 
 from .constants import Constants
 from .job import Job, Stops, Timeline, overlap, run_elastic, run_rigid

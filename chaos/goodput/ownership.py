@@ -15,8 +15,8 @@ import numpy as np
 import structlog
 
 from chaos.virtual_time import VirtualClock, run_virtual
+from pipeline.head_messages import Head
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import Head
 from syncer.leases import Leases
 
 from .constants import Constants

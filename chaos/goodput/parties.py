@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipeline.messages import DeltaHeader, LearnerReport, SeenReport
+from pipeline.delta_messages import DeltaHeader
+from pipeline.run_messages import LearnerReport, SeenReport
 from pipeline.wire import Message
 
 from .job import Timeline

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.messages import Head, MergedBase, RefusalReason, SyncSpec, WindowView
+from pipeline.head_messages import Head, MergedBase, WindowView
+from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import RefusalReason
 from syncer.doubts import Doubts
 from syncer.grace import GraceEstimator
 from syncer.uploads import UploadEstimator

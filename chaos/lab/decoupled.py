@@ -18,9 +18,11 @@ from torch import nn
 
 from pipeline.fragments import layout_of
 from pipeline.globals import pull_exact
+from pipeline.head_messages import Head
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.messages import Head, Phase, Spec
+from pipeline.run_messages import Phase
 from pipeline.settings import SyncerProcess, SyncerSettings
+from pipeline.spec_messages import Spec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
 from workers.parameters import FragmentParameters, tensor_table

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.messages import MergedBase
+from pipeline.head_messages import MergedBase
 from syncer.fragment import Delta, FragmentState, Merged, Stepped
 from syncer.merge import Sum
 from syncer.norms import delta_norms

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from pipeline.fragments import Layout
-from pipeline.messages import LearnerReport, Phase, Spec
+from pipeline.run_messages import LearnerReport, Phase
+from pipeline.spec_messages import Spec
 from workers.exchange import Exchange
 from workers.parameters import FragmentParameters
 from workers.recipe import update

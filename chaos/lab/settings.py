@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import UsageError
-from pipeline.messages import SyncSpec
+from pipeline.spec_messages import SyncSpec
 from pipeline.wire import Codec, GlobalCodec, MergeName
 from pipeline.wire import OuterName as Production
 

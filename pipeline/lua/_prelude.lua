@@ -3,6 +3,8 @@
 --
 -- Where memory is short, Redis refuses a script's first write if that needs memory, and lets a script that
 -- has written go on. Scripts that must run even then begin with a write that needs none (PERSIST, UNLINK).
+--
+-- A script with many arguments takes one msgpack map instead. A key stands in it as its place in KEYS.
 
 local function mistyped(...)
   local args = {...}
@@ -18,26 +20,35 @@ local function bad_total(key, field, more)
   if not have:match('^%d+$') or tonumber(have) + tonumber(more) >= 2 ^ 62 then return {'TOTAL', key, field} end
 end
 
--- Nil if a fragment's head is at this version and digest.
-local function head_moved(key, version, digest)
-  local now = redis.call('HMGET', key, 'version', 'digest')
-  if now[1] ~= version or now[2] ~= digest then return {'HEAD', key, now[1]} end
-end
-
--- Nil if a fragment's head names what ARGV says from `at` on: version ('' for no head), digest, payload, rest, momentum,
--- updates.
-local function head_names_otherwise(key, at)
-  local now = redis.call('HMGET', key, 'version', 'digest', 'payload', 'rest', 'momentum', 'updates')
-  for i = 1, 6 do
-    if (now[i] or '') ~= ARGV[at + i - 1] then return {'HEAD', key, now[1]} end
+-- Nil if a fragment's head has what `was` says, field by field; '' stands for none.
+local function head_moved(key, was)
+  local fields = {'version', 'digest', 'payload', 'rest', 'momentum', 'updates'}
+  local now = redis.call('HMGET', key, unpack(fields))
+  for i, field in ipairs(fields) do
+    if was[field] and was[field] ~= (now[i] or '') then return {'HEAD', key, now[1]} end
   end
 end
 
--- Nil if `count` payloads from KEYS[first] on have as many chunks as ARGV says from `at` on.
-local function incomplete(first, count, at)
-  for i = 0, count - 1 do
-    local have = redis.call('XLEN', KEYS[first + i])
-    if have ~= tonumber(ARGV[at + i]) then return {'PAYLOAD', KEYS[first + i], have} end
+-- Nil if all staged payloads, as {key, chunks}, have their chunks.
+local function incomplete(staged)
+  for _, one in ipairs(staged) do
+    local have = redis.call('XLEN', KEYS[one.key])
+    if have ~= one.chunks then return {'PAYLOAD', KEYS[one.key], have} end
+  end
+end
+
+-- Nil if the keys of all that is listed, as {key, ...}, are streams or not there.
+local function no_streams(listed)
+  for _, one in ipairs(listed) do
+    local wrong = mistyped(KEYS[one.key], 'stream')
+    if wrong then return wrong end
+  end
+end
+
+-- Delete headers, listed as {key, entries} by learner's stream.
+local function delete_headers(headers)
+  for _, one in ipairs(headers) do
+    for _, entry in ipairs(one.entries) do redis.call('XDEL', KEYS[one.key], entry) end
   end
 end
 

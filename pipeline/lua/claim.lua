@@ -1,13 +1,14 @@
 -- Take what nobody holds, or prolong what is held under the same nonce.
 -- KEYS: holder. ARGV: nonce, ttl in ms. Answers 1 if held now.
-local wrong = mistyped(KEYS[1], 'string')
+local key, nonce, ttl_ms = KEYS[1], ARGV[1], ARGV[2]
+local wrong = mistyped(key, 'string')
 if wrong then return wrong end
-local holder = redis.call('GET', KEYS[1])
-if holder == ARGV[1] then
-  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+local holder = redis.call('GET', key)
+if holder == nonce then
+  redis.call('PEXPIRE', key, ttl_ms)
   return {'OK', 1}
 end
 if holder then return {'OK', 0} end
-redis.call('UNLINK', KEYS[1])
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('UNLINK', key)
+redis.call('SET', key, nonce, 'PX', ttl_ms)
 return {'OK', 1}

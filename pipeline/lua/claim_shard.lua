@@ -2,9 +2,9 @@
 -- oldest whose holder is gone, then the next that nobody holds. Answers entry id, shard, position; or nothing.
 -- A holder is gone when it gave its shards back, or has been silent for long enough.
 -- KEYS: shards, positions, seen. ARGV: consumer, silence in ms, the entries that the consumer knows it holds.
-local shards = KEYS[1]
+local shards, positions, seen = unpack(KEYS)
 local consumer, silent_ms = ARGV[1], tonumber(ARGV[2])
-local wrong = mistyped(shards, 'stream', KEYS[2], 'hash', KEYS[3], 'hash')
+local wrong = mistyped(shards, 'stream', positions, 'hash', seen, 'hash')
 if wrong then return wrong end
 if not has_group(shards) then return {'OK'} end
 local time = redis.call('TIME')
@@ -15,8 +15,8 @@ for i = 3, #ARGV do known[ARGV[i]] = true end
 local function gone(holder, idle_ms)
   if holder == RELEASED then return true end
   -- A consumer is `learner.incarnation`, its field in `seen` is `learner/incarnation`.
-  local seen = redis.call('HGET', KEYS[3], (holder:gsub('%.([^.]*)$', '/%1')))
-  if seen and seen:match('^%d+$') then return now_ms - tonumber(seen) >= silent_ms end
+  local last_ms = redis.call('HGET', seen, (holder:gsub('%.([^.]*)$', '/%1')))
+  if last_ms and last_ms:match('^%d+$') then return now_ms - tonumber(last_ms) >= silent_ms end
   return idle_ms >= silent_ms
 end
 
@@ -49,4 +49,4 @@ else
   entry = found and found[1][2][1]
 end
 if not entry then return {'OK'} end
-return {'OK', entry[1], entry[2][2], redis.call('HGET', KEYS[2], entry[1])}
+return {'OK', entry[1], entry[2][2], redis.call('HGET', positions, entry[1])}

@@ -2,17 +2,18 @@
 -- be, the queue is not empty.
 -- KEYS: shards, positions, epochs. ARGV: epochs before, epochs after, 1 if the queue must be empty, then
 --   shard, position ...
-local wrong = mistyped(KEYS[1], 'stream', KEYS[2], 'hash', KEYS[3], 'string')
+local shards, positions, epochs = unpack(KEYS)
+local before, after, only_if_empty = ARGV[1], ARGV[2], ARGV[3] == '1'
+local wrong = mistyped(shards, 'stream', positions, 'hash', epochs, 'string')
 if wrong then return wrong end
-if (redis.call('GET', KEYS[3]) or '0') ~= ARGV[1] then return {'OK', 0} end
-if ARGV[3] == '1' and (redis.call('XLEN', KEYS[1]) > 0 or redis.call('EXISTS', KEYS[2]) == 1) then
-  return {'OK', 0}
-end
+if (redis.call('GET', epochs) or '0') ~= before then return {'OK', 0} end
+if only_if_empty and (redis.call('XLEN', shards) > 0 or redis.call('EXISTS', positions) == 1) then return {'OK', 0} end
 
-if not has_group(KEYS[1]) then redis.call('XGROUP', 'CREATE', KEYS[1], 'learners', '0', 'MKSTREAM') end
+if not has_group(shards) then redis.call('XGROUP', 'CREATE', shards, 'learners', '0', 'MKSTREAM') end
 for i = 4, #ARGV, 2 do
-  local id = redis.call('XADD', KEYS[1], '*', 's', ARGV[i])
-  if ARGV[i + 1] ~= '0' then redis.call('HSET', KEYS[2], id, ARGV[i + 1]) end
+  local shard, position = ARGV[i], ARGV[i + 1]
+  local id = redis.call('XADD', shards, '*', 's', shard)
+  if position ~= '0' then redis.call('HSET', positions, id, position) end
 end
-redis.call('SET', KEYS[3], ARGV[2])
+redis.call('SET', epochs, after)
 return {'OK', 1}

@@ -1,31 +1,35 @@
 -- Refuse deltas: headers and payloads go, records go on the tape. Done once, it does nothing more.
--- KEYS: lease, head, tape, the learners' streams that headers go from, then the payloads that go.
--- ARGV: nonce, expected version, expected digest, lost tokens, number of streams, number of headers, stream (from 0) and
---   entry of each, number of reasons, field of the head and count of each, then the tape records.
-local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
-local streams, headers = tonumber(ARGV[5]), tonumber(ARGV[6])
-local reasons = 7 + 2 * headers
-local records = reasons + 1 + 2 * tonumber(ARGV[reasons])
+-- KEYS: lease, head, tape, then those that the fields below name by their places.
+-- ARGV: a map of
+--   nonce            of the lease
+--   was              what the head has now: version, digest
+--   lost_tokens      added to the head's rejected tokens
+--   counts           {field, more}: what else is added to the head's totals
+--   headers          {key, entries} of each learner's stream that headers go from
+--   gone             delta payloads that go
+--   records          for the tape
+local lease, head, tape, a = KEYS[1], KEYS[2], KEYS[3], cmsgpack.unpack(ARGV[1])
 
-local wrong = mistyped(lease, 'string', head, 'hash', tape, 'stream')
-for i = 4, 3 + streams do wrong = wrong or mistyped(KEYS[i], 'stream') end
-if wrong then return wrong end
-if redis.call('GET', lease) ~= ARGV[1] then return {'LEASE', lease} end
-wrong = head_moved(head, ARGV[2], ARGV[3]) or bad_total(head, 'rejected_tokens', '0')
-for i = reasons + 1, records - 1, 2 do wrong = wrong or bad_total(head, ARGV[i], ARGV[i + 1]) end
-if wrong then return wrong end
+local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.headers)
+if refused then return refused end
+if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
+refused = head_moved(head, a.was) or bad_total(head, 'rejected_tokens', '0')
+for _, one in ipairs(a.counts) do refused = refused or bad_total(head, one.field, one.more) end
+if refused then return refused end
 -- A refusal is never refused for what a peer says that it lost.
-local lost = bad_total(head, 'rejected_tokens', ARGV[4]) and '0' or ARGV[4]
-local pending = headers == 0
-for i = 7, reasons - 1, 2 do
-  pending = pending or #redis.call('XRANGE', KEYS[4 + ARGV[i]], ARGV[i + 1], ARGV[i + 1]) > 0
+local lost_tokens = bad_total(head, 'rejected_tokens', a.lost_tokens) and '0' or a.lost_tokens
+local pending = #a.headers == 0
+for _, one in ipairs(a.headers) do
+  for _, entry in ipairs(one.entries) do
+    pending = pending or #redis.call('XRANGE', KEYS[one.key], entry, entry) > 0
+  end
 end
 if not pending then return {'OK'} end
 
 redis.call('PERSIST', head)
-for i = 7, reasons - 1, 2 do redis.call('XDEL', KEYS[4 + ARGV[i]], ARGV[i + 1]) end
-for i = 4 + streams, #KEYS do redis.call('UNLINK', KEYS[i]) end
-redis.call('HINCRBY', head, 'rejected_tokens', lost)
-for i = reasons + 1, records - 1, 2 do redis.call('HINCRBY', head, ARGV[i], ARGV[i + 1]) end
-for i = records, #ARGV do redis.call('XADD', tape, '*', 'r', ARGV[i]) end
+delete_headers(a.headers)
+for _, key in ipairs(a.gone) do redis.call('UNLINK', KEYS[key]) end
+redis.call('HINCRBY', head, 'rejected_tokens', lost_tokens)
+for _, one in ipairs(a.counts) do redis.call('HINCRBY', head, one.field, one.more) end
+for _, record in ipairs(a.records) do redis.call('XADD', tape, '*', 'r', record) end
 return {'OK'}

@@ -1,11 +1,12 @@
 -- Set the run's state unless that would move its phase backwards. Answers the state that holds.
 -- KEYS: state. ARGV: rank of the phase, state.
-local wrong = mistyped(KEYS[1], 'hash')
+local state, rank, blob = KEYS[1], ARGV[1], ARGV[2]
+local wrong = mistyped(state, 'hash')
 if wrong then return wrong end
-local now = redis.call('HMGET', KEYS[1], 'rank', 'blob')
-if now[1] and not now[1]:match('^%d+$') then return {'TOTAL', KEYS[1], 'rank'} end
-if now[1] and tonumber(now[1]) > tonumber(ARGV[1]) then return {'OK', now[2]} end
+local rank_now, blob_now = unpack(redis.call('HMGET', state, 'rank', 'blob'))
+if rank_now and not rank_now:match('^%d+$') then return {'TOTAL', state, 'rank'} end
+if rank_now and tonumber(rank_now) > tonumber(rank) then return {'OK', blob_now} end
 
-redis.call('PERSIST', KEYS[1])
-redis.call('HSET', KEYS[1], 'rank', ARGV[1], 'blob', ARGV[2])
-return {'OK', ARGV[2]}
+redis.call('PERSIST', state)
+redis.call('HSET', state, 'rank', rank, 'blob', blob)
+return {'OK', blob}

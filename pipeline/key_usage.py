@@ -1,11 +1,11 @@
-"""How much of each kind of key a run has on its bus. Pure; `redis_census` counts."""
+"""How much of each kind of key a run has on its bus. Pure; `redis_key_usage` counts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KindUsage:
     """All keys of one kind at one moment."""
 
     keys: int
@@ -15,13 +15,13 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class KeyUsage:
     """What was on the bus at one moment."""
 
     unix_s: float
     used_bytes: int
     """Memory of the whole server."""
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, KindUsage]
 
 
 def kind_of(key: str) -> str:
@@ -29,11 +29,11 @@ def kind_of(key: str) -> str:
     return key.partition("}:")[2].partition(":")[0]
 
 
-def count(keys: Iterable[tuple[str, int, int]]) -> dict[str, Kind]:
+def count(keys: Iterable[tuple[str, int, int]]) -> dict[str, KindUsage]:
     """Sum up (key, entries, bytes)."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, KindUsage] = {}
     for key, entries, size in keys:
         name = kind_of(key)
-        before = kinds.get(name, Kind(0, 0, 0))
-        kinds[name] = Kind(before.keys + 1, before.entries + entries, before.bytes + size)
+        before = kinds.get(name, KindUsage(0, 0, 0))
+        kinds[name] = KindUsage(before.keys + 1, before.entries + entries, before.bytes + size)
     return kinds

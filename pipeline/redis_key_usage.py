@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from .census import Census, count
+from .key_usage import KeyUsage, count
 from .keys import PREFIX
 from .redis_calls import RedisCalls, connect_calls
 
@@ -12,13 +12,13 @@ LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 AT_ONCE = 1000
 
 
-class RedisCensus:
-    """A connection of its own for counting; made by `connect_census`."""
+class RedisKeyUsage:
+    """A connection of its own for counting; made by `connect_key_usage`."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self._calls, self._pattern = calls, f"{PREFIX}{{{run}[:}}]*"
 
-    async def take(self) -> Census:
+    async def take(self) -> KeyUsage:
         """Count now. Keys that come or go meanwhile may be missed.
 
         Raises:
@@ -41,17 +41,17 @@ class RedisCensus:
             for (key, _), length, size in zip(known, lengths, sizes, strict=True)
         )
         info = await self._calls.info()
-        return Census(time.time(), info.used_bytes, count(counted))
+        return KeyUsage(time.time(), info.used_bytes, count(counted))
 
     async def close(self) -> None:
         """Close the connection."""
         await self._calls.close()
 
 
-async def connect_census(url: str, run: str) -> RedisCensus:
+async def connect_key_usage(url: str, run: str) -> RedisKeyUsage:
     """Reach a run on a Redis server.
 
     Raises:
         UsageError, BusUnavailable: as `redis_streams.connect`.
     """
-    return RedisCensus(await connect_calls(url), run)
+    return RedisKeyUsage(await connect_calls(url), run)

@@ -3,16 +3,17 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .messages import DeltaHeader, LearnerReport, Phase
+from .delta_messages import DeltaHeader
+from .entry_ids import parse_offer_id
 from .ports import Bus
-from .stored import parse_offer_id
+from .run_messages import LearnerReport, Phase
 
 Incarnation = tuple[str, str]
 """(learner, incarnation)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LedgerInputs:
     """What is known of a run besides its tape."""
 
     reports: tuple[LearnerReport, ...] = ()
@@ -27,8 +28,8 @@ class Standing:
     """Nothing will be merged any more."""
 
 
-async def read_standing(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> Standing:
-    """The standing of the bus's run. Read its tape before, so that no merge is on the tape and not in a head.
+async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
+    """What the bus's run has now. Read its tape before, so that no merge is on the tape and not in a head.
 
     Args:
         bus: groups set.
@@ -56,7 +57,7 @@ async def read_standing(bus: Bus, fragments: int, live_s: float, gone: Collectio
         for one in seen
         if not (finished or one.report.left or one.report.learner in gone) and one.age_s <= live_s
     )
-    return Standing(
+    return LedgerInputs(
         reports=tuple(one.report for one in seen),
         heads=tuple((head.fragment, head.version, head.digest) for head in heads),
         offers=tuple(offers),
