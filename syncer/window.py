@@ -6,21 +6,36 @@ M_t is fixed it waits for the uploads of that set only. An offer is a delta's he
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
-| IDLE | offer | current base, due | COLLECTING | the window opened; also if the offer is late |
-| IDLE | offer | stale by one, or not due | IDLE | member of the window to come |
-| COLLECTING | decide | fewer than K learners | COLLECTING | Wait(no deadline) |
+| IDLE | offer | current base, due | COLLECTING | Accepted |
+| IDLE | offer | current base, not due | IDLE | Accepted |
+| IDLE | offer | stale by one | IDLE | Accepted |
+| IDLE | offer | current base, due; its learner left a delta here and came back | COLLECTING | Late |
+| COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
+| UPLOADING or MERGING | offer | another learner | unchanged | Late |
+| UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
+| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Refused |
+| COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
+| any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
+| IDLE | decide | nothing due | IDLE | Wait(no deadline) |
+| IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
+| COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
-| COLLECTING or GRACE | decide | all expected in, or the grace is over | UPLOADING, M_t fixed | Wait(upload deadline) |
-| UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
+| GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
+| COLLECTING or GRACE | decide | K in, and all expected | UPLOADING | Wait(upload deadline) |
+| GRACE | decide | others expected, the grace is over | UPLOADING | Wait(upload deadline) |
+| UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
+| UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
-| COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
-| UPLOADING | offer | a member's training, which it has not uploaded, at a later attempt | unchanged | member instead |
-| MERGING | not_merged | the outcome is not finite | COLLECTING, then attempt + 1 | Reopened |
-| UPLOADING or MERGING | offer | valid otherwise | unchanged | late: for the next window |
-| any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
+| MERGING | decide | whatever has changed | MERGING | Merge |
+| MERGING | not_merged | the outcome is not finite | COLLECTING | the contributions |
 
-While a run drains, any member opens the window: there will be no due ones any more. An attempt that took a member's
-place had less than the whole time when the upload deadline is over: it is late then, not refused.
+`decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
+merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
+more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
+then, not refused. `tests/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
