@@ -18,11 +18,11 @@ from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
+from .admission import Offer
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64, all_finite
 from .outer import NesterovStep, matrix_elements, muon_step
 from .room import Room
-from .window import Offer
 
 Array = npt.NDArray[Any]
 

@@ -1,6 +1,6 @@
 """Downloads of one fragment's deltas: gathers the chunks as they come, has each delta judged. asyncio.
 
-`owner` says which offers to download and takes the outcomes; nothing here decides about a window.
+`session` says which offers to download and takes the outcomes; nothing here decides about a window.
 """
 
 import asyncio
@@ -16,17 +16,14 @@ from pipeline.messages import RefusalReason, SyncSpec
 from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
 
+from .admission import Offer
 from .fragment import Delta
 from .norms import DeltaNorms, Float64
-from .uploads import LEAST_UPLOAD_S, UploadEstimator
-from .watch import RunWatch
-from .window import Offer, State, Window
+from .uploads import UploadEstimator
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
-Failed = tuple[Offer, RefusalReason, str]
-"""A delta that leaves the window, and why."""
 Judge = Callable[[Offer, Any, Float64], Outcome]
 """As `FragmentState.judge`."""
 
@@ -37,27 +34,24 @@ class Intake:
     """The downloads in flight and the deltas that are here."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, layout: FragmentLayout, sync: SyncSpec, wake: asyncio.Event, offload: Offload
+        self,
+        bus: Bus,
+        clock: Clock,
+        layout: FragmentLayout,
+        sync: SyncSpec,
+        wake: asyncio.Event,
+        offload: Offload,
+        uploads: UploadEstimator,
     ) -> None:
+        """`uploads`: learns how long they take. `wake` is set whenever a download ends."""
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
-        self._wake, self._offload = wake, offload
+        self._wake, self._offload, self._uploads = wake, offload, uploads
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
-        self._uploads = UploadEstimator()
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
-
-    @property
-    def upload_s(self) -> float:
-        """How long the uploads of a fixed set may take, from measured transfer times."""
-        return self._uploads.upload_s
-
-    @property
-    def now(self) -> float:
-        """By the clock of its times."""
-        return self._clock.now()
 
     def start(self, offers: Iterable[Offer], judge: Judge) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
@@ -69,8 +63,8 @@ class Intake:
                 self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
-    def taken(self) -> Iterator[tuple[Offer, Outcome]]:
-        """Takes the outcomes, oldest first; a sound delta stays in `deltas`, unless it was forgotten meanwhile."""
+    def ended(self) -> Iterator[tuple[Offer, Outcome]]:
+        """Those that ended, oldest first, once each; a sound delta stays in `deltas`, unless it is forgotten by now."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
             self._tasks.pop(offer.entry_id, None)
@@ -145,26 +139,3 @@ class Intake:
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
-
-
-def given_up(
-    window: Window, intake: Intake, watch: RunWatch, doubted: frozenset[str]
-) -> tuple[list[Failed], float | None]:
-    """What has stopped to come and nobody waits for: of learners that are gone, once a merge needs it, and of doubted
-    ones; it leaves the window. And when to look again."""
-    failed: list[Failed] = []
-    again, quiet_s = [], max(LEAST_UPLOAD_S, watch.liveness_s)
-    needed = window.state is State.UPLOADING
-    for offer in window.awaited():
-        learner = offer.header.learner
-        gone = needed and not watch.is_here(learner, offer.header.incarnation)
-        if not (gone or learner in doubted):
-            continue
-        until = intake.heard_at(offer) + quiet_s
-        if intake.now < until:
-            again.append(until)
-        else:
-            window.failed(offer)
-            detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
-            failed.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
-    return failed, min(again, default=None)

@@ -16,18 +16,19 @@ from pipeline.messages import RefusalReason, Rejected
 from pipeline.payloads import follow, push
 from pipeline.ports import Bus
 from pipeline.wire import Codec
+from syncer.admission import Offer
 from syncer.fragment import Delta
 from syncer.intake import Intake
-from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S
-from syncer.window import Offer
+from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 
-def intake_on(bus: Bus, clock: VirtualClock) -> Intake:
-    return Intake(bus, clock, FRAGMENT, samples.sync_spec(), asyncio.Event(), inline)
+def intake_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Intake:
+    wake = asyncio.Event()
+    return Intake(bus, clock, FRAGMENT, samples.sync_spec(), wake, inline, uploads or UploadEstimator())
 
 
 def sound(offer: Offer, values: Any, _: Any) -> Delta:
@@ -49,15 +50,16 @@ def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
 
     async def main() -> None:
         clock = VirtualClock()
-        intake = intake_on(MemoryBus("r", clock, MemoryStore()), clock)
-        assert intake.upload_s == FIRST_UPLOAD_S
+        measured = UploadEstimator()
+        intake = intake_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
+        assert measured.upload_s == FIRST_UPLOAD_S
         for _ in range(3):
-            before, offers = intake.upload_s, [offer_of(n) for n in range(uploads)]
+            before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
             intake.start(offers, sound)
             await asyncio.sleep(before)
             entries = [offer.entry_id for offer in offers]
             intake.timed_out(entries)
-            assert before < intake.upload_s <= 2 * before
+            assert before < measured.upload_s <= 2 * before
             intake.forget(entries)
         await intake.close()
 
@@ -70,12 +72,12 @@ def test_measured_uploads_shorten_the_deadline_again() -> None:
     async def main() -> None:
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
-        intake, offer = intake_on(bus, clock), offer_of(1)
+        intake, offer = intake_on(bus, clock, measured := UploadEstimator()), offer_of(1)
         intake.start([offer], sound)
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
         while not intake.outcomes:
             await asyncio.sleep(0.01)
-        assert intake.upload_s == LEAST_UPLOAD_S
+        assert measured.upload_s == LEAST_UPLOAD_S
         await intake.close()
 
     run_virtual(main())
@@ -181,7 +183,7 @@ def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died(
         service = world.start_syncer(liveness_s=3.0)
         began = world.clock.now()
         await world.until_version(was + 2)
-        assert service.owners[0]._intake.upload_s < FIRST_UPLOAD_S
+        assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
         assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
         lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
         assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)

@@ -10,22 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from syncer import window as module
-from syncer.window import (
-    Accepted,
-    Conditions,
-    Late,
-    Merge,
-    Offer,
-    Rejected,
-    Reopened,
-    State,
-    Wait,
-    Window,
-)
+from syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
+from syncer.window import Conditions, Merge, Merging, Reopened, State, Wait, Window
 
 from . import samples
 
-VERSION, LAYOUT = 1, bytes(16)
+VERSION, DUE = 1, DeltaFormat(bytes(16), "fp32", 3)
 GRACE_S, UPLOAD_S = 5.0, 10.0
 TWO, THREE = frozenset({"l0", "l1"}), frozenset({"l0", "l1", "l2"})
 
@@ -75,7 +65,7 @@ LATER = delta("l1", attempt=1)
 
 def fresh() -> Window:
     head = samples.head(version=VERSION, digest=b"1" * 16, previous_digest=b"0" * 16)
-    return Window.at(head, LAYOUT, "fp32", 3, 0.0)
+    return Window(head, DUE, 0.0)
 
 
 def window_in(state: State) -> Window:
@@ -107,7 +97,7 @@ def uploaded(window: Window, *offers: Offer) -> Window:
 
 
 def without(window: Window, offer: Offer) -> Window:
-    window.failed(offer)
+    window.refused(offer)
     return window
 
 
@@ -125,12 +115,14 @@ def refused_ones() -> list[Offer]:
 
 def refused_each(window: Window) -> Any:
     answers = [window.offer(offer, 1.0) for offer in refused_ones()]
-    assert all(isinstance(answer, Rejected) for answer in answers)
+    assert all(isinstance(answer, Refused) for answer in answers)
     return answers[-1]
 
 
 def not_merged(window: Window) -> None:
-    assert window.not_merged() == (L0, L1)
+    assert isinstance(window.phase, Merging)
+    window.not_merged(window.phase.merge)
+    assert not window.members
 
 
 CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
@@ -170,13 +162,13 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
 RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Accepted": lambda answer, _: isinstance(answer, Accepted),
     "Late": lambda answer, _: isinstance(answer, Late),
-    "Refused": lambda answer, _: isinstance(answer, Rejected),
+    "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
     "Reopened": lambda answer, _: isinstance(answer, Reopened),
     "Wait(no deadline)": lambda answer, _: isinstance(answer, Wait) and answer.until is None,
     "Wait(grace deadline)": lambda answer, since: isinstance(answer, Wait) and answer.until == since + GRACE_S,
     "Wait(upload deadline)": lambda answer, since: isinstance(answer, Wait) and answer.until == since + UPLOAD_S,
-    "the contributions": lambda answer, _: answer is None,
+    "nothing": lambda answer, _: answer is None,
 }
 
 
@@ -195,6 +187,6 @@ def test_the_window_does_what_its_table_says(row: Row) -> None:
     answer = CASES[row.event, row.guard](window)
     assert window.state is row.next
     assert window.attempt == attempt + row.attempts
-    entered = next(at for at in (row.state is row.next, True) if at)  # a state that goes on has its old deadline
-    since = 0.0 if entered and row.state is row.next else (GRACE_S if "is over" in row.guard else 1.0)
+    now = GRACE_S if "is over" in row.guard else 1.0
+    since = 0.0 if row.state is row.next else now  # a state that goes on keeps its deadline
     assert RESULTS[row.result](answer, since), answer
