@@ -82,15 +82,19 @@ def outdone(header: DeltaHeader, before: DeltaHeader) -> Refused:
 class Admission:
     """Which headers can be merged into a head at all, now or with the next window."""
 
-    def __init__(self, head: Head, due: DeltaFormat) -> None:
-        self.head, self._due = head, due
+    def __init__(self, head: Head, delta_format: DeltaFormat) -> None:
+        self._head, self._format = head, delta_format
         self._merged = {(m.learner, m.incarnation): m for m in head.merged}
 
     def refusal(self, header: DeltaHeader) -> Refused | None:
         """Why a header is refused by the head; None if it is not."""
-        has, head, all_of_it = DeltaFormat(header.layout, header.codec, header.chunks), self.head, max(0, header.tokens)
-        if has != self._due:
-            detail = f"layout {has} chunks; the run has {self._due}"
+        has, head, all_of_it = (
+            DeltaFormat(header.layout, header.codec, header.chunks),
+            self._head,
+            max(0, header.tokens),
+        )
+        if has != self._format:
+            detail = f"layout {has} chunks; the run has {self._format}"
             return Refused(RefusalReason.WRONG_LAYOUT, detail, all_of_it)
         if header.steps <= 0 or header.tokens <= 0:
             detail = f"steps={header.steps} tokens={header.tokens}"

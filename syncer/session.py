@@ -64,7 +64,7 @@ class Session:
         self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
         sync = context.sync
-        self._due = DeltaFormat(
+        self._format = DeltaFormat(
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
@@ -75,7 +75,7 @@ class Session:
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def _new_window(self) -> Window:
-        return Window(self._loaded.head, self._due, self._clock.now())
+        return Window(self._loaded.head, self._format, self._clock.now())
 
     async def run(self) -> None:
         """Until it shall not go on.

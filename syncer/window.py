@@ -199,9 +199,9 @@ class _Member:
 class Window:
     """One fragment's window at one version."""
 
-    def __init__(self, head: Head, due: DeltaFormat, now: float) -> None:
+    def __init__(self, head: Head, delta_format: DeltaFormat, now: float) -> None:
         """A window on a head: idle, or open if the head's was (its former owner is gone, its learners wait)."""
-        self._admission = Admission(head, due)
+        self._admission = Admission(head, delta_format)
         self.version = head.version
         self.attempt = head.window.attempt
         self.phase: Phase = Idle() if head.window.state == "idle" else Collecting(now)
@@ -294,16 +294,16 @@ class Window:
     # --- the decision --------------------------------------------------------------------------------
 
     def decide(self, now: float, given: Conditions) -> Decision:
-        """What to do now, with the reason in words; makes the transitions that `_due` finds, one after the other."""
-        while not isinstance(due := self._due(now, given), Wait | Merge | Reopened):
-            if isinstance(due, Merging):
-                self._put_off(due.merge.overdue)
-            self.phase = due
-        if isinstance(due, Reopened):
-            self._reopen(due, now)
-        return due
+        """What to do now, with the reason in words; makes the transitions that `_next` finds, one after the other."""
+        while not isinstance(step := self._next(now, given), Wait | Merge | Reopened):
+            if isinstance(step, Merging):
+                self._put_off(step.merge.overdue)
+            self.phase = step
+        if isinstance(step, Reopened):
+            self._reopen(step, now)
+        return step
 
-    def _due(self, now: float, given: Conditions) -> Phase | Decision:
+    def _next(self, now: float, given: Conditions) -> Phase | Decision:
         """The phase that follows the present one by now, or what to do in this one. Changes nothing."""
         phase, count = self.phase, self._count(given)
         missing = given.expected - self._refused - self._members.keys()
@@ -331,13 +331,13 @@ class Window:
             case Uploading():
                 if count < given.quorum:
                     return Reopened((), f"{left} left", phase.opened_at)
-                return self._uploads_due(phase, now, given, missing)
+                return self._next_of_uploads(phase, now, given, missing)
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
         return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
 
-    def _uploads_due(
+    def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
     ) -> Merging | Wait | Reopened:
         done = self.complete()

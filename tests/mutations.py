@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation(
         "a learner that offers again counts twice in the quorum",
         Window,
-        "_due",
+        "_next",
         (
             (
                 "phase, count = self.phase, self._count(given)",
@@ -79,7 +79,7 @@ MUTATIONS = [
             Mutation(
                 "in its uploads too",
                 Window,
-                "_uploads_due",
+                "_next_of_uploads",
                 (("if len(done) < given.quorum:", "if sum(1 + (o.header.attempt > 0) for o in done) < given.quorum:"),),
             ),
         ),
@@ -99,7 +99,10 @@ MUTATIONS = [
     Mutation("a delta that follows opens a window", Window, "_open_for", (("and header.due and", "and"),)),
     Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
     Mutation(
-        "merges happen below the quorum", Window, "_uploads_due", (("if len(done) < given.quorum:", "if not done:"),)
+        "merges happen below the quorum",
+        Window,
+        "_next_of_uploads",
+        (("if len(done) < given.quorum:", "if not done:"),),
     ),
     Mutation(
         "only higher versions are adopted",
@@ -187,19 +190,19 @@ MUTATIONS = [
     Mutation(
         "uploads have no time",
         Window,
-        "_due",
+        "_next",
         (("now + given.upload_s", "now"),),
     ),
     Mutation(
         "a grace never ends early",
         Window,
-        "_due",
+        "_next",
         (("if missing and now < phase.deadline:", "if now < phase.deadline:"),),
     ),
     Mutation(
         "a window closes 1.5 s late",
         Window,
-        "_due",
+        "_next",
         (("if given.grace_s is None else given.grace_s", "if given.grace_s is None else given.grace_s + 1.5"),),
     ),
     Mutation(

@@ -18,7 +18,7 @@ from . import samples
 
 LEARNERS = ("l0", "l1", "l2", "l3")
 LAYOUT = bytes(16)
-DUE = DeltaFormat(LAYOUT, "fp32", 3)
+FORMAT = DeltaFormat(LAYOUT, "fp32", 3)
 
 
 def digest(version: int) -> bytes:
@@ -58,7 +58,7 @@ class WindowMachine(RuleBasedStateMachine):
             merged=tuple(self.record.values()),
             window=samples.IDLE.model_copy(update={"attempt": attempt}),
         )
-        return Window(head, DUE, self.now)
+        return Window(head, FORMAT, self.now)
 
     # --- what the owner does with the answers ----------------------------------------------------------
 
@@ -354,7 +354,7 @@ class WindowMachine(RuleBasedStateMachine):
 def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> None:
     """What it sent on leaving was not due; its due delta after the restart, on the same base, is for the next window.
     Did that one open nothing, a run whose learners were all restarted would wait for ever."""
-    window = Window(samples.head(), DUE, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
     assert window.state is State.IDLE
     assert window.offer(Offer("2-0", samples.header("l0", incarnation="b" * 8)), 1.0) == Late()
@@ -367,7 +367,7 @@ ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, up
 
 def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     """A learner never uploads an attempt once it has made a later one on the same base."""
-    window = Window(samples.head(), DUE, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     first, second, third = (Offer(f"{n}-0", samples.header("l0", attempt=n)) for n in range(3))
     window.offer(first, 0.0)
     assert window.decide(0.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
@@ -384,7 +384,7 @@ def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
 
 def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
     """Its upload had no time yet: refusing it would lose its training. What had all its time is refused."""
-    window = Window(samples.head(), DUE, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     outdone, late, idle = (
         Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
     )
@@ -405,7 +405,7 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
 
 def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
     """It is pending then: neither merged, nor overdue, nor forgotten."""
-    window = Window(samples.head(), DUE, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     outdone, late, whole = (
         Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
     )
@@ -423,7 +423,7 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
 
 def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
     """Of one training the newest attempt; of many restarts so many, and the rest is refused as a flood."""
-    window = Window(samples.head(), DUE, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     window.offer(Offer("1-0", samples.header("l0")), 0.0)
     window.uploaded(window.member_offers()[0])
     window.decide(0.0, ALONE)

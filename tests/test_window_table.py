@@ -15,7 +15,7 @@ from syncer.window import Conditions, Merge, Merging, Reopened, State, Wait, Win
 
 from . import samples
 
-VERSION, DUE = 1, DeltaFormat(bytes(16), "fp32", 3)
+VERSION, FORMAT = 1, DeltaFormat(bytes(16), "fp32", 3)
 GRACE_S, UPLOAD_S = 5.0, 10.0
 TWO, THREE = frozenset({"l0", "l1"}), frozenset({"l0", "l1", "l2"})
 
@@ -65,7 +65,7 @@ LATER = delta("l1", attempt=1)
 
 def fresh() -> Window:
     head = samples.head(version=VERSION, digest=b"1" * 16, previous_digest=b"0" * 16)
-    return Window(head, DUE, 0.0)
+    return Window(head, FORMAT, 0.0)
 
 
 def window_in(state: State) -> Window:
