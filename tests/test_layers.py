@@ -165,6 +165,18 @@ def test_importing_it_does_not_load_the_library(module, forbidden):
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
 
 
+def test_the_syncers_files_import_each_other_in_no_circle():
+    """Who reads one file top to bottom needs to have read only those that it imports."""
+    above = {path: imported(path) for path in sources() if path.startswith("syncer/")}
+    below = {
+        path[: -len(".py")].replace("/", "."): {n for n in names if n != "syncer"} for path, names in above.items()
+    }
+    while leaves := [name for name, names in below.items() if not names & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"circles among {sorted(below)}"
+
+
 def test_source_files_stay_readable():
     """No source file over 500 lines."""
     long = {path: n for path in sources() if (n := len((ROOT / path).read_text().splitlines())) > 500}
