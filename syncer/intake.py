@@ -1,6 +1,7 @@
-"""Downloads of one fragment's deltas: gathers the chunks as they come, has each delta judged. asyncio.
+"""What comes in for one fragment: headers as they arrive, payloads as they are downloaded and judged. asyncio.
 
-`session` says which offers to download and takes the outcomes; nothing here decides about a window.
+`session` offers the headers to the window, says which payloads to download, and takes the outcomes; nothing here
+decides about a window.
 """
 
 import asyncio
@@ -14,7 +15,9 @@ from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
 from pipeline.messages import RefusalReason, SyncSpec
 from pipeline.payloads import follow
-from pipeline.ports import Bus, Clock
+from pipeline.ports import Bus, Clock, Offered
+from pipeline.stored import parse_offer_id
+from pipeline.waiting import woken_or_done
 
 from .admission import Offer
 from .fragment import Delta
@@ -27,10 +30,62 @@ Outcome = Delta | tuple[RefusalReason, str]
 Judge = Callable[[Offer, Any, Float64], Outcome]
 """As `FragmentState.judge`."""
 
+BLOCK_S = 1.0
+MOST_ARRIVED = 1024
+"""Headers that were read and not looked at; with more, reading waits."""
+MOST_AT_ONCE = 256
+"""Headers looked at before the window decides again, however many more there are."""
 RETRY_S = 0.2
 
 
-class Intake:
+class Arrivals:
+    """Headers, read ahead of the window; from the start of the streams, which hold all that is pending."""
+
+    def __init__(self, bus: Bus, fragment: int, wake: asyncio.Event) -> None:
+        self._bus, self._p, self._wake = bus, fragment, wake
+        self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that came was looked at."""
+        return self._arrived.empty()
+
+    def some(self) -> Iterator[Offered]:
+        """The oldest of those that are here, not too many at once."""
+        for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
+            yield self._arrived.get_nowait()
+
+    def check(self) -> None:
+        """Go on only while reading does.
+
+        Raises:
+            BusError: what ended it: what came before an outage may be lost with it.
+        """
+        if self._reader.done():
+            self._reader.result()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something happened (`wake`), reading has ended, or the time is over."""
+        await woken_or_done(self._wake, self._reader, timeout_s)
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        after: dict[str, str] = {}
+        while True:
+            for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
+                learner, after_id = parse_offer_id(entry.entry_id)
+                after = {**after, learner: after_id}
+                self._wake.set()
+                await self._arrived.put(entry)
+                self._wake.set()
+
+
+class Downloads:
     """The downloads in flight and the deltas that are here."""
 
     def __init__(

@@ -13,7 +13,7 @@ from pipeline.errors import BusFull, SpecMismatch
 from pipeline.messages import RunState, SeenReport
 from pipeline.ports import Bus, Clock
 
-from .agreed import AgreedSpec
+from .context import AgreedSpec
 from .owner import FragmentOwner
 
 

@@ -21,8 +21,7 @@ from pipeline.ports import Bus, Clock
 from pipeline.settings import SyncerProcess
 from pipeline.status import read_status
 
-from .agreed import AgreedSpec
-from .context import SyncerContext
+from .context import AgreedSpec, SyncerContext
 from .fragment import FragmentState, MakeFragment
 from .intake import Offload
 from .metrics import Metrics

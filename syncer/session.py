@@ -18,13 +18,12 @@ from pipeline.ports import Offered
 from pipeline.waiting import TICK_S, pause
 
 from .admission import Accepted, DeltaFormat, Late, Offer, Refused
-from .arrivals import Arrivals
 from .committing import Committing, Loaded, payload_key
 from .context import SyncerContext
 from .doubts import Doubts
 from .fragment import Delta
 from .grace import GraceEstimator
-from .intake import Intake
+from .intake import Arrivals, Downloads
 from .mending import Mending
 from .refusals import Refusals
 from .staging import Staging
@@ -68,7 +67,7 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._intake = Intake(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
+        self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
         self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -106,13 +105,15 @@ class Session:
                         await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
-                        self._committing.add_up([self._intake.deltas[one.entry_id] for one in self.window.complete()])
+                        self._committing.add_up(
+                            [self._downloads.deltas[one.entry_id] for one in self.window.complete()]
+                        )
                         until = min(t for t in (decision.until, look_again, self._state.mending.due_s) if t is not None)
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
             self._committing.close()
-            await self._intake.close()
+            await self._downloads.close()
 
     async def _mend(self) -> None:
         """See now and then that what the head names is there."""
@@ -148,11 +149,11 @@ class Session:
 
     def _download(self) -> None:
         """Fetch what the window awaits and is not on its way yet."""
-        self._intake.start(self.window.awaited(), self._loaded.fragment.judge)
+        self._downloads.start(self.window.awaited(), self._loaded.fragment.judge)
 
     def _downloaded(self) -> None:
         """Payloads that are here, and those that cannot be used."""
-        for offer, outcome in self._intake.ended():
+        for offer, outcome in self._downloads.ended():
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
                 self._state.doubts.sound(offer.header.learner)
@@ -161,11 +162,15 @@ class Session:
                 self._state.doubts.refused(offer.header.learner, reason)
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
+    def _add_up(self) -> None:
+        """Sum what is complete while the rest is awaited."""
+        self._committing.add_up([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
         doubted = self._state.doubts.learners
         stopped, look_again = self._context.watch.given_up(
-            self.window, self._intake.heard_at, self._clock.now(), doubted
+            self.window, self._downloads.heard_at, self._clock.now(), doubted
         )
         for offer, refused in stopped:
             self._leaves(offer, refused)
@@ -230,7 +235,7 @@ class Session:
         key = payload_key(self._bus, offer)
         pending = self.window.pending()
         still_needed = any(payload_key(self._bus, other) == key for other in pending if other is not offer)
-        self._intake.forget([offer.entry_id])
+        self._downloads.forget([offer.entry_id])
         gone = () if still_needed else (key,)
         await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone)
 
@@ -241,7 +246,7 @@ class Session:
         await self._refuse(replaced, Refused(reason, "a newer delta of the same learner took its place", lost))
 
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
-        self._intake.timed_out(offer.entry_id for offer in overdue)
+        self._downloads.timed_out(offer.entry_id for offer in overdue)
         for offer in overdue:
             refused = Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
             self._state.doubts.refused(offer.header.learner, refused.reason)
@@ -253,7 +258,7 @@ class Session:
         """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge.overdue, "the upload did not end in time")
-        deltas = [self._intake.deltas[offer.entry_id] for offer in merge.contributions]
+        deltas = [self._downloads.deltas[offer.entry_id] for offer in merge.contributions]
         record = await self._committing.commit(self._loaded, merge, deltas, began)
         if record is None:
             await self._not_finite(merge)
@@ -262,7 +267,7 @@ class Session:
         state.grace.observe_sync(self._clock.now() - merge.fixed_at)
         state.not_finite_times = 0
         state.refusals.new_window()
-        self._intake.forget(offer.entry_id for offer in merge.contributions)
+        self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:
             await self._offered(Offered(offer.entry_id, offer.header))

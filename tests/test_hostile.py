@@ -15,9 +15,9 @@ from pipeline.messages import Committed, RefusalReason, Rejected, WindowView
 from pipeline.payload_messages import Chunk
 from pipeline.quantize import BLOCK
 from syncer.admission import DeltaFormat, Offer
-from syncer.arrivals import MOST_ARRIVED
 from syncer.doubts import DOUBTED_AFTER, Doubts
 from syncer.grace import GraceEstimator
+from syncer.intake import MOST_ARRIVED
 from syncer.refusals import TOLD_A_WINDOW
 from syncer.window import Conditions, Merge, Wait, Window
 from tests import samples
