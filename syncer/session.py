@@ -105,9 +105,7 @@ class Session:
                         await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
-                        self._committing.add_up(
-                            [self._downloads.deltas[one.entry_id] for one in self.window.complete()]
-                        )
+                        self._add_up()
                         until = min(t for t in (decision.until, look_again, self._state.mending.due_s) if t is not None)
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
