@@ -221,7 +221,7 @@ class WorldSyncer(Party):
         """Whether nothing keeps it from taking leases."""
         now, link = asyncio.get_running_loop().time(), self.link
         held_up = now < max(link.paused_until, link.cut_until) or self.stop.is_set()
-        return self.alive and self.service.spec is not None and not held_up
+        return self.alive and self.service.serving is not None and not held_up
 
     async def live(self) -> None:
         """Serve until the run is finished, or it is told to stop."""

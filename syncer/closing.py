@@ -95,7 +95,7 @@ async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> N
                 training = h.learner, h.incarnation, h.base_version
                 lost = max(0, h.tokens - counted.get(training, 0))
                 counted[training] = max(h.tokens, counted.get(training, 0))
-            records.append(_rejected(head, entry, lost, clock.unix()))
+            records.append(_refused(head, entry, lost, clock.unix()))
         keys = {
             bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
             for entry in offers
@@ -108,7 +108,7 @@ async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> N
         structlog.get_logger().warning("deltas_rejected", fragment=head.fragment, reason="run_finished", n=len(records))
 
 
-def _rejected(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:
+def _refused(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:
     return Rejected.of(
         entry.header,
         (head.fragment, head.version),

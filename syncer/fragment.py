@@ -20,11 +20,11 @@ from pipeline.ramps import outer_at
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import Contribution, RefusalReason
 
+from .admission import Offer
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64, all_finite
 from .outer import NesterovStep, matrix_elements, muon_step
 from .room import Room
-from .window import Offer
 
 Array = npt.NDArray[Any]
 

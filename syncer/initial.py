@@ -5,58 +5,34 @@ import asyncio
 import numpy as np
 import structlog
 
-from pipeline.agreement import differences
-from pipeline.codec import decode, encode
 from pipeline.commits import Commit, Rest, Staged
-from pipeline.errors import BadMessage, BadPayload
+from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout
 from pipeline.globals import push_global
 from pipeline.head_messages import WindowView
 from pipeline.payloads import pull
-from pipeline.ports import Bus, Clock
-from pipeline.spec_messages import Spec
 from pipeline.tape_messages import Committed
 
+from .context import SyncerContext
 from .mending import adopted, say_rewound
 from .staging import STAGED_TTL_S
-from .watch import RunWatch
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
-
-
 AT_ONCE = 2
 """Fragments that get their version 0 at a time: each is on the bus twice meanwhile."""
 
 
-class Beginning:
-    """What all fragments of one syncer begin with."""
+class InitialVersions:
+    """Commits version 0 of one syncer's fragments, a few at a time."""
 
-    def __init__(self, bus: Bus, clock: Clock, spec: Spec, *, nonce: str, syncer: str) -> None:
-        self._bus, self._clock, self._sync, self._nonce, self._syncer = bus, clock, spec.sync, nonce, syncer
-        self.spec, self.encoded = spec, encode(spec)
+    def __init__(self, context: SyncerContext) -> None:
+        self._context, self._bus, self._sync = context, context.bus, context.sync
         self.turns = asyncio.Semaphore(AT_ONCE)
         """To be held for `commit`."""
-        self._refused: set[tuple[int, str]] = set()
+        self._unusable: set[tuple[int, str]] = set()
         """Fragments and nonces of uploads that cannot be used: told once."""
 
-    async def another_spec(self) -> str:
-        """How the bus's spec differs from this run's; "" if it does not, or there is none.
-
-        Raises:
-            BusError: ask again.
-        """
-        return self.differs(await self._bus.read_spec())
-
-    def differs(self, found: bytes | None) -> str:
-        """The same of what the bus was found to have."""
-        if found is None or found == self.encoded:
-            return ""
-        try:
-            return differences(self.spec, decode(Spec, found))
-        except BadMessage as error:
-            return f"  it cannot be read: {error}"
-
-    async def commit(self, layout: FragmentLayout, watch: RunWatch) -> bool:
+    async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
 
         If live learners have a version, the bus has lost it: the tape says that the fragment went back.
@@ -74,8 +50,8 @@ class Beginning:
             if not np.isfinite(values).all():
                 raise BadPayload("the initial parameters have elements that are not finite")
         except BadPayload as error:
-            if (layout.id, upload.nonce) not in self._refused:
-                self._refused.add((layout.id, upload.nonce))
+            if (layout.id, upload.nonce) not in self._unusable:
+                self._unusable.add((layout.id, upload.nonce))
                 structlog.get_logger().error(
                     "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
                 )
@@ -84,16 +60,17 @@ class Beginning:
         staged, rest = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
         await self._bus.commit(self._first(layout.id, payload.digest, staged, rest, upload.learner, key))
         at = (layout.id, 0, payload.digest)
-        await say_rewound(self._bus, self._clock, self._nonce, at, IDLE_VIEW, adopted(watch, layout.id))
+        was = adopted(self._context.watch, layout.id)
+        await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was)
         return True
 
     def _first(
         self, fragment: int, digest: bytes, payload: Staged, rest: Rest | None, learner: str, key: str
     ) -> Commit:
         """key: of the learner's upload, which goes with the commit."""
-        reason = f"initial parameters of {learner}"
+        reason, unix_s = f"initial parameters of {learner}", self._context.clock.unix()
         return Commit(
-            nonce=self._nonce,
+            nonce=self._context.nonce,
             expected=None,
             version=0,
             digest=digest,
@@ -102,8 +79,6 @@ class Beginning:
             momentum=None,
             window=IDLE_VIEW,
             merged=(),
-            record=Committed.installed(
-                fragment, 0, digest, reason=reason, syncer=self._syncer, unix_s=self._clock.unix()
-            ),
+            record=Committed.installed(fragment, 0, digest, reason=reason, syncer=self._context.name, unix_s=unix_s),
             delta_payloads=(key,),
         )

@@ -1,6 +1,7 @@
-"""Downloads of one fragment's deltas: gathers the chunks as they come, has each delta judged. asyncio.
+"""What comes in for one fragment: headers as they arrive, payloads as they are downloaded and judged. asyncio.
 
-`owner` says which offers to download and takes the outcomes; nothing here decides about a window.
+`session` offers the headers to the window, says which payloads to download, and takes the outcomes; nothing here
+decides about a window.
 """
 
 import asyncio
@@ -10,31 +11,82 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from pipeline.codec import PayloadReader
+from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
 from pipeline.payloads import follow
-from pipeline.ports import Clock, PayloadStore
+from pipeline.ports import Clock, Offered, Offers, PayloadStore
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import RefusalReason
+from pipeline.waiting import woken_or_done
 
+from .admission import Offer
 from .fragment import Delta
 from .norms import DeltaNorms, Float64
-from .uploads import LEAST_UPLOAD_S, UploadEstimator
-from .watch import RunWatch
-from .window import Offer, State, Window
+from .uploads import UploadEstimator
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
-Failed = tuple[Offer, RefusalReason, str]
-"""A delta that leaves the window, and why."""
 Judge = Callable[[Offer, Any, Float64], Outcome]
 """As `FragmentState.judge`."""
 
+BLOCK_S = 1.0
+MOST_ARRIVED = 1024
+"""Headers that were read and not looked at; with more, reading waits."""
+MOST_AT_ONCE = 256
+"""Headers looked at before the window decides again, however many more there are."""
 RETRY_S = 0.2
 
 
-class Intake:
+class Arrivals:
+    """Headers, read ahead of the window; from the start of the streams, which hold all that is pending."""
+
+    def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
+        self._bus, self._p, self._wake = bus, fragment, wake
+        self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that came was looked at."""
+        return self._arrived.empty()
+
+    def some(self) -> Iterator[Offered]:
+        """The oldest of those that are here, not too many at once."""
+        for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
+            yield self._arrived.get_nowait()
+
+    def check(self) -> None:
+        """Go on only while reading does.
+
+        Raises:
+            BusError: what ended it: what came before an outage may be lost with it.
+        """
+        if self._reader.done():
+            self._reader.result()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something happened (`wake`), reading has ended, or the time is over."""
+        await woken_or_done(self._wake, self._reader, timeout_s)
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        after: dict[str, str] = {}
+        while True:
+            for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
+                learner, after_id = parse_offer_id(entry.entry_id)
+                after = {**after, learner: after_id}
+                self._wake.set()
+                await self._arrived.put(entry)
+                self._wake.set()
+
+
+class Downloads:
     """The downloads in flight and the deltas that are here."""
 
     def __init__(
@@ -45,26 +97,17 @@ class Intake:
         sync: SyncSpec,
         wake: asyncio.Event,
         offload: Offload,
+        uploads: UploadEstimator,
     ) -> None:
+        """`uploads`: learns how long they take. `wake` is set whenever a download ends."""
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
-        self._wake, self._offload = wake, offload
+        self._wake, self._offload, self._uploads = wake, offload, uploads
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
-        self._uploads = UploadEstimator()
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
-
-    @property
-    def upload_s(self) -> float:
-        """How long the uploads of a fixed set may take, from measured transfer times."""
-        return self._uploads.upload_s
-
-    @property
-    def now(self) -> float:
-        """By the clock of its times."""
-        return self._clock.now()
 
     def start(self, offers: Iterable[Offer], judge: Judge) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
@@ -76,8 +119,8 @@ class Intake:
                 self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
 
-    def taken(self) -> Iterator[tuple[Offer, Outcome]]:
-        """Takes the outcomes, oldest first; a sound delta stays in `deltas`, unless it was forgotten meanwhile."""
+    def ended(self) -> Iterator[tuple[Offer, Outcome]]:
+        """Those that ended, oldest first, once each; a sound delta stays in `deltas`, unless it is forgotten by now."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
             self._tasks.pop(offer.entry_id, None)
@@ -152,26 +195,3 @@ class Intake:
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
-
-
-def given_up(
-    window: Window, intake: Intake, watch: RunWatch, doubted: frozenset[str]
-) -> tuple[list[Failed], float | None]:
-    """What has stopped to come and nobody waits for: of learners that are gone, once a merge needs it, and of doubted
-    ones; it leaves the window. And when to look again."""
-    failed: list[Failed] = []
-    again, quiet_s = [], max(LEAST_UPLOAD_S, watch.liveness_s)
-    needed = window.state is State.UPLOADING
-    for offer in window.awaited():
-        learner = offer.header.learner
-        gone = needed and not watch.is_here(learner, offer.header.incarnation)
-        if not (gone or learner in doubted):
-            continue
-        until = intake.heard_at(offer) + quiet_s
-        if intake.now < until:
-            again.append(until)
-        else:
-            window.failed(offer)
-            detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
-            failed.append((offer, RefusalReason.UPLOAD_TIMEOUT, detail))
-    return failed, min(again, default=None)

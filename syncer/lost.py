@@ -13,15 +13,15 @@ from pipeline.errors import BusFull, SpecMismatch
 from pipeline.ports import Bus, Clock
 from pipeline.run_messages import RunState, SeenReport
 
-from .initial import Beginning
+from .context import AgreedSpec
 from .owner import FragmentOwner
 
 
 class Lost:
     """One syncer's memory of its run."""
 
-    def __init__(self, bus: Bus, clock: Clock, beginning: Beginning, owners: Sequence[FragmentOwner]) -> None:
-        self._bus, self._clock, self._beginning, self._owners = bus, clock, beginning, owners
+    def __init__(self, bus: Bus, clock: Clock, agreed: AgreedSpec, owners: Sequence[FragmentOwner]) -> None:
+        self._bus, self._clock, self._agreed, self._owners = bus, clock, agreed, owners
         self._other_since_s: float | None = None
         self._reports: dict[tuple[str, str], tuple[SeenReport, float]] = {}
         """With the time at which each was seen."""
@@ -47,7 +47,7 @@ class Lost:
         }
         self._reports |= there
         self._put_back -= there.keys()
-        if (lost := gone.keys() - self._put_back) and not await self._beginning.another_spec():
+        if (lost := gone.keys() - self._put_back) and not await self._agreed.another():
             with suppress(BusFull):  # the next look tries again: the run must go on meanwhile
                 for name in sorted(lost):
                     await self._bus.put_back_report(gone[name])
@@ -79,9 +79,9 @@ class Lost:
             BusError: ask again.
         """
         found = await self._bus.read_spec()
-        told = self._beginning.differs(found)
+        told = self._agreed.differs(found)
         if found is None:
-            await self._bus.propose_spec(self._beginning.encoded)
+            await self._bus.propose_spec(self._agreed.encoded)
             self._log.warning("spec_put_back")
         if found is None or not told:
             self._other_since_s = None
@@ -89,7 +89,7 @@ class Lost:
         now = self._clock.now()
         if self._other_since_s is None:
             self._other_since_s = now
-        if await self._ours() and await self._bus.replace_spec(self._beginning.encoded, found):
+        if await self._ours() and await self._bus.replace_spec(self._agreed.encoded, found):
             self._log.warning("spec_put_back", instead_of=told)
             self._other_since_s = None
         elif now - self._other_since_s >= PATIENCE_S:

@@ -1,4 +1,4 @@
-"""The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, `owner` and `service` feed it)."""
+"""The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, the others feed it)."""
 
 import math
 

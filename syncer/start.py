@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -38,11 +39,12 @@ class Start:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        waiting, resuming = False, self.settings.resume is not None
+        waiting, resume_from = False, self.settings.resume
         while True:
             try:
-                resuming = resuming and not await self._resume()
-                data = None if resuming else await self.bus.read_spec()
+                if resume_from is not None and await self._resume(resume_from):
+                    resume_from = None
+                data = None if resume_from is not None else await self.bus.read_spec()
             except BusError as error:  # an outage, or another syncer has restored what this one was about to
                 structlog.get_logger().warning(outage_event(error), error=str(error), retry_s=1.0)
                 await asyncio.sleep(1.0)
@@ -57,15 +59,13 @@ class Start:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self) -> bool:
+    async def _resume(self, path: Path) -> bool:
         """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
 
         Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
 
         A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
         """
-        path = self.settings.resume
-        assert path is not None  # noqa: S101  # asked by the caller
         if (data := await self.bus.read_spec()) is not None:
             present = codec.decode(Spec, data).sync
             self.bus.use_groups(present.groups)
@@ -98,7 +98,6 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
     Raises:
         UsageError: its memory cannot hold the run.
     """
-    assert layout.fragments  # noqa: S101  # a spec has at least one tensor
     info = await bus.info()
     for warning in info.warnings:
         structlog.get_logger().warning("bus_warning", detail=warning)

@@ -1,17 +1,23 @@
 """The syncer's view of the run: who is live, on which versions, and how far the run is. Pure state, no I/O.
 
-`service` refreshes it a few times a second; fragment owners only look.
+`serving` refreshes it a few times a second; fragment owners only look.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.run_messages import Phase, RunState, SeenReport
 from pipeline.spec_messages import SyncSpec
+from pipeline.tape_messages import RefusalReason
 from pipeline.wire import MOST_TOKENS
 
-from .window import Conditions
+from .admission import Offer, Refused
+from .uploads import LEAST_UPLOAD_S
+from .window import Conditions, State, Window
+
+WATCH_S = 0.25
+"""How often reports are read; also how fine the end of the budget is met."""
 
 
 @dataclass(slots=True)
@@ -117,3 +123,27 @@ class RunWatch:
             draining=self.draining,
             doubted=doubted,
         )
+
+    def given_up(
+        self, window: Window, heard_at: Callable[[Offer], float], now: float, doubted: frozenset[str]
+    ) -> tuple[list[tuple[Offer, Refused]], float | None]:
+        """Uploads that have stopped and that nobody waits for, with why; and when to look again.
+
+        Those of learners that are gone, once a merge needs them; and those of doubted ones. `heard_at`: when last
+        something of an upload came.
+        """
+        stopped: list[tuple[Offer, Refused]] = []
+        again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
+        needed = window.state is State.UPLOADING
+        for offer in window.awaited():
+            learner = offer.header.learner
+            gone = needed and not self.is_here(learner, offer.header.incarnation)
+            if not (gone or learner in doubted):
+                continue
+            until = heard_at(offer) + quiet_s
+            if now < until:
+                again.append(until)
+            else:
+                detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
+                stopped.append((offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)))
+        return stopped, min(again, default=None)

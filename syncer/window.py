@@ -2,44 +2,69 @@
 
 Theory of operation (paper: minimum quorum, adaptive grace window). A window gathers the deltas of one outer
 step. It counts *headers*, as the paper counts reports, so that an upload does not eat the grace; once the set
-M_t is fixed it waits for the uploads of that set only. An offer is a delta's header with its stream entry.
+M_t is fixed it waits for the uploads of that set only. `admission` says which headers can be merged into a head at all.
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
-| IDLE | offer | current base, due | COLLECTING | the window opened; also if the offer is late |
-| IDLE | offer | stale by one, or not due | IDLE | member of the window to come |
-| COLLECTING | decide | fewer than K learners | COLLECTING | Wait(no deadline) |
+| IDLE | offer | current base, due | COLLECTING | Accepted |
+| IDLE | offer | current base, not due | IDLE | Accepted |
+| IDLE | offer | stale by one | IDLE | Accepted |
+| IDLE | offer | current base, due; its learner left a delta here and came back | COLLECTING | Late |
+| COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
+| UPLOADING or MERGING | offer | another learner | unchanged | Late |
+| UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
+| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Refused |
+| COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
+| any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
+| IDLE | decide | nothing due | IDLE | Wait(no deadline) |
+| IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
+| COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
-| COLLECTING or GRACE | decide | all expected in, or the grace is over | UPLOADING, M_t fixed | Wait(upload deadline) |
-| UPLOADING | decide | all of M_t uploaded, or deadline with at least K | MERGING | Merge |
+| GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
+| COLLECTING or GRACE | decide | K in, and all expected | UPLOADING | Wait(upload deadline) |
+| GRACE | decide | others expected, the grace is over | UPLOADING | Wait(upload deadline) |
+| UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
+| UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
-| COLLECTING | decide | fewer than K, and a delta was refused | COLLECTING, attempt + 1 | Reopened |
-| UPLOADING | offer | a member's training, which it has not uploaded, at a later attempt | unchanged | member instead |
-| MERGING | not_merged | the outcome is not finite | COLLECTING, then attempt + 1 | Reopened |
-| UPLOADING or MERGING | offer | valid otherwise | unchanged | late: for the next window |
-| any | offer | seen, merged, unknown base, wrong layout, not positive | unchanged | Rejected |
+| MERGING | decide | whatever has changed | MERGING | Merge |
+| MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
 
-While a run drains, any member opens the window: there will be no due ones any more. An attempt that took a member's
-place had less than the whole time when the upload deadline is over: it is late then, not refused.
+`decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
+merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
+more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
+then, not refused. `tests/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
 arguments gives the same answer, but for `Reopened`, which is said once.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from pipeline.delta_messages import DeltaHeader
-from pipeline.head_messages import Head, MergedBase
+from pipeline.head_messages import Head
 from pipeline.tape_messages import RefusalReason
-from pipeline.wire import MAX_LEARNERS
 
-MAX_MEMBERS = MAX_LEARNERS // 2
-"""The head keeps the bases of two merges."""
-LATE_A_LEARNER = 4
-"""Deltas of one learner that wait for the next window at most: of two bases, before and after a restart."""
+from .admission import (
+    DUPLICATE,
+    MAX_MEMBERS,
+    Accepted,
+    Admission,
+    DeltaFormat,
+    Late,
+    NextWindow,
+    Offer,
+    Refused,
+    outdone,
+    same_delta,
+    same_training,
+)
 
 
 class State(StrEnum):
@@ -50,37 +75,6 @@ class State(StrEnum):
     GRACE = "grace"
     UPLOADING = "uploading"
     MERGING = "merging"
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A delta's header and its entry on its learner's stream."""
-
-    entry_id: str
-    header: DeltaHeader
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The offer is a member; it may have taken the place of an older one of the same learner."""
-
-    replaced: Offer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """M_t is fixed, or the learner is a member already: kept for the next window; maybe in an older attempt's place."""
-
-    replaced: Offer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The offer is refused once and for all."""
-
-    reason: RefusalReason
-    detail: str
-    lost_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +112,20 @@ class Merge:
     """In the order in which their payloads were complete: they are summed so."""
     overdue: tuple[Offer, ...]
     reason: str
+    opened_at: float
+    quorum_at: float
+    fixed_at: float
+    """When M_t was fixed."""
+
+    @property
+    def quorum_s(self) -> float:
+        """The quorum time: from the window's opening to the K-th header."""
+        return self.quorum_at - self.opened_at
+
+    @property
+    def grace_s(self) -> float:
+        """From the quorum to M_t."""
+        return self.fixed_at - self.quorum_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +134,60 @@ class Reopened:
 
     overdue: tuple[Offer, ...]
     reason: str
+    opened_at: float
 
 
 Decision = Wait | Merge | Reopened
+
+
+# --- the states ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No due delta is here."""
+
+    state: ClassVar[State] = State.IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """Fewer than K learners are in."""
+
+    state: ClassVar[State] = State.COLLECTING
+    opened_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """K are in: others may follow until the deadline."""
+
+    state: ClassVar[State] = State.GRACE
+    opened_at: float
+    quorum_at: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Uploading:
+    """M_t is fixed, and uploads until the deadline."""
+
+    state: ClassVar[State] = State.UPLOADING
+    opened_at: float
+    quorum_at: float
+    fixed_at: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """Decided; nothing but the merge's end changes it."""
+
+    state: ClassVar[State] = State.MERGING
+    merge: Merge
+
+
+Phase = Idle | Collecting | Grace | Uploading | Merging
 
 
 @dataclass(slots=True)
@@ -139,50 +198,25 @@ class _Member:
     """How many were here before it was."""
 
 
-@dataclass(slots=True)
 class Window:
     """One fragment's window at one version."""
 
-    version: int
-    digest: bytes
-    previous_digest: bytes | None
-    layout: bytes
-    """Digest that every delta must carry."""
-    codec: str
-    chunks: int
-    """Chunk count that every delta must announce."""
-    merged: dict[tuple[str, str], MergedBase]
-    """(learner, incarnation) -> its last merged delta."""
-    attempt: int = 0
-    state: State = State.IDLE
-    opened_at: float | None = None
-    quorum_at: float | None = None
-    fixed_at: float | None = None
-    deadline: float | None = None
-    late: list[Offer] = field(default_factory=list)
-    """Valid offers for the next window, in order of arrival."""
-    refused: set[str] = field(default_factory=set)
-    """Learners whose delta was refused in this attempt: not expected any more."""
-    _members: dict[str, _Member] = field(default_factory=dict)
-    _uploads_seen: int = 0
-    _merge: Merge | None = None
-
-    @classmethod
-    def at(cls, head: Head, layout: bytes, codec: str, chunks: int, now: float) -> "Window":
+    def __init__(self, head: Head, delta_format: DeltaFormat, now: float) -> None:
         """A window on a head: idle, or open if the head's was (its former owner is gone, its learners wait)."""
-        window = cls(
-            version=head.version,
-            digest=head.digest,
-            previous_digest=head.previous_digest,
-            layout=layout,
-            codec=codec,
-            chunks=chunks,
-            merged={(m.learner, m.incarnation): m for m in head.merged},
-            attempt=head.window.attempt,
-        )
-        if head.window.state != "idle":
-            window._open(now)
-        return window
+        self._admission = Admission(head, delta_format)
+        self.version = head.version
+        self.attempt = head.window.attempt
+        self.phase: Phase = Idle() if head.window.state == "idle" else Collecting(now)
+        self.late = NextWindow()
+        self._members: dict[str, _Member] = {}
+        self._uploads_seen = 0
+        self._refused: set[str] = set()
+        """Learners whose delta was refused in this attempt: not expected any more."""
+
+    @property
+    def state(self) -> State:
+        """The name of its phase."""
+        return self.phase.state
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -204,39 +238,40 @@ class Window:
 
     def pending(self) -> tuple[Offer, ...]:
         """All offers held here, members first."""
-        return (*self.member_offers(), *self.late)
+        return (*self.member_offers(), *self.late.offers)
 
     # --- events ------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offer, now: float) -> Accepted | Late | Rejected:
+    def offer(self, offer: Offer, now: float) -> Accepted | Late | Refused:
         """A header arrived."""
         header = offer.header
-        if (refusal := self._refusal(header)) is not None:
+        if (refusal := self._admission.refusal(header)) is not None:
             return refusal
-        if any(self._same(header, late.header) for late in self.late):
-            return Rejected(RefusalReason.DUPLICATE, "the same delta is already here", 0)
+        if self.late.has(header):
+            return DUPLICATE
+        fixed = isinstance(self.phase, Uploading | Merging)
         member = self._members.get(header.learner)
-        replaced: Offer | None = None
         if member is not None:
-            before = member.offer.header
-            if self._same(header, before):
-                return Rejected(RefusalReason.DUPLICATE, "the same delta is already here", 0)
-            same_training = before.incarnation == header.incarnation and before.base_version == header.base_version
-            if same_training and (member.uploaded is not None or header.attempt < before.attempt):
-                lost = max(0, header.tokens - before.tokens)
-                return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
-            # While its payload is awaited too: a learner never uploads what it has outdone.
-            outdone = same_training and self.state is not State.MERGING
-            if not outdone and (self._fixed or header.base_version <= before.base_version):
-                return self._hold(offer, now)
-            replaced = member.offer
-        elif self._fixed:
+            return self._offer_again(member, offer, now, fixed)
+        if fixed:
             return self._hold(offer, now)
-        elif len(self._members) >= MAX_MEMBERS:
-            return Rejected(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
-        self._members[header.learner] = _Member(offer, now)
-        self._open_for(header, now)
-        return Accepted(replaced)
+        if len(self._members) >= MAX_MEMBERS:
+            return Refused(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
+        return self._accept(offer, now, None)
+
+    def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Late | Refused:
+        """Of a learner that is a member: one in its place, one for the next window, or one too many."""
+        header, before = offer.header, member.offer.header
+        if same_delta(header, before):
+            return DUPLICATE
+        again = same_training(header, before)
+        if again and (member.uploaded is not None or header.attempt < before.attempt):
+            return outdone(header, before)
+        # While its payload is awaited too: a learner never uploads what it has outdone.
+        in_its_place = again and not isinstance(self.phase, Merging)
+        if in_its_place or (not fixed and header.base_version > before.base_version):
+            return self._accept(offer, now, member.offer)
+        return self._hold(offer, now)
 
     def uploaded(self, offer: Offer) -> None:
         """A member's payload is here, complete and sound."""
@@ -244,150 +279,122 @@ class Window:
         if member is not None and member.offer.entry_id == offer.entry_id and member.uploaded is None:
             member.uploaded, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
 
-    def failed(self, offer: Offer) -> None:
+    def refused(self, offer: Offer) -> None:
         """A payload was refused, or vanished: its delta leaves the window, also if it is late by now."""
         member = self._members.get(offer.header.learner)
         if member is not None and member.offer.entry_id == offer.entry_id:
             del self._members[offer.header.learner]
-            self.refused.add(offer.header.learner)
-        self.late = [late for late in self.late if late.entry_id != offer.entry_id]
+            self._refused.add(offer.header.learner)
+        self.late.remove(offer.entry_id)
 
-    def not_merged(self) -> tuple[Offer, ...]:
-        """Nothing came of the merge: what was in it leaves, and is returned; the window opens with the next attempt."""
-        assert self._merge is not None  # noqa: S101  # decided
-        gone = self._merge.contributions
-        for offer in (*gone, *self._merge.overdue):
-            self.failed(offer)
-        self._merge, self.state = None, State.COLLECTING
-        return gone
+    def not_merged(self, merge: Merge) -> None:
+        """Nothing came of the merge that was decided: what was in it is refused; the window opens once more."""
+        for offer in (*merge.contributions, *merge.overdue):
+            self.refused(offer)
+        self.phase = Collecting(merge.opened_at)
 
     # --- the decision --------------------------------------------------------------------------------
 
     def decide(self, now: float, given: Conditions) -> Decision:
-        """What to do now, with the reason in words."""
-        if self._merge is not None:
-            return self._merge
-        if self.state is State.IDLE:
-            if not (given.draining and self._members):
+        """What to do now, with the reason in words; makes the transitions that `_next` finds, one after the other."""
+        while not isinstance(step := self._next(now, given), Wait | Merge | Reopened):
+            if isinstance(step, Merging):
+                self._put_off(step.merge.overdue)
+            self.phase = step
+        if isinstance(step, Reopened):
+            self._reopen(step, now)
+        return step
+
+    def _next(self, now: float, given: Conditions) -> Phase | Decision:
+        """The phase that follows the present one by now, or what to do in this one. Changes nothing."""
+        phase, count = self.phase, self._count(given)
+        missing = given.expected - self._refused - self._members.keys()
+        left = f"{count} of quorum {given.quorum}"
+        match phase:
+            case Merging():
+                return phase.merge
+            case Idle():
+                if given.draining and self._members:
+                    return Collecting(now)
                 return Wait(None, f"no delta due, {len(self._members)} waiting")
-            self._open(now)
-        count, missing = self._count(given), given.expected - self.refused - self._members.keys()
-        if self.state is State.COLLECTING:
-            if count < given.quorum and self.refused:
-                return self._reopen((), now, f"{count} of quorum {given.quorum} left after a refusal")
-            if count < given.quorum:
-                return Wait(None, f"{count} of quorum {given.quorum} in, {given.live} live")
-            self.quorum_at = now
-            self.deadline = now + (given.settle_s if given.grace_s is None else given.grace_s)
-            self.state = State.GRACE
-        elif count < given.quorum:
-            return self._reopen((), now, f"{count} of quorum {given.quorum} left")
-        if self.state is State.GRACE:
-            assert self.deadline is not None  # noqa: S101  # set on entering the state
-            if missing and now < self.deadline:
-                return Wait(self.deadline, f"grace: {count} in, waiting for {', '.join(sorted(missing))}")
-            self.state = State.UPLOADING
-            self.fixed_at = now
-            self.deadline = now + given.upload_s
-        return self._uploads(now, given, missing)
+            case Collecting():
+                if count >= given.quorum:
+                    grace_s = given.settle_s if given.grace_s is None else given.grace_s
+                    return Grace(phase.opened_at, now, now + grace_s)
+                if self._refused:
+                    return Reopened((), f"{left} left after a refusal", phase.opened_at)
+                return Wait(None, f"{left} in, {given.live} live")
+            case Grace():
+                if count < given.quorum:
+                    return Reopened((), f"{left} left", phase.opened_at)
+                if missing and now < phase.deadline:
+                    return Wait(phase.deadline, f"grace: {count} in, waiting for {', '.join(sorted(missing))}")
+                return Uploading(phase.opened_at, phase.quorum_at, now, now + given.upload_s)
+            case Uploading():
+                if count < given.quorum:
+                    return Reopened((), f"{left} left", phase.opened_at)
+                return self._next_of_uploads(phase, now, given, missing)
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
         return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
 
-    def _uploads(self, now: float, given: Conditions, missing: Iterable[str]) -> Decision:
+    def _next_of_uploads(
+        self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
+    ) -> Merging | Wait | Reopened:
         done = self.complete()
-        doubted = given.doubted
-        waiting = [m for learner, m in self._members.items() if m.uploaded is None and learner not in doubted]
-        names = [m.offer.header.learner for m in waiting]
-        assert self.deadline is not None and self.fixed_at is not None  # noqa: S101, PT018  # set on entering the state
-        if waiting and now < self.deadline:
-            return Wait(self.deadline, f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(names)}")
-        time_s = self.deadline - self.fixed_at
-        recent = {id(m) for m in waiting if m.since > self.fixed_at and now - m.since < time_s}
-        overdue = tuple(m.offer for m in waiting if id(m) not in recent)
-        later = [o for o in self.awaited() if o not in overdue]
-        for offer in later:
-            del self._members[offer.header.learner]
-        self.late[:0] = later
+        waiting = {
+            learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.doubted
+        }
+        if waiting and now < phase.deadline:
+            reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"
+            return Wait(phase.deadline, reason)
+        overdue = _overdue(phase, waiting, now)
         if len(done) < given.quorum:
-            return self._reopen(overdue, now, f"{len(done)} of quorum {given.quorum} uploaded in time")
-        absent = sorted({*missing, *names})
+            return Reopened(overdue, f"{len(done)} of quorum {given.quorum} uploaded in time", phase.opened_at)
+        absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
-        self.state = State.MERGING
-        self._merge = Merge(done, overdue, reason)
-        return self._merge
+        return Merging(Merge(done, overdue, reason, phase.opened_at, phase.quorum_at, phase.fixed_at))
 
-    # --- inside ----------------------------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------------
 
-    @property
-    def _fixed(self) -> bool:
-        return self.state in (State.UPLOADING, State.MERGING)
+    def _accept(self, offer: Offer, now: float, replaced: Offer | None) -> Accepted:
+        self._members[offer.header.learner] = _Member(offer, now)
+        self._open_for(offer.header, now)
+        return Accepted(replaced)
+
+    def _hold(self, offer: Offer, now: float) -> Late | Refused:
+        answer = self.late.hold(offer)
+        if answer == Late():
+            self._open_for(offer.header, now)  # its learner left a delta behind, and came back
+        return answer
 
     def _open_for(self, header: DeltaHeader, now: float) -> None:
         if self.state is State.IDLE and header.due and header.base_version == self.version:
-            self._open(now)
+            self.phase = Collecting(now)
 
-    def _open(self, now: float) -> None:
-        self.state = State.COLLECTING
-        self.opened_at = now
+    def _put_off(self, overdue: tuple[Offer, ...]) -> None:
+        """Who is awaited and not overdue is first in the next window."""
+        later = [offer for offer in self.awaited() if offer not in overdue]
+        for offer in later:
+            del self._members[offer.header.learner]
+        self.late.put_first(later)
 
-    def _hold(self, offer: Offer, now: float) -> Late | Rejected:
-        """Keep it for the next window: of one training the newest attempt, of one learner so many trainings."""
-        header = offer.header
-        theirs = [late for late in self.late if late.header.learner == header.learner]
-        for late in theirs:
-            before = late.header
-            if (before.incarnation, before.base_version) == (header.incarnation, header.base_version):
-                if header.attempt < before.attempt:
-                    lost = max(0, header.tokens - before.tokens)
-                    return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
-                self.late[self.late.index(late)] = offer
-                return Late(replaced=late)
-        if len(theirs) >= LATE_A_LEARNER or len(self.late) >= MAX_MEMBERS:
-            return Rejected(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
-        self.late.append(offer)
-        self._open_for(header, now)  # its learner left a delta behind, and came back
-        return Late()
-
-    def _reopen(self, overdue: tuple[Offer, ...], now: float, reason: str) -> Reopened:
-        for offer in overdue:
+    def _reopen(self, reopened: Reopened, now: float) -> None:
+        """All that are left, and those who were late, are in the next attempt."""
+        for offer in reopened.overdue:
             del self._members[offer.header.learner]
         self.attempt += 1
-        self.state = State.COLLECTING
-        self.quorum_at = self.fixed_at = self.deadline = None
-        self.refused.clear()
-        back, self.late = self.late, []
-        for offer in back:
+        self._refused.clear()
+        self.phase = Collecting(reopened.opened_at)
+        for offer in self.late.take_all():
             if offer.header.learner in self._members:
-                self.late.append(offer)
+                self.late.put_last(offer)
             else:
                 self._members[offer.header.learner] = _Member(offer, now)
-        return Reopened(overdue, reason)
 
-    @staticmethod
-    def _same(a: DeltaHeader, b: DeltaHeader) -> bool:
-        return (a.learner, a.incarnation, a.serial) == (b.learner, b.incarnation, b.serial)
 
-    def _refusal(self, header: DeltaHeader) -> Rejected | None:
-        def no(reason: RefusalReason, detail: str, lost: int | None = None) -> Rejected:
-            return Rejected(reason, detail, max(0, header.tokens) if lost is None else lost)
-
-        if (header.layout, header.codec, header.chunks) != (self.layout, self.codec, self.chunks):
-            return no(
-                RefusalReason.WRONG_LAYOUT,
-                f"layout {header.layout.hex()[:8]}, {header.codec}, {header.chunks} chunks; "
-                f"the run has {self.layout.hex()[:8]}, {self.codec}, {self.chunks}",
-            )
-        if header.steps <= 0 or header.tokens <= 0:
-            return no(RefusalReason.NOT_POSITIVE, f"steps={header.steps} tokens={header.tokens}")
-        before = self.merged.get((header.learner, header.incarnation))
-        if before is not None and header.base_version <= before.base_version:
-            lost = max(0, header.tokens - before.tokens) if header.base_version == before.base_version else None
-            return no(RefusalReason.ALREADY_MERGED, f"base {before.base_version} was merged before", lost)
-        if header.base_version < self.version - 1:
-            return no(RefusalReason.TOO_STALE, f"base {header.base_version}, the head is at {self.version}")
-        on_record = self.digest if header.base_version == self.version else self.previous_digest
-        if header.base_version > self.version or header.base_digest != on_record:
-            return no(RefusalReason.UNKNOWN_BASE, f"base {header.base_version} {header.base_digest.hex()[:8]}")
-        return None
+def _overdue(phase: Uploading, waiting: Mapping[str, _Member], now: float) -> tuple[Offer, ...]:
+    """Of those that are waited for, who had the whole time: since M_t was fixed, or since it took its place later."""
+    time_s = phase.deadline - phase.fixed_at
+    return tuple(m.offer for m in waiting.values() if m.since <= phase.fixed_at or now - m.since >= time_s)

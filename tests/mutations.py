@@ -14,10 +14,12 @@ from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
 from pipeline.updates import Coded, Updating
 from syncer import fragment, outer
+from syncer.admission import Admission
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
 from syncer.owner import FragmentOwner
 from syncer.room import Room
+from syncer.session import Session
 from syncer.staging import Staging
 from syncer.window import Window
 from workers.exchange import Exchange
@@ -66,26 +68,26 @@ MUTATIONS = [
     Mutation(
         "a learner that offers again counts twice in the quorum",
         Window,
-        "decide",
+        "_next",
         (
             (
-                "count, missing = self._count(given),",
-                "count, missing = sum(1 + (m.offer.header.attempt > 0) for m in self._members.values()),",
+                "phase, count = self.phase, self._count(given)",
+                "phase, count = self.phase, sum(1 + (m.offer.header.attempt > 0) for m in self._members.values())",
             ),
         ),
         (
             Mutation(
                 "in its uploads too",
                 Window,
-                "_uploads",
+                "_next_of_uploads",
                 (("if len(done) < given.quorum:", "if sum(1 + (o.header.attempt > 0) for o in done) < given.quorum:"),),
             ),
         ),
     ),
     Mutation(
         "merged bases are forgotten",
-        Window,
-        "_refusal",
+        Admission,
+        "refusal",
         (("if before is not None and header.base_version <= before.base_version:", "if False:"),),
     ),
     Mutation(
@@ -96,7 +98,12 @@ MUTATIONS = [
     ),
     Mutation("a delta that follows opens a window", Window, "_open_for", (("and header.due and", "and"),)),
     Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
-    Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < given.quorum:", "if not done:"),)),
+    Mutation(
+        "merges happen below the quorum",
+        Window,
+        "_next_of_uploads",
+        (("if len(done) < given.quorum:", "if not done:"),),
+    ),
     Mutation(
         "only higher versions are adopted",
         Exchange,
@@ -132,10 +139,10 @@ MUTATIONS = [
     Mutation(
         "the owner trusts its cache over the bus",
         FragmentOwner,
-        "_load",
+        "load",
         (
             (
-                "if cached is None or (cached.version, cached.digest) != (head.version, head.digest):",
+                "if cached is None or cached.at != (head.version, head.digest):",
                 "if cached is None:",
             ),
         ),
@@ -144,12 +151,7 @@ MUTATIONS = [
         "free leases are looked for every two seconds only",
         Leases,
         "_share",
-        (
-            (
-                "if wanted(self._held, range(len(self._owners)), *sharing):",
-                "if self._clock.now() % 2 < 0.2 and wanted(self._held, range(len(self._owners)), *sharing):",
-            ),
-        ),
+        (("await self._take(sharing)", "if self._clock.now() % 2 < 0.2:\n        await self._take(sharing)"),),
     ),
     Mutation(
         "a dead syncer's share is left to it for ever",
@@ -163,50 +165,45 @@ MUTATIONS = [
         "offer",
         (
             (
-                "elif self._fixed:",
-                "elif self._fixed:\n        return Rejected(RefusalReason.TOO_STALE, 'late', header.tokens)",
+                "if fixed:",
+                "if fixed:\n        return Refused(RefusalReason.TOO_STALE, 'late', header.tokens)",
             ),
         ),
     ),
     Mutation(
         "what is only pending is refused as merged",
         Window,
-        "offer",
+        "_offer_again",
         (
             (
-                'return Rejected(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)',
-                'return Rejected(RefusalReason.ALREADY_MERGED, "another delta on this base is in the window", lost)',
+                "return outdone(header, before)",
+                "return Refused(RefusalReason.ALREADY_MERGED, 'merged', outdone(header, before).lost_tokens)",
             ),
         ),
     ),
     Mutation(
         "the payload of a pending delta goes with its duplicate",
-        FragmentOwner,
-        "_reject",
+        Session,
+        "_refuse",
         (("still_needed = any(", "still_needed = False and any("),),
     ),
     Mutation(
         "uploads have no time",
         Window,
-        "decide",
-        (("self.deadline = now + given.upload_s", "self.deadline = now"),),
+        "_next",
+        (("now + given.upload_s", "now"),),
     ),
     Mutation(
         "a grace never ends early",
         Window,
-        "decide",
-        (("if missing and now < self.deadline:", "if now < self.deadline:"),),
+        "_next",
+        (("if missing and now < phase.deadline:", "if now < phase.deadline:"),),
     ),
     Mutation(
         "a window closes 1.5 s late",
         Window,
-        "decide",
-        (
-            (
-                "if given.grace_s is None else given.grace_s)",
-                "if given.grace_s is None else given.grace_s + 1.5)",
-            ),
-        ),
+        "_next",
+        (("if given.grace_s is None else given.grace_s", "if given.grace_s is None else given.grace_s + 1.5"),),
     ),
     Mutation(
         "the momentum is lost",

@@ -17,6 +17,7 @@ from pipeline import quantize
 from pipeline.fragments import layout_of
 from pipeline.payloads import pull
 from pipeline.tape_messages import Committed
+from syncer.admission import Offer
 from syncer.folding import Folding
 from syncer.fragment import Delta
 from syncer.merge import MOST_SHARE, Sum, merge, merge_shares, merge_weights
@@ -24,7 +25,6 @@ from syncer.metrics import Metrics
 from syncer.norms import BLOCK, delta_norms
 from syncer.replay import replay
 from syncer.service import SyncerService
-from syncer.window import Offer
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from workers.exchange import Exchange

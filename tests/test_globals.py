@@ -191,12 +191,12 @@ def test_a_syncer_that_takes_over_goes_on_from_the_exact_values() -> None:
         heads = await world.heads()
         service = world.start_syncer()
         async with asyncio.timeout(10):
-            while len(service.owners) < 2 or not all(owner._fragment for owner in service.owners):
+            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
                 await asyncio.sleep(0.001)
         for head, owner in zip(heads, service.owners, strict=True):
-            assert owner._fragment.version == head.version
-            assert payload_digest(as_bytes(owner._fragment.theta), 1024) == head.digest
-            assert not np.array_equal(owner._fragment.theta, nearest(owner._fragment.theta))
+            assert owner.loaded.fragment.version == head.version
+            assert payload_digest(as_bytes(owner.loaded.fragment.theta), 1024) == head.digest
+            assert not np.array_equal(owner.loaded.fragment.theta, nearest(owner.loaded.fragment.theta))
         await world.finish(learner)
 
     run_virtual(main())

@@ -15,11 +15,12 @@ from pipeline.head_messages import WindowView
 from pipeline.payload_messages import Chunk
 from pipeline.quantize import BLOCK
 from pipeline.tape_messages import Committed, RefusalReason, Rejected
+from syncer.admission import DeltaFormat, Offer
 from syncer.doubts import DOUBTED_AFTER, Doubts
 from syncer.grace import GraceEstimator
-from syncer.owner import MOST_ARRIVED
-from syncer.refusing import TOLD_A_WINDOW
-from syncer.window import Conditions, Merge, Offer, Wait, Window
+from syncer.intake import MOST_ARRIVED
+from syncer.refusals import TOLD_A_WINDOW
+from syncer.window import Conditions, Merge, Wait, Window
 from tests import samples
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -202,7 +203,7 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
                 incarnation=f"{n:08x}",
                 base_version=head.version,
                 base_digest=head.digest,
-                layout=service.owners[0]._layout_digest,
+                layout=service.serving.context.layout.digest,
                 codec=world.spec.sync.codec,
                 chunks=1,
                 due=False,
@@ -212,9 +213,8 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
         async with asyncio.timeout(60):
             while (await world.versions())[0] < was + 5:
                 await asyncio.sleep(0.1)
-        window = service.owners[0]._window
-        assert window is not None
-        assert len(window.pending()) < 20
+        assert service.owners[0].session is not None
+        assert len(service.owners[0].session.window.pending()) < 20
         assert len(await world.bus.read_offers(0)) < 20
         refused = service.metrics.registry.get_sample_value
         total = sum(refused("diloco_refusals_total", {"reason": r.value}) or 0 for r in RefusalReason)
@@ -263,7 +263,7 @@ def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> No
 
 def test_a_doubted_learner_counts_only_with_its_payload() -> None:
     """Its header closes no window and delays no merge; the payload makes it a member like any other."""
-    window = Window.at(samples.head(), bytes(16), "fp32", 3, 0.0)
+    window = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0)
     given = Conditions(2, frozenset({"l0"}), 2, 0.0, 30.0, doubted=frozenset({"l1"}))
     offers = [Offer(f"{n}-0", samples.header(f"l{n}")) for n in range(2)]
     for offer in offers:
@@ -278,7 +278,7 @@ def test_a_doubted_learner_counts_only_with_its_payload() -> None:
     assert isinstance(decision, Merge)
     assert decision.contributions == (offers[0], third)
     assert decision.overdue == ()
-    assert window.late == [offers[1]]
+    assert window.late.offers == (offers[1],)
 
 
 def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:

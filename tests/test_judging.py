@@ -5,9 +5,9 @@ import pytest
 
 from pipeline.fragments import layout_of
 from pipeline.tape_messages import RefusalReason
+from syncer.admission import Offer
 from syncer.fragment import MERGES_NEEDED, Delta, FragmentState
 from syncer.norms import delta_norms
-from syncer.window import Offer
 
 from . import samples
 

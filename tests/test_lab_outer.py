@@ -7,11 +7,11 @@ from chaos.lab.fragment import LabFragment, Stale
 from chaos.lab.outer import RULES, Memory, Merge
 from chaos.lab.settings import LabRun
 from pipeline.fragments import layout_of
+from syncer.admission import Offer
 from syncer.fragment import Delta, FragmentState
 from syncer.merge import Sum
 from syncer.norms import delta_norms
 from syncer.room import Room
-from syncer.window import Offer
 
 from . import samples
 

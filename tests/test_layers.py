@@ -56,6 +56,9 @@ PURE = (
     "pipeline/pacing.py",
     "pipeline/agreement.py",
     "syncer/window.py",
+    "syncer/admission.py",
+    "syncer/doubts.py",
+    "syncer/watch.py",
     "syncer/grace.py",
     "syncer/merge.py",
     "syncer/norms.py",
@@ -170,6 +173,18 @@ def test_importing_it_does_not_load_the_library(module, forbidden):
     code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
+
+
+def test_the_syncers_files_import_each_other_in_no_circle():
+    """Who reads one file top to bottom needs to have read only those that it imports."""
+    above = {path: imported(path) for path in sources() if path.startswith("syncer/")}
+    below = {
+        path[: -len(".py")].replace("/", "."): {n for n in names if n != "syncer"} for path, names in above.items()
+    }
+    while leaves := [name for name, names in below.items() if not names & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"circles among {sorted(below)}"
 
 
 def test_source_files_stay_readable():

@@ -124,7 +124,7 @@ def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
         service = world.start_syncer()
         await asyncio.sleep(10.0)
         with pytest.raises(BadPayload, match=r"not finite: resume from an earlier checkpoint"):
-            await service.owners[0]._load()
+            await service.owners[0].load()
 
     run_virtual(main())
 

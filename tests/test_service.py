@@ -331,7 +331,7 @@ def test_a_slow_end_is_still_an_end() -> None:
         read_heads = service.bus.read_heads
 
         async def slowly(fragments: Sequence[int]) -> list[Head | None]:
-            if service._closing.is_set():
+            if service.serving.closing.done():
                 await asyncio.sleep(5.0)
             return await read_heads(fragments)
 

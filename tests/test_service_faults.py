@@ -371,8 +371,9 @@ def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> No
             await asyncio.gather(task, return_exceptions=True)
         world.store.restart(saved)
         assert await service.bus.acquire_lease(0, service.nonce, 5.0)
-        assert await service.owners[0]._load()
-        assert service.owners[0]._view == (await world.heads())[0].window
+        loaded = await service.owners[0].load()
+        assert loaded is not None
+        assert loaded.head.window == (await world.heads())[0].window
         assert any(record.kind == "rewound" for record in await world.tape())
 
     run_virtual(main())

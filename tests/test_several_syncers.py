@@ -1,7 +1,7 @@
 """Several syncers of one run: sharing, taking over, restarting and ending together. Virtual time, memory bus."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,14 @@ class Syncer:
         self.service: SyncerService = world.start_syncer(syncer_id=name, **settings)
         assert world.syncer is not None
         self.task, self.stop = world.syncer, world.stop
+        self.merging: Callable[[int], Awaitable[None]] | None = None
+        """Awaited before each merge, with its fragment."""
+        self.service._offload = self._offload  # it has not begun yet
+
+    async def _offload(self, work: Any, *args: Any) -> Any:
+        if self.merging is not None and getattr(work, "__name__", "") == "merge":
+            await self.merging(work.__self__.layout.id)
+        return work(*args)
 
     @property
     def held(self) -> set[int]:
@@ -61,12 +69,10 @@ class Syncer:
 def slow_merges(syncer: Syncer, takes_s: float) -> None:
     """Merges take a while; nothing else does."""
 
-    async def offload(work: Any, *args: Any) -> Any:
-        if getattr(work, "__name__", "") == "merge":
-            await asyncio.sleep(takes_s)
-        return work(*args)
+    async def merging(_: int) -> None:
+        await asyncio.sleep(takes_s)
 
-    syncer.service._offload = offload
+    syncer.merging = merging
 
 
 class OneUnanswered:
@@ -96,9 +102,9 @@ class OneUnanswered:
 
 def unanswered(syncer: Syncer) -> OneUnanswered:
     """Between a syncer's leases, and nothing else of it, and the bus."""
-    assert syncer.service._leases is not None
+    assert syncer.service.serving is not None
     bus = OneUnanswered(syncer.bus)
-    syncer.service._leases._bus = bus  # type: ignore[assignment]  # every method of a bus
+    syncer.service.serving.leases._bus = bus  # type: ignore[assignment]  # every method of a bus
     return bus
 
 
@@ -305,13 +311,12 @@ def test_a_call_that_is_not_answered_loses_no_merge_of_a_syncer_that_parts(metho
         await world.until_version(1)
         bus, started = unanswered(a), asyncio.Event()
 
-        async def offload(work: Any, *args: Any) -> Any:
-            if work.__name__ == "merge":
+        async def merging(fragment: int) -> None:
+            if fragment == 1:
                 started.set()
                 await asyncio.sleep(2 * LEASE_S)
-            return work(*args)
 
-        a.service.owners[1]._offload = offload
+        a.merging = merging
         await asyncio.wait_for(started.wait(), 5.0)
         was = (await world.versions())[1]
         bus.arm(method, False)
@@ -525,16 +530,15 @@ def test_a_merge_in_hand_elsewhere_is_in_the_manifest() -> None:
         (p,) = other.held
         started, phases = asyncio.Event(), []
 
-        async def offload(work: Any, *args: Any) -> Any:
-            if work.__name__ == "merge":
+        async def merging(fragment: int) -> None:
+            if fragment == p:
                 started.set()
                 await asyncio.sleep(4.0)
                 state = await world.bus.read_state()
                 assert state is not None
                 phases.append(state.phase)
-            return work(*args)
 
-        other.service.owners[p]._offload = offload
+        other.merging = merging
         await asyncio.wait_for(started.wait(), 5.0)
         was = (await world.versions())[p]
         for learner in learners:
@@ -847,8 +851,6 @@ def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_time() ->
             warnings = (await read_status(world.bus, world.clock))["warnings"]
             assert [text for text in warnings if "longer than a round" in text], warnings
             slow_merges(syncer, 0.0)
-            for owner in syncer.service.owners:
-                owner._offload = syncer.service._offload
             await asyncio.sleep(60)
             assert (await read_status(world.bus, world.clock))["warnings"] == []
         told = [line["event"] for line in lines if line["event"] in ("merges_slow", "merges_in_time")]

@@ -370,8 +370,8 @@ def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str,
             theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
             assert payload_digest(as_bytes(theta), chunk) == head.digest
             owner = world.service.owners[head.fragment]
-            assert owner._fragment.theta.tobytes() == theta.tobytes()
-            mine = owner._fragment.momentum
+            assert owner.loaded.fragment.theta.tobytes() == theta.tobytes()
+            mine = owner.loaded.fragment.momentum
             assert (mine is None) == (momentum is None) == (not world.spec.sync.outer_momentum)
             assert mine is None or mine.tobytes() == momentum.tobytes()
             named = {head.payload, head.momentum, *(update.payload for update in head.updates)} - {""}
@@ -386,16 +386,16 @@ def test_a_syncer_that_takes_over_goes_on_where_the_other_was() -> None:
     async def story(world: VirtualRun) -> None:
         learner = VirtualLearner("l0", world).start()
         await world.until_version(6)
-        before = [owner._fragment for owner in world.service.owners]
+        before = [owner.loaded.fragment for owner in world.service.owners]
         world.stop.set()
         await world.syncer
         was = [(one.version, one.theta.copy(), one.momentum.copy()) for one in before]
         service = world.start_syncer()
         async with asyncio.timeout(10):
-            while len(service.owners) < 2 or not all(owner._fragment for owner in service.owners):
+            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
                 await asyncio.sleep(0.001)
         for (version, theta, momentum), owner in zip(was, service.owners, strict=True):
-            now = owner._fragment
+            now = owner.loaded.fragment
             assert (now.version, now.theta.tobytes()) == (version, theta.tobytes())
             assert now.momentum.tobytes() == momentum.tobytes()
         await world.until_version(12)
@@ -476,8 +476,8 @@ def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
             theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
             owner = world.service.owners[head.fragment]
             assert (theta.tobytes(), momentum.tobytes()) == (
-                owner._fragment.theta.tobytes(),
-                owner._fragment.momentum.tobytes(),
+                owner.loaded.fragment.theta.tobytes(),
+                owner.loaded.fragment.momentum.tobytes(),
             )
 
     in_a_run(story, key_frame_interval=64)
@@ -510,7 +510,7 @@ def test_a_global_that_is_lost_is_published_anew_in_any_codec() -> None:
         for head in await world.heads():
             of = layout_of(world.spec.tensors).fragments[head.fragment]
             theta, _ = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
-            assert theta.tobytes() == world.service.owners[head.fragment]._fragment.theta.tobytes()
+            assert theta.tobytes() == world.service.owners[head.fragment].loaded.fragment.theta.tobytes()
 
     for codec in ("fp32", "bf16"):
         in_a_run(story, global_codec=codec)

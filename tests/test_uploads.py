@@ -16,18 +16,19 @@ from pipeline.payloads import follow, push
 from pipeline.ports import Bus
 from pipeline.tape_messages import RefusalReason, Rejected
 from pipeline.wire import Codec
+from syncer.admission import Offer
 from syncer.fragment import Delta
-from syncer.intake import Intake
-from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S
-from syncer.window import Offer
+from syncer.intake import Downloads
+from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 
-def intake_on(bus: Bus, clock: VirtualClock) -> Intake:
-    return Intake(bus, clock, FRAGMENT, samples.sync_spec(), asyncio.Event(), inline)
+def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
+    wake = asyncio.Event()
+    return Downloads(bus, clock, FRAGMENT, samples.sync_spec(), wake, inline, uploads or UploadEstimator())
 
 
 def sound(offer: Offer, values: Any, _: Any) -> Delta:
@@ -49,17 +50,18 @@ def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
 
     async def main() -> None:
         clock = VirtualClock()
-        intake = intake_on(MemoryBus("r", clock, MemoryStore()), clock)
-        assert intake.upload_s == FIRST_UPLOAD_S
+        measured = UploadEstimator()
+        downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
+        assert measured.upload_s == FIRST_UPLOAD_S
         for _ in range(3):
-            before, offers = intake.upload_s, [offer_of(n) for n in range(uploads)]
-            intake.start(offers, sound)
+            before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
+            downloads.start(offers, sound)
             await asyncio.sleep(before)
             entries = [offer.entry_id for offer in offers]
-            intake.timed_out(entries)
-            assert before < intake.upload_s <= 2 * before
-            intake.forget(entries)
-        await intake.close()
+            downloads.timed_out(entries)
+            assert before < measured.upload_s <= 2 * before
+            downloads.forget(entries)
+        await downloads.close()
 
     run_virtual(main())
 
@@ -70,13 +72,13 @@ def test_measured_uploads_shorten_the_deadline_again() -> None:
     async def main() -> None:
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
-        intake, offer = intake_on(bus, clock), offer_of(1)
-        intake.start([offer], sound)
+        downloads, offer = downloads_on(bus, clock, measured := UploadEstimator()), offer_of(1)
+        downloads.start([offer], sound)
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        while not intake.outcomes:
+        while not downloads.outcomes:
             await asyncio.sleep(0.01)
-        assert intake.upload_s == LEAST_UPLOAD_S
-        await intake.close()
+        assert measured.upload_s == LEAST_UPLOAD_S
+        await downloads.close()
 
     run_virtual(main())
 
@@ -87,18 +89,18 @@ def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
     async def main() -> None:
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
-        intake, offer = intake_on(bus, clock), offer_of(1)
+        downloads, offer = downloads_on(bus, clock), offer_of(1)
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        intake.start([offer], sound)
-        while not intake.outcomes:
+        downloads.start([offer], sound)
+        while not downloads.outcomes:
             await asyncio.sleep(0.01)
-        (first,) = intake.taken()
-        assert not intake.outcomes
+        (first,) = downloads.ended()
+        assert not downloads.outcomes
         again = Offer(offer.entry_id, offer.header)
-        intake.start([again], sound)
-        assert list(intake.taken()) == [(again, first[1])]
-        assert list(intake.deltas) == [offer.entry_id]
-        await intake.close()
+        downloads.start([again], sound)
+        assert list(downloads.ended()) == [(again, first[1])]
+        assert list(downloads.deltas) == [offer.entry_id]
+        await downloads.close()
 
     run_virtual(main())
 
@@ -134,11 +136,11 @@ def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole(
     async def main() -> None:
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
-        intake, offer = intake_on(bus, clock), offer_of(1)
-        intake.start([offer], sound)
+        downloads, offer = downloads_on(bus, clock), offer_of(1)
+        downloads.start([offer], sound)
         began = clock.now()
         await asyncio.sleep(5.0)
-        assert intake.heard_at(offer) == began
+        assert downloads.heard_at(offer) == began
         chunks: list[bytes] = []
 
         async def keep(key: str, first: int, more: list[bytes], ttl_s: float) -> None:
@@ -148,11 +150,11 @@ def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole(
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
         await write(key_of(bus, offer), 0, chunks[:1], 600)
         await asyncio.sleep(0.5)
-        assert intake.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
+        assert downloads.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
         await write(key_of(bus, offer), 1, chunks[1:], 600)
         await asyncio.sleep(0.5)
-        assert intake.heard_at(offer) == math.inf
-        await intake.close()
+        assert downloads.heard_at(offer) == math.inf
+        await downloads.close()
 
     run_virtual(main())
 
@@ -181,7 +183,7 @@ def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died(
         service = world.start_syncer(liveness_s=3.0)
         began = world.clock.now()
         await world.until_version(was + 2)
-        assert service.owners[0]._intake.upload_s < FIRST_UPLOAD_S
+        assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
         assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
         lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
         assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)

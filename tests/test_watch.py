@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 from pipeline.run_messages import Phase, SeenReport
+from pipeline.tape_messages import RefusalReason
+from syncer.admission import DeltaFormat, Offer
 from syncer.watch import RunWatch
+from syncer.window import Conditions, State, Window
 from tests import samples
 
 LIVENESS_S, DRAIN_S = 5.0, 30.0
@@ -80,3 +83,25 @@ def test_who_still_joins_when_the_run_ends_is_no_part_of_the_quorum() -> None:
     for state, quorum in ((RUNNING, 2), (DRAINING, 1)):
         live_after(watch, 1.0, trains, joins, state=state)
         assert watch.conditions(0, 0, None, 1.0).quorum == quorum
+
+
+def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_learner_is_gone() -> None:
+    """Not before it was quiet for the liveness time; a learner that is here is waited for; a doubted one is not."""
+    watch = watch_of()
+    live_after(watch, 0.0, samples.seen("l0"))
+    window = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0)
+    here, gone = (Offer(f"1-0@{name}", samples.header(name)) for name in ("l0", "l1"))
+    for offer in (here, gone):
+        window.offer(offer, 0.0)
+    heard = {here: 1.0, gone: 2.0}
+    nobody, quiet = frozenset[str](), 2.0 + LIVENESS_S
+    assert watch.given_up(window, heard.__getitem__, quiet, nobody) == ([], None), "a grace needs no upload"
+    window.decide(0.0, Conditions(2, frozenset({"l0", "l1"}), 2, 0.0, 30.0))
+    assert window.state is State.UPLOADING
+    assert watch.given_up(window, heard.__getitem__, quiet - 0.1, nobody) == ([], quiet)
+    ((offer, refused),), again = watch.given_up(window, heard.__getitem__, quiet, nobody)
+    assert (offer, refused.reason, again) == (gone, RefusalReason.UPLOAD_TIMEOUT, None)
+    assert refused.lost_tokens == gone.header.tokens
+    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, frozenset({"l0"}))
+    assert [offer for offer, _ in stopped] == [here, gone]
+    assert window.member_offers() == (here, gone), "it decides, and changes nothing"

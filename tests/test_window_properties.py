@@ -13,28 +13,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipeline.delta_messages import DeltaHeader
 from pipeline.head_messages import MergedBase
 from pipeline.tape_messages import RefusalReason
-from syncer.window import (
-    LATE_A_LEARNER,
-    Accepted,
-    Conditions,
-    Late,
-    Merge,
-    Offer,
-    Rejected,
-    Reopened,
-    State,
-    Wait,
-    Window,
-)
+from syncer.admission import LATE_A_LEARNER, Accepted, DeltaFormat, Late, Offer, Refused
+from syncer.window import Conditions, Merge, Reopened, State, Uploading, Wait, Window
 
 from . import samples
 
 LEARNERS = ("l0", "l1", "l2", "l3")
 LAYOUT = bytes(16)
+FORMAT = DeltaFormat(LAYOUT, "fp32", 3)
 
 
 def digest(version: int) -> bytes:
     return bytes([version % 256]) * 16
+
+
+def deadline_of(window: Window) -> float | None:
+    return getattr(window.phase, "deadline", None)
 
 
 class WindowMachine(RuleBasedStateMachine):
@@ -66,11 +60,11 @@ class WindowMachine(RuleBasedStateMachine):
             merged=tuple(self.record.values()),
             window=samples.IDLE.model_copy(update={"attempt": attempt}),
         )
-        return Window.at(head, LAYOUT, "fp32", 3, self.now)
+        return Window(head, FORMAT, self.now)
 
     # --- what the owner does with the answers ----------------------------------------------------------
 
-    def send(self, header: DeltaHeader, entry_id: str | None = None) -> Accepted | Late | Rejected:
+    def send(self, header: DeltaHeader, entry_id: str | None = None) -> Accepted | Late | Refused:
         """Offer a header and keep the books; the checks of one offer are here."""
         window = self.window
         if entry_id is None:
@@ -80,7 +74,7 @@ class WindowMachine(RuleBasedStateMachine):
         state, members, attempt = window.state, window.members, window.attempt
         answer = window.offer(offer, self.now)
         opener = header.due and header.base_version == self.version
-        if isinstance(answer, Rejected):
+        if isinstance(answer, Refused):
             assert answer.lost_tokens >= 0
             assert (window.state, window.members) == (state, members), "a refused offer changed the window"
             self.held.pop(entry_id, None)
@@ -114,7 +108,7 @@ class WindowMachine(RuleBasedStateMachine):
                 del self.held[answer.replaced.entry_id]
         else:
             assert window.members == members
-        opened = State.COLLECTING if opener and state is State.IDLE and not isinstance(answer, Rejected) else state
+        opened = State.COLLECTING if opener and state is State.IDLE and not isinstance(answer, Refused) else state
         assert window.state is opened, "only a due, current offer opens"
         assert window.attempt == attempt
         return answer
@@ -134,8 +128,8 @@ class WindowMachine(RuleBasedStateMachine):
     def ask(self, given: Conditions) -> Any:
         """Decide, check what is promised of every decision, and act on it as the owner does."""
         window = self.window
-        state, members, attempt, deadline = window.state, window.members, window.attempt, window.deadline
-        fixed = self.now if window.fixed_at is None else window.fixed_at
+        state, members, attempt, deadline = window.state, window.members, window.attempt, deadline_of(window)
+        fixed = window.phase.fixed_at if isinstance(window.phase, Uploading) else self.now
         whole = {m for m in members if any(o.header.learner == m for o in self.complete())}
         decision = window.decide(self.now, given)
         if isinstance(decision, Reopened):
@@ -143,7 +137,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert window.attempt == attempt + 1
             assert whole <= set(window.members), "a reopened window lost a complete contribution"
             assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
-            assert {o.header.learner for o in window.late} <= set(window.members), "a late offer was not let in"
+            assert {o.header.learner for o in window.late.offers} <= set(window.members), "a late offer was not let in"
             self.check_overdue(decision.overdue, fixed, deadline)
             for offer in decision.overdue:
                 del self.held[offer.entry_id]
@@ -165,18 +159,18 @@ class WindowMachine(RuleBasedStateMachine):
             assert window.state is State.IDLE or count < given.quorum, "K are in, and no deadline runs"
             return
         assert count >= given.quorum
-        assert decision.until == window.deadline
+        assert decision.until == deadline_of(window)
         assert decision.until is not None
         assert self.now < decision.until, "waits for a deadline that is over"
         if window.state is State.GRACE:
             assert given.expected - set(window.members) - self.refused, "nobody is missing, yet the grace goes on"
             if before is State.GRACE:
-                assert window.deadline == deadline, "the grace deadline moved"
+                assert deadline_of(window) == deadline, "the grace deadline moved"
             else:
                 grace = given.settle_s if given.grace_s is None else given.grace_s
                 assert decision.until == self.now + grace
         elif before is State.UPLOADING:
-            assert window.deadline == deadline, "the upload deadline moved"
+            assert deadline_of(window) == deadline, "the upload deadline moved"
 
     def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
         """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
@@ -218,7 +212,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.seen.append(header)
         answer = self.send(header)
         if base < self.version - 1:
-            assert isinstance(answer, Rejected)
+            assert isinstance(answer, Refused)
             assert answer.reason in (RefusalReason.TOO_STALE, RefusalReason.ALREADY_MERGED)
 
     @rule(learners=st.sets(st.sampled_from(LEARNERS), min_size=1))
@@ -245,7 +239,7 @@ class WindowMachine(RuleBasedStateMachine):
         """From a learner that was never heard of: refused for exactly what is wrong with it."""
         good = samples.header("forger", base_version=self.version, base_digest=digest(self.version))
         answer = self.send(good.model_copy(update=change[0]))
-        assert isinstance(answer, Rejected)
+        assert isinstance(answer, Refused)
         assert answer.reason is change[1]
 
     @precondition(lambda self: self.seen)
@@ -255,7 +249,7 @@ class WindowMachine(RuleBasedStateMachine):
         header = data.draw(st.sampled_from(self.seen))
         held = [o for o in self.held.values() if o.header == header]
         answer = self.send(header)
-        assert not held or isinstance(answer, Rejected), "the same delta is pending twice"
+        assert not held or isinstance(answer, Refused), "the same delta is pending twice"
 
     @precondition(lambda self: self.window.members and not self.merging)
     @rule(data=st.data())
@@ -278,7 +272,7 @@ class WindowMachine(RuleBasedStateMachine):
         """A payload was refused or vanished."""
         members = self.window.pending()[: len(self.window.members)]
         offer = data.draw(st.sampled_from(members))
-        self.window.failed(offer)
+        self.window.refused(offer)
         del self.held[offer.entry_id]
         self.refused.add(offer.header.learner)
         assert offer.header.learner not in self.window.members
@@ -329,7 +323,7 @@ class WindowMachine(RuleBasedStateMachine):
             )
         self.version += 1
         self.record = {who: m for who, m in self.record.items() if m.base_version >= self.version - 1}
-        late, self.merging = self.window.late, None
+        late, self.merging = self.window.late.offers, None
         self.window = self.fresh(0)
         for offer in late:
             self.send(offer.header, offer.entry_id)
@@ -362,7 +356,7 @@ class WindowMachine(RuleBasedStateMachine):
 def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> None:
     """What it sent on leaving was not due; its due delta after the restart, on the same base, is for the next window.
     Did that one open nothing, a run whose learners were all restarted would wait for ever."""
-    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
     assert window.state is State.IDLE
     assert window.offer(Offer("2-0", samples.header("l0", incarnation="b" * 8)), 1.0) == Late()
@@ -375,7 +369,7 @@ ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, up
 
 def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     """A learner never uploads an attempt once it has made a later one on the same base."""
-    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     first, second, third = (Offer(f"{n}-0", samples.header("l0", attempt=n)) for n in range(3))
     window.offer(first, 0.0)
     assert window.decide(0.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
@@ -385,14 +379,14 @@ def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     decision = window.decide(2.0, ALONE)
     assert isinstance(decision, Merge)
     assert decision.contributions == (second,)
-    assert window.offer(third, 3.0) == Rejected(
+    assert window.offer(third, 3.0) == Refused(
         RefusalReason.DUPLICATE, "another delta on this base is in the window", 0
     )
 
 
 def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
     """Its upload had no time yet: refusing it would lose its training. What had all its time is refused."""
-    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     outdone, late, idle = (
         Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
     )
@@ -413,7 +407,7 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
 
 def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
     """It is pending then: neither merged, nor overdue, nor forgotten."""
-    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     outdone, late, whole = (
         Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
     )
@@ -424,14 +418,14 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
     window.offer(late, 29.9)
     decision = window.decide(30.0, ALONE)
     assert isinstance(decision, Merge)
-    assert (decision.contributions, decision.overdue, window.late) == ((whole,), (), [late])
-    window.failed(late)
-    assert window.late == [], "a delta that was refused meanwhile came again"
+    assert (decision.contributions, decision.overdue, window.late.offers) == ((whole,), (), (late,))
+    window.refused(late)
+    assert window.late.offers == (), "a delta that was refused meanwhile came again"
 
 
 def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
     """Of one training the newest attempt; of many restarts so many, and the rest is refused as a flood."""
-    window = Window.at(samples.head(), LAYOUT, "fp32", 3, 0.0)
+    window = Window(samples.head(), FORMAT, 0.0)
     window.offer(Offer("1-0", samples.header("l0")), 0.0)
     window.uploaded(window.member_offers()[0])
     window.decide(0.0, ALONE)
@@ -439,8 +433,8 @@ def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
     assert window.offer(one, 1.0) == Late()
     assert window.offer(two, 1.0) == Late(replaced=one)
     answers = [window.offer(Offer(f"{n}-0", samples.header("l1", incarnation=f"{n:08x}")), 1.0) for n in range(10, 100)]
-    refused = [a.reason for a in answers if isinstance(a, Rejected)]
-    assert len(window.late) == LATE_A_LEARNER
+    refused = [a.reason for a in answers if isinstance(a, Refused)]
+    assert len(window.late.offers) == LATE_A_LEARNER
     assert refused == [RefusalReason.FLOOD] * (90 - LATE_A_LEARNER + 1)
 
 

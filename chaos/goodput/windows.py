@@ -20,11 +20,12 @@ import numpy as np
 from pipeline.head_messages import Head, MergedBase, WindowView
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import RefusalReason
+from syncer.admission import Accepted, DeltaFormat, Offer, Refused
 from syncer.doubts import Doubts
 from syncer.grace import GraceEstimator
 from syncer.uploads import UploadEstimator
 from syncer.watch import RunWatch
-from syncer.window import Accepted, Conditions, Merge, Offer, Rejected, Reopened, State, Wait, Window
+from syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 
 from .constants import Constants
 from .job import Stops, Timeline
@@ -238,7 +239,7 @@ class Follower:
 
     def _offer(self, offer: Offer, now: float) -> None:
         answer = self._window.offer(offer, now)
-        if isinstance(answer, Rejected):
+        if isinstance(answer, Refused):
             self._doubts.refused(offer.header.learner, answer.reason)
             self._drop(offer, answer.lost_tokens)
             return
@@ -321,12 +322,11 @@ class Follower:
         if self._merging is None or event.version != self._version:  # its owner died
             return
         decision, self._merging = self._merging, None
-        window, late = self._window, self._window.late
-        assert window.opened_at is not None and window.quorum_at is not None and window.fixed_at is not None  # noqa: S101, PT018
-        self._grace.observe_quorum(window.quorum_at - window.opened_at)
-        self._grace.observe_sync(now - window.fixed_at)
+        late = self._window.late.offers
+        self._grace.observe_quorum(decision.quorum_s)
+        self._grace.observe_sync(now - decision.fixed_at)
         if self._counting:
-            self._count(decision, now, window.fixed_at - window.quorum_at, now - window.fixed_at)
+            self._count(decision, now, decision.grace_s, now - decision.fixed_at)
         self._version += 1
         merged = {m.learner: m for m in self._merged if m.base_version >= self._version - 1}
         for offer in decision.contributions:
@@ -369,7 +369,7 @@ class Follower:
             window=view,
             merged=self._merged,
         )
-        return Window.at(head, LAYOUT, CODEC, 1, now)
+        return Window(head, DeltaFormat(LAYOUT, CODEC, 1), now)
 
     # --- its owner -----------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ import structlog
 from pipeline.commits import Refusal
 from pipeline.delta_messages import DeltaHeader
 from pipeline.ports import Clock, OwnerWrites
-from pipeline.tape_messages import RefusalReason, Rejected
+from pipeline.tape_messages import Rejected
 
+from .admission import Refused
 from .metrics import Metrics
 
 TOLD_A_WINDOW = 32
@@ -16,8 +17,8 @@ TOLD_A_WINDOW = 32
 peer that floods the stream must not fill the tape, which all others read."""
 
 
-class Refusing:
-    """How an owner refuses; the lease nonce and the head are checked in the same step."""
+class Refusals:
+    """Of one fragment, while its lease is held; the lease nonce and the head are checked in the same step."""
 
     def __init__(self, bus: OwnerWrites, clock: Clock, metrics: Metrics, fragment: int, nonce: str) -> None:
         self._bus, self._clock, self._metrics = bus, clock, metrics
@@ -34,10 +35,7 @@ class Refusing:
         at: tuple[int, bytes],
         entry_id: str,
         header: DeltaHeader | None,
-        reason: RefusalReason,
-        detail: str,
-        *,
-        lost_tokens: int = 0,
+        refused: Refused,
         payloads: tuple[str, ...] = (),
     ) -> None:
         """Refuse one entry of the stream, once and for all.
@@ -46,14 +44,14 @@ class Refusing:
             at: (version, digest) of the head by which it was judged.
             entry_id: of the entry.
             header: None where its bytes did not decode.
-            reason, detail: why.
-            lost_tokens: trained for nothing.
+            refused: why, and what was trained for nothing.
             payloads: keys that go with it.
 
         Raises:
             BusError: as `Bus.refuse`.
         """
         learner = header.learner if header else ""
+        reason, detail, lost_tokens = refused.reason, refused.detail, refused.lost_tokens
         self._metrics.refusals.labels(reason=reason.value).inc()
         records: tuple[Rejected, ...] = ()
         self._told[learner] += 1

@@ -1,0 +1,164 @@
+"""Which deltas may be in a window: by the head, the run's format, and what waits for the next window. Pure.
+
+An offer is a delta's header with its stream entry. `window` asks here before it takes one as a member.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.delta_messages import DeltaHeader
+from pipeline.head_messages import Head
+from pipeline.tape_messages import RefusalReason
+from pipeline.wire import MAX_LEARNERS
+
+MAX_MEMBERS = MAX_LEARNERS // 2
+"""The head keeps the bases of two merges."""
+LATE_A_LEARNER = 4
+"""Deltas of one learner that wait for the next window at most: of two bases, before and after a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A delta's header and its entry on its learner's stream."""
+
+    entry_id: str
+    header: DeltaHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The offer is a member; it may have taken the place of an older one of the same learner."""
+
+    replaced: Offer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """M_t is fixed, or the learner is a member already: kept for the next window; maybe in an older attempt's place."""
+
+    replaced: Offer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A delta is refused once and for all."""
+
+    reason: RefusalReason
+    detail: str
+    lost_tokens: int
+
+
+class DeltaFormat(NamedTuple):
+    """What every delta of a fragment must be, by the run's spec."""
+
+    layout: bytes
+    """Digest that it must carry."""
+    codec: str
+    chunks: int
+    """That it must announce."""
+
+    def __str__(self) -> str:
+        return f"{self.layout.hex()[:8]}, {self.codec}, {self.chunks}"
+
+
+def same_delta(a: DeltaHeader, b: DeltaHeader) -> bool:
+    """Whether two headers announce one payload."""
+    return (a.learner, a.incarnation, a.serial) == (b.learner, b.incarnation, b.serial)
+
+
+def same_training(a: DeltaHeader, b: DeltaHeader) -> bool:
+    """Whether two headers are of one learner's training on one base: attempts at it."""
+    return (a.learner, a.incarnation, a.base_version) == (b.learner, b.incarnation, b.base_version)
+
+
+DUPLICATE = Refused(RefusalReason.DUPLICATE, "the same delta is already here", 0)
+
+
+def outdone(header: DeltaHeader, before: DeltaHeader) -> Refused:
+    """Another attempt at its training counts: what it has beyond that one is lost."""
+    lost = max(0, header.tokens - before.tokens)
+    return Refused(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
+
+
+class Admission:
+    """Which headers can be merged into a head at all, now or with the next window."""
+
+    def __init__(self, head: Head, delta_format: DeltaFormat) -> None:
+        self._head, self._format = head, delta_format
+        self._merged = {(m.learner, m.incarnation): m for m in head.merged}
+
+    def refusal(self, header: DeltaHeader) -> Refused | None:
+        """Why a header is refused by the head; None if it is not."""
+        has, head, all_of_it = (
+            DeltaFormat(header.layout, header.codec, header.chunks),
+            self._head,
+            max(0, header.tokens),
+        )
+        if has != self._format:
+            detail = f"layout {has} chunks; the run has {self._format}"
+            return Refused(RefusalReason.WRONG_LAYOUT, detail, all_of_it)
+        if header.steps <= 0 or header.tokens <= 0:
+            detail = f"steps={header.steps} tokens={header.tokens}"
+            return Refused(RefusalReason.NOT_POSITIVE, detail, all_of_it)
+        before = self._merged.get((header.learner, header.incarnation))
+        if before is not None and header.base_version <= before.base_version:
+            same_base = header.base_version == before.base_version
+            lost = max(0, header.tokens - before.tokens) if same_base else all_of_it
+            return Refused(RefusalReason.ALREADY_MERGED, f"base {before.base_version} was merged before", lost)
+        if header.base_version < head.version - 1:
+            detail = f"base {header.base_version}, the head is at {head.version}"
+            return Refused(RefusalReason.TOO_STALE, detail, all_of_it)
+        on_record = head.digest if header.base_version == head.version else head.previous_digest
+        if header.base_version > head.version or header.base_digest != on_record:
+            detail = f"base {header.base_version} {header.base_digest.hex()[:8]}"
+            return Refused(RefusalReason.UNKNOWN_BASE, detail, all_of_it)
+        return None
+
+
+class NextWindow:
+    """Valid offers for the window to come, in order: of one training the newest attempt, of a learner so many."""
+
+    def __init__(self) -> None:
+        self._offers: list[Offer] = []
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """All, in the order in which the next window gets them."""
+        return tuple(self._offers)
+
+    def has(self, header: DeltaHeader) -> bool:
+        """Whether this delta waits already."""
+        return any(same_delta(header, offer.header) for offer in self._offers)
+
+    def hold(self, offer: Offer) -> Late | Refused:
+        """Keep one more, if there is room for it."""
+        header = offer.header
+        theirs = [(at, other) for at, other in enumerate(self._offers) if other.header.learner == header.learner]
+        for at, other in theirs:
+            if same_training(header, other.header):
+                if header.attempt < other.header.attempt:
+                    return outdone(header, other.header)
+                self._offers[at] = offer
+                return Late(replaced=other)
+        if len(theirs) >= LATE_A_LEARNER or len(self._offers) >= MAX_MEMBERS:
+            return Refused(RefusalReason.FLOOD, "too many deltas wait for the next window", max(0, header.tokens))
+        self._offers.append(offer)
+        return Late()
+
+    def put_first(self, offers: Sequence[Offer]) -> None:
+        """Members that leave their window, before all that came for the next one."""
+        self._offers = [*offers, *self._offers]
+
+    def put_last(self, offer: Offer) -> None:
+        """One that was here before, and fits into no attempt yet."""
+        self._offers.append(offer)
+
+    def remove(self, entry_id: str) -> None:
+        """One is refused after all."""
+        self._offers = [offer for offer in self._offers if offer.entry_id != entry_id]
+
+    def take_all(self) -> tuple[Offer, ...]:
+        """Empty it: the window opens again."""
+        offers, self._offers = tuple(self._offers), []
+        return offers

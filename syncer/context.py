@@ -1,0 +1,67 @@
+"""What all fragments of one syncer are served with: the agreed spec, and the syncer itself."""
+
+from dataclasses import dataclass
+
+from pipeline.agreement import differences
+from pipeline.codec import decode, encode
+from pipeline.errors import BadMessage
+from pipeline.fragments import Layout
+from pipeline.ports import Bus, Clock
+from pipeline.spec_messages import Spec, SyncSpec
+
+from .fragment import MakeFragment
+from .intake import Offload
+from .metrics import Metrics
+from .recording import Recorder
+from .staging import RandomHex
+from .watch import RunWatch
+
+
+class AgreedSpec:
+    """The spec that a run's parties agree on; tells whether the bus still has it."""
+
+    def __init__(self, bus: Bus, spec: Spec) -> None:
+        self._bus, self.spec, self.encoded = bus, spec, encode(spec)
+
+    async def another(self) -> str:
+        """How the bus's spec differs from this run's; "" if it does not, or there is none.
+
+        Raises:
+            BusError: ask again.
+        """
+        return self.differs(await self._bus.read_spec())
+
+    def differs(self, found: bytes | None) -> str:
+        """The same of what the bus was found to have."""
+        if found is None or found == self.encoded:
+            return ""
+        try:
+            return differences(self.spec, decode(Spec, found))
+        except BadMessage as error:
+            return f"  it cannot be read: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerContext:
+    """One syncer in one run: made once the spec is agreed, and never changed."""
+
+    bus: Bus
+    clock: Clock
+    agreed: AgreedSpec
+    layout: Layout
+    watch: RunWatch
+    metrics: Metrics
+    nonce: str
+    """Of its leases."""
+    name: str
+    """For the tape."""
+    offload: Offload
+    """Runs heavy work where it holds nothing up."""
+    random_hex: RandomHex
+    make_fragment: MakeFragment
+    recorder: Recorder | None
+
+    @property
+    def sync(self) -> SyncSpec:
+        """How the run synchronises."""
+        return self.agreed.spec.sync

@@ -1,0 +1,284 @@
+"""One fragment while it is loaded: from the headers that arrive to the commit, again and again. asyncio.
+
+Made by `owner` for as long as the lease is held and the bus answers. A delta goes one way through `run`: its header
+arrives and is offered to the window, its payload is downloaded, the window decides, its merge is committed. Who is in,
+who is given up and when to merge is decided elsewhere (`window`, `watch`); this acts on it.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from pipeline import codec
+from pipeline.fragments import FragmentLayout
+from pipeline.head_messages import WindowView
+from pipeline.pacing import LastMerges
+from pipeline.ports import Offered
+from pipeline.tape_messages import RefusalReason, WindowChanged
+from pipeline.waiting import TICK_S, pause
+
+from .admission import Accepted, DeltaFormat, Late, Offer, Refused
+from .committing import Committing, Loaded, payload_key
+from .context import SyncerContext
+from .doubts import Doubts
+from .fragment import Delta
+from .grace import GraceEstimator
+from .intake import Arrivals, Downloads
+from .mending import Mending
+from .refusals import Refusals
+from .staging import Staging
+from .uploads import UploadEstimator
+from .window import Conditions, Decision, Merge, Reopened, Wait, Window
+
+NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
+DOUBTED_SHOWN = 64
+
+
+class OwnerState:
+    """What an owner keeps from one session to the next: what it has learned of its fragment, and left on the bus."""
+
+    def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
+        bus, clock, sync = context.bus, context.clock, context.sync
+        self.doubts, self.grace, self.uploads, self.merges = Doubts(), GraceEstimator(), UploadEstimator(), LastMerges()
+        self.not_finite_times = 0
+        """Merges in a row whose outcome was not finite."""
+        self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
+        self.staging = Staging(bus, clock, layout, sync, context.random_hex)
+        self.mending = Mending(bus, clock, layout, sync, context.nonce, context.random_hex)
+
+
+class Session:
+    """Head, values and window of one fragment, and what goes on in it."""
+
+    def __init__(
+        self,
+        context: SyncerContext,
+        layout: FragmentLayout,
+        loaded: Loaded,
+        state: OwnerState,
+        wake: asyncio.Event,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        """`wake`: set to have the window decide anew. `goes_on`: whether a merge may begin; asked when woken."""
+        self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
+        self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
+        sync = context.sync
+        self._format = DeltaFormat(
+            context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
+        )
+        self.window = self._new_window()
+        self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
+        self._committing = Committing(context, layout, state.staging, state.merges)
+        self._left: list[tuple[Offer, Refused]] = []
+        """Deltas that have left the window, and are to be refused."""
+        self._log = structlog.get_logger().bind(fragment=layout.id)
+
+    def _new_window(self) -> Window:
+        return Window(self._loaded.head, self._format, self._clock.now())
+
+    async def run(self) -> None:
+        """Until it shall not go on.
+
+        Raises:
+            LeaseLost, HeadMoved, PayloadIncomplete, BusError: what is cached here may be wrong by now.
+        """
+        arrivals = Arrivals(self._bus, self._p, self._wake)
+        try:
+            while self._goes_on():
+                self._wake.clear()
+                await self._mend()
+                for entry in arrivals.some():
+                    await self._offered(entry)
+                self._downloaded()
+                look_again = self._give_up()
+                arrivals.check()
+                conditions = self._conditions()
+                decision = self.window.decide(self._clock.now(), conditions)
+                # The window is open again before what it lacks is refused: were it the other way round, an owner that
+                # loses the bus in between would find a window for which nobody is asked again.
+                await self._publish(decision, conditions)
+                await self._refuse_left()
+                match decision:
+                    case Merge():
+                        await self._merge(decision)
+                    case Reopened():
+                        await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
+                        self._download()
+                    case Wait() if arrivals.empty:
+                        self._add_up()
+                        until = min(t for t in (decision.until, look_again, self._state.mending.due_s) if t is not None)
+                        await arrivals.wait(max(TICK_S, until - self._clock.now()))
+        finally:
+            await arrivals.close()
+            self._committing.close()
+            await self._downloads.close()
+
+    async def _mend(self) -> None:
+        """See now and then that what the head names is there."""
+        mending, loaded = self._state.mending, self._loaded
+        if self._clock.now() >= mending.due_s:
+            loaded.head = await mending.look(loaded.head, loaded.fragment, self._context.watch)
+
+    # --- headers ------------------------------------------------------------------------------------------
+
+    async def _offered(self, entry: Offered) -> None:
+        """A header arrived: its payload is downloaded, or it waits for the next window, or it is refused."""
+        if entry.header is None or entry.header.fragment != self._p:
+            problem = entry.problem or "the header names another fragment"
+            bad = Refused(RefusalReason.BAD_MESSAGE, problem, 0)
+            await self._state.refusals.refuse(self._loaded.at, entry.entry_id, None, bad)
+            return
+        offer = Offer(entry.entry_id, entry.header)
+        answer = self.window.offer(offer, self._clock.now())
+        match answer:
+            case Accepted(replaced):
+                if replaced is not None:
+                    await self._refuse_replaced(replaced, offer)
+                self._download()
+            case Late(replaced):
+                self._log.debug("delta_held", learner=offer.header.learner)
+                if replaced is not None:
+                    await self._refuse_replaced(replaced, offer)
+            case Refused():
+                self._state.doubts.refused(offer.header.learner, answer.reason)
+                await self._refuse(offer, answer)
+
+    # --- downloads ----------------------------------------------------------------------------------------
+
+    def _download(self) -> None:
+        """Fetch what the window awaits and is not on its way yet."""
+        self._downloads.start(self.window.awaited(), self._loaded.fragment.judge)
+
+    def _downloaded(self) -> None:
+        """Payloads that are here, and those that cannot be used."""
+        for offer, outcome in self._downloads.ended():
+            if isinstance(outcome, Delta):
+                self.window.uploaded(offer)
+                self._state.doubts.sound(offer.header.learner)
+            else:
+                reason, detail = outcome
+                self._state.doubts.refused(offer.header.learner, reason)
+                self._leaves(offer, Refused(reason, detail, offer.header.tokens))
+
+    def _add_up(self) -> None:
+        """Sum what is complete while the rest is awaited."""
+        self._committing.add_up([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+
+    def _give_up(self) -> float | None:
+        """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
+        doubted = self._state.doubts.learners
+        stopped, look_again = self._context.watch.given_up(
+            self.window, self._downloads.heard_at, self._clock.now(), doubted
+        )
+        for offer, refused in stopped:
+            self._leaves(offer, refused)
+        return look_again
+
+    # --- decisions ----------------------------------------------------------------------------------------
+
+    def _conditions(self) -> Conditions:
+        watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
+        doubted = state.doubts.learners
+        expected = watch.expected(self._p, version)
+        steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
+        grace = state.grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
+        if watch.drain_until is not None:
+            grace = max(0.0, watch.drain_until - self._clock.now())
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
+
+    async def _publish(self, decision: Decision, conditions: Conditions) -> None:
+        """Write the window's state to the head when it changed; wake followers when it opened."""
+        window, before, now = self.window, self._loaded.head.window, self._clock.now()
+        until = decision.until if isinstance(decision, Wait) else None
+        view = WindowView(
+            state=window.state.value,
+            attempt=window.attempt,
+            members=window.members,
+            expected=len(conditions.expected),
+            doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
+            merge_s=self._state.merges.merge_s,
+            reason=decision.reason[:500],
+            deadline_unix_s=None if until is None else self._clock.unix() + until - now,
+        )
+        changed = view.model_copy(update={"deadline_unix_s": before.deadline_unix_s}) != before
+        if not changed or isinstance(decision, Merge):
+            return
+        opened = window.state.value != "idle" and (before.state == "idle" or before.attempt != view.attempt)
+        record = None
+        if opened:
+            self._log.debug("window_opened", attempt=window.attempt, reason=decision.reason)
+            record = WindowChanged(
+                fragment=self._p,
+                version=window.version,
+                attempt=window.attempt,
+                reason=view.reason,
+                unix_s=self._clock.unix(),
+            )
+        await self._bus.write_window(self._p, self._context.nonce, self._loaded.at, view, record)
+        self._loaded.head = self._loaded.head.model_copy(update={"window": view})
+
+    # --- refusals -----------------------------------------------------------------------------------------
+
+    def _leaves(self, offer: Offer, refused: Refused) -> None:
+        """A delta leaves the window now, and is refused once the window is published."""
+        self.window.refused(offer)
+        self._left.append((offer, refused))
+
+    async def _refuse_left(self) -> None:
+        left, self._left = self._left, []
+        for offer, refused in left:
+            await self._refuse(offer, refused)
+
+    async def _refuse(self, offer: Offer, refused: Refused) -> None:
+        key = payload_key(self._bus, offer)
+        pending = self.window.pending()
+        still_needed = any(payload_key(self._bus, other) == key for other in pending if other is not offer)
+        self._downloads.forget([offer.entry_id])
+        gone = () if still_needed else (key,)
+        await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone)
+
+    async def _refuse_replaced(self, replaced: Offer, offer: Offer) -> None:
+        same = replaced.header.base_version == offer.header.base_version
+        reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
+        lost = 0 if same else replaced.header.tokens
+        await self._refuse(replaced, Refused(reason, "a newer delta of the same learner took its place", lost))
+
+    async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
+        self._downloads.timed_out(offer.entry_id for offer in overdue)
+        for offer in overdue:
+            refused = Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
+            self._state.doubts.refused(offer.header.learner, refused.reason)
+            await self._refuse(offer, refused)
+
+    # --- merging ------------------------------------------------------------------------------------------
+
+    async def _merge(self, merge: Merge) -> None:
+        """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
+        state, began = self._state, self._clock.now()
+        await self._refuse_overdue(merge.overdue, "the upload did not end in time")
+        deltas = [self._downloads.deltas[offer.entry_id] for offer in merge.contributions]
+        record = await self._committing.commit(self._loaded, merge, deltas, began)
+        if record is None:
+            await self._not_finite(merge)
+            return
+        state.grace.observe_quorum(record.quorum_s)
+        state.grace.observe_sync(self._clock.now() - merge.fixed_at)
+        state.not_finite_times = 0
+        state.refusals.new_window()
+        self._downloads.forget(offer.entry_id for offer in merge.contributions)
+        late, self.window = self.window.late.offers, self._new_window()
+        for offer in late:
+            await self._offered(Offered(offer.entry_id, offer.header))
+
+    async def _not_finite(self, merge: Merge) -> None:
+        """The version stays, and learners are asked for other deltas; less and less often if it happens again."""
+        window, state, gone = self.window, self._state, merge.contributions
+        window.not_merged(merge)
+        detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
+        pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
+        state.not_finite_times += 1
+        self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
+        await pause(self._wake, self._goes_on, self._clock, pause_s)
+        refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
+        self._left += zip(gone, refused, strict=True)
