@@ -16,8 +16,9 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -38,7 +39,7 @@ from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
-from pipeline.payloads import follow, push_growing
+from pipeline.payloads import arriving, push_growing
 from pipeline.redis_streams import connect
 from pipeline.strict_json import dumps
 from pipeline.units import parse_count
@@ -148,22 +149,23 @@ async def through_redis(
 
         async def send() -> None:
             loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), take(payload_bytes(elements, codec))
-            payload = Payload(as_bytes(wire), CHUNK_BYTES)
-
-            def written(upto: int) -> None:
-                payload.written(upto)
-                loop.call_soon_threadsafe(more.set)
-
-            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, written)
+            payload = Payload(as_bytes(wire), CHUNK_BYTES, partial(loop.call_soon_threadsafe, more.set))
+            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, payload.grow_to)
             await asyncio.gather(encoding, push_growing(learner, key, payload, CHUNK_BYTES, TTL_S, more))
 
         async def receive() -> None:
-            norms = DeltaNorms(layout)
+            norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
 
-            def look(reader: PayloadReader) -> None:
-                norms.advance(reader.so_far())
+            def take_in(chunks: Sequence[bytes | memoryview]) -> None:
+                for chunk in chunks:
+                    reader.feed(chunk)
+                    norms.advance(reader.so_far())
 
-            await follow(syncer, key, elements, codec, CHUNK_BYTES, lambda: None, asyncio.to_thread, look)
+            async for chunks in arriving(syncer, key, reader):
+                if codec in DTYPES:
+                    take_in(chunks)
+                else:
+                    await asyncio.to_thread(take_in, chunks)
 
         await asyncio.gather(send(), receive())
         return time.perf_counter() - began

@@ -22,11 +22,11 @@ from pipeline.census import Census
 from pipeline.codec import chunk_count
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusError, DilocoError
+from pipeline.global_int8 import KEPT_UPDATES
 from pipeline.messages import Committed
 from pipeline.redis_census import RedisCensus, connect_census
 from pipeline.shard_messages import ShardQueue
 from pipeline.waiting import first_of
-from syncer.staging import KEPT_UPDATES
 
 from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
 from .chaos_launch import StruckLauncher, patiently

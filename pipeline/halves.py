@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .buffers import take
-from .chunks import Payload
+from .chunks import Grown, Payload, nobody
 from .codec import as_bytes
 
 Float32 = npt.NDArray[np.float32]
@@ -69,16 +69,17 @@ def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
 class Halves:
     """Both halves of a vector that is being written from front to back, as payloads."""
 
-    def __init__(self, elements: int, chunk_bytes: int) -> None:
+    def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
+        """grown: as `Payload`."""
         self._high, self._low = take(elements, np.uint16), take(elements, np.uint16)
         self._done = 0
-        self.high = Payload(as_bytes(self._high), chunk_bytes)
-        self.low = Payload(as_bytes(self._low), chunk_bytes)
+        self.high = Payload(as_bytes(self._high), chunk_bytes, grown)
+        self.low = Payload(as_bytes(self._low), chunk_bytes, grown)
 
-    def written(self, values: Float32, stop: int) -> None:
+    def grow_to(self, values: Float32, stop: int) -> None:
         """All of `values` (elements,) before `stop` are as they will be."""
         piece = slice(self._done, stop)
         split(values[piece], self._high[piece], self._low[piece])
         self._done = stop
-        self.high.written(ITEM * stop)
-        self.low.written(ITEM * stop)
+        self.high.grow_to(ITEM * stop)
+        self.low.grow_to(ITEM * stop)

@@ -9,10 +9,10 @@ from pipeline.agreement import differences
 from pipeline.codec import decode, encode
 from pipeline.errors import BadMessage, BadPayload
 from pipeline.fragments import FragmentLayout
-from pipeline.globals import push_global
+from pipeline.globals import Published, push_global
 from pipeline.messages import Committed, Spec, WindowView
 from pipeline.payloads import pull
-from pipeline.ports import Bus, Clock, Commit, Rest, Staged
+from pipeline.ports import Bus, Clock, Commit
 
 from .mending import adopted, say_rewound
 from .staging import STAGED_TTL_S
@@ -78,15 +78,13 @@ class Beginning:
                 )
             return False
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
-        staged, rest = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
-        await self._bus.commit(self._first(layout.id, payload.digest, staged, rest, upload.learner, key))
+        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
+        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
         at = (layout.id, 0, payload.digest)
         await say_rewound(self._bus, self._clock, self._nonce, at, IDLE_VIEW, adopted(watch, layout.id))
         return True
 
-    def _first(
-        self, fragment: int, digest: bytes, payload: Staged, rest: Rest | None, learner: str, key: str
-    ) -> Commit:
+    def _first(self, fragment: int, digest: bytes, whole: Published, learner: str, key: str) -> Commit:
         """key: of the learner's upload, which goes with the commit."""
         reason = f"initial parameters of {learner}"
         return Commit(
@@ -94,8 +92,8 @@ class Beginning:
             expected=None,
             version=0,
             digest=digest,
-            payload=payload,
-            rest=rest,
+            payload=whole.payload,
+            rest=whole.rest,
             momentum=None,
             window=IDLE_VIEW,
             merged=(),

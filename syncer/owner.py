@@ -22,7 +22,6 @@ from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest
 
 from .doubts import Doubts
-from .folding import Folding
 from .fragment import Delta, FragmentState, MakeFragment, Merged, finite, orthogonalises
 from .grace import GraceEstimator
 from .initial import IDLE_VIEW, Beginning
@@ -31,6 +30,7 @@ from .mending import Mending
 from .metrics import Metrics
 from .recording import Recorder
 from .refusing import Refusing
+from .running_sum import RunningSum
 from .staging import REPLACED_TTL_S, RandomHex, Staging
 from .watch import RunWatch
 from .window import Accepted, Conditions, Decision, Late, Merge, Offer, Reopened, State, Wait, Window
@@ -88,7 +88,7 @@ class FragmentOwner:
         self._head: Head | None = None
         self._window: Window | None = None
         self._intake = Intake(bus, clock, layout, spec.sync, self.wake, offload)
-        self._folding = Folding(layout, spec.sync, offload, metrics)
+        self._sum = RunningSum(layout.id, spec.sync, self._staging.draft, offload, metrics)
         self._grace = GraceEstimator()
         self._not_finite_times = 0  # merges in a row whose outcome was not finite
         self._view = IDLE_VIEW
@@ -185,13 +185,13 @@ class FragmentOwner:
                     await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
                     self._start_downloads()
                 elif arrived.empty():
-                    self._fold()
+                    self._sum_complete()
                     until = min(at for at in (decision.until, look_again, self._mending.due_s) if at is not None)
                     await woken_or_done(self.wake, reader, max(TICK_S, until - self._clock.now()))
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            self._folding.close()
+            self._sum.close()
             await self._intake.close()
             self._window = None
 
@@ -331,10 +331,10 @@ class FragmentOwner:
         assert self._window is not None and self._fragment is not None  # noqa: S101, PT018  # loaded before the loop
         self._intake.start(self._window.awaited(), self._fragment.judge)
 
-    def _fold(self) -> None:
+    def _sum_complete(self) -> None:
         """Sum what is complete while the rest is awaited."""
         assert self._window is not None  # noqa: S101  # loaded before the loop
-        self._folding.fold([self._intake.deltas[offer.entry_id] for offer in self._window.complete()])
+        self._sum.follow([self._intake.deltas[offer.entry_id] for offer in self._window.complete()])
 
     def _downloaded(self, taken: tuple[Offer, Outcome]) -> Failed | None:
         assert self._window is not None  # noqa: S101  # loaded before the loop
@@ -406,17 +406,14 @@ class FragmentOwner:
         began = self._clock.now()
         await self._refuse_overdue(decision.overdue, "the upload did not end in time")
         deltas = [self._intake.deltas[offer.entry_id] for offer in decision.contributions]
-        room = await self._folding.room(deltas)
-        outer_momentum = fragment.outer(deltas)[1]
-        room.gather(outer_momentum, orthogonalises(self._layout, self._spec.sync, outer_momentum))
-
-        async def merging() -> Merged:
-            merged: Merged = await self._offload(fragment.merge, deltas, head.merged, room)
+        draft = await self._sum.draft(deltas)
+        _, mu = fragment.outer(deltas)
+        draft.prepare(mu, orthogonalises(self._layout, self._spec.sync, mu))
+        async with self._staging.uploads(head, draft) as uploads:  # of what the merge has written, while it goes on
+            merged: Merged = await self._offload(fragment.merge, deltas, head.merged, draft)
             if self._recorder is not None and merged.finite:
                 await self._offload(self._recorder.merge, fragment, deltas, merged)
-            return merged
-
-        merged, published = await self._staging.stage(head, room, not outer_momentum, merging())
+            published = await uploads.published()
         if not merged.finite:
             return await self._not_finite(window)
         now = self._clock.now()
@@ -447,7 +444,7 @@ class FragmentOwner:
             digest=merged.digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.momentum,
+            momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),

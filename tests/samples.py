@@ -10,7 +10,6 @@ import xxhash
 
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.globals import push_global
-from pipeline.keys import RunKeys
 from pipeline.messages import (
     Committed,
     DeltaHeader,
@@ -25,7 +24,6 @@ from pipeline.messages import (
     WindowView,
 )
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
-from pipeline.payloads import push
 from pipeline.ports import Bus, Commit
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
@@ -151,14 +149,10 @@ async def commit(
     global_codec: str = "fp32",
 ) -> bytes:
     """Move a fragment's head to these values, as its owner would; returns the digest."""
-    keys: RunKeys = bus.keys
     assert await bus.acquire_lease(fragment, nonce, 1e6)
     sync = sync_spec(chunk_bytes=chunk_bytes, global_codec=global_codec)
-    payload, rest = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60)
-    staged = None
-    if momentum is not None:
-        key = keys.momentum_payload(fragment, version, f"{version:08x}")
-        staged = await push(bus, key, momentum, chunk_bytes, 60)
+    state = {} if momentum is None else {"momentum": momentum}
+    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, state)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
     record = Committed(
         fragment=fragment,
@@ -181,9 +175,9 @@ async def commit(
             expected=expected,
             version=version,
             digest=digest,
-            payload=payload,
-            rest=rest,
-            momentum=staged,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.outer_state,
             window=IDLE,
             merged=(),
             record=record,
