@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pipeline import quantize
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.chunks import Payload
 from pipeline.clock import fast_loop
 from pipeline.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
@@ -108,7 +108,7 @@ def on_device(delta: Float32, codec: Codec, encoder: OnDevice) -> float:
     """GB/s of float32 that become a wire in host memory."""
     base, snapshot = encoder.keep(delta), encoder.keep(np.zeros_like(delta))
     residual = None if codec == "bf16" or codec == "fp32" else encoder.keep(np.zeros_like(delta))
-    wire = take(payload_bytes(len(delta), codec))
+    wire = pooled(payload_bytes(len(delta), codec))
 
     def encode() -> None:
         encoder.encode(base, lambda: snapshot, codec, residual, wire, lambda upto: None)
@@ -148,7 +148,7 @@ async def through_redis(
         began = time.perf_counter()
 
         async def send() -> None:
-            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), take(payload_bytes(elements, codec))
+            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), pooled(payload_bytes(elements, codec))
             payload = Payload(as_bytes(wire), CHUNK_BYTES, partial(loop.call_soon_threadsafe, more.set))
             encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, payload.grow_to)
             await asyncio.gather(encoding, push_growing(learner, key, payload, CHUNK_BYTES, TTL_S, more))

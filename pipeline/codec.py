@@ -16,7 +16,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from . import chunks
-from .buffers import take
+from .buffers import pooled
 from .errors import BadMessage, BadPayload
 from .messages import Committed, TapeRecord
 from .payload_messages import Chunk
@@ -247,7 +247,7 @@ class PayloadReader:
         if digest_of(data) != digest:
             raise BadPayload(f"chunk {self.received} fails its digest")
         if not self.received:
-            self._data = take(self._size)
+            self._data = pooled(self._size)
         self._data[start : start + size] = np.frombuffer(data, np.uint8)
         self._total.update(digest)
         self.received += 1

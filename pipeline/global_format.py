@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .buffers import take
+from .buffers import pooled
 from .chunks import Grown, Payload
 from .codec import PayloadReader, as_bytes, chunk_count
 from .errors import BadPayload
@@ -129,7 +129,7 @@ class GlobalWriter(ABC):
 
     def __init__(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> None:
         self._fragment, self._elements, self._sync, self._grown = fragment, elements, sync, grown
-        self.values: Float32 = take(elements, np.float32)
+        self.values: Float32 = pooled(elements, np.float32)
         """(elements,) first the pseudogradient, then the steps or the values."""
         self.exact = Payload(as_bytes(self.values), sync.chunk_bytes, grown)
         """Of the values; not every format uploads it."""

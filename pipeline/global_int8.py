@@ -30,7 +30,7 @@ from .messages import Head, SyncSpec
 from .outer_state import STATE_RULES, OuterState, StateRule
 from .payload_messages import Update
 from .ports import Staged
-from .updates import CodedGradient, CodedStep, Following, Taking, advance, gather
+from .updates import CodedGradient, CodedStep, Following, StepCoder, advance, gather
 
 KEPT_UPDATES = 4
 """The last so many updates stay for learners that have not the version before: more of them are more bytes than the
@@ -54,8 +54,8 @@ def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
 
 
 class _StepWriter:
-    def __init__(self, values: Float32, exact: Payload, taking: Taking, gradient: CodedGradient | None) -> None:
-        self._values, self._exact, self._taking, self._gradient = values, exact, taking, gradient
+    def __init__(self, values: Float32, exact: Payload, coder: StepCoder, gradient: CodedGradient | None) -> None:
+        self._values, self._exact, self._coder, self._gradient = values, exact, coder, gradient
 
     def reduced(self) -> None:
         """A step that is not told by its update is one of what the pseudogradient's code stands for."""
@@ -63,7 +63,7 @@ class _StepWriter:
             self._gradient.replace(self._values)
 
     def written(self, stop: int) -> int:
-        done = self._taking.written(self._values, stop)
+        done = self._coder.written(self._values, stop)
         self._exact.grow_to(self._values.itemsize * done)
         return done
 
@@ -87,8 +87,8 @@ class _Writer(GlobalWriter):
         following = None
         if step.rule is not None and self._gradient is None:
             following = Following(step.rule, step.before, step.after)
-        taking = self._step.begin(step.theta, following)
-        return _StepWriter(self.values, self.exact, taking, self._gradient)
+        coder = self._step.begin(step.theta, following)
+        return _StepWriter(self.values, self.exact, coder, self._gradient)
 
     def is_alone(self, version: int) -> bool:
         return key_frame_due(self._sync, self._fragment, version)

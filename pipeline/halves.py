@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .buffers import take
+from .buffers import pooled
 from .chunks import Grown, Payload, nobody
 from .codec import as_bytes
 
@@ -46,7 +46,7 @@ def split(values: Float32, high: Half, low: Half) -> None:
 
 def widened(high: npt.NDArray[np.generic]) -> Float32:
     """The rounded values (elements,) that the high half, of 16 bits an element, holds."""
-    values = take(len(high), np.float32)
+    values = pooled(len(high), np.float32)
     for start in range(0, len(high), BLOCK):
         piece = slice(start, start + BLOCK)
         np.copyto(values[piece], high[piece].view(ml_dtypes.bfloat16))
@@ -71,7 +71,7 @@ class Halves:
 
     def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
         """grown: as `Payload`."""
-        self._high, self._low = take(elements, np.uint16), take(elements, np.uint16)
+        self._high, self._low = pooled(elements, np.uint16), pooled(elements, np.uint16)
         self._done = 0
         self.high = Payload(as_bytes(self._high), chunk_bytes, grown)
         self.low = Payload(as_bytes(self._low), chunk_bytes, grown)

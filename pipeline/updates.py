@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .buffers import take
+from .buffers import pooled
 from .chunks import Grown, Payload, nobody
 from .codec import Vector, as_bytes
 from .outer_state import OuterState, StateRule, part
@@ -26,7 +26,7 @@ Float32 = npt.NDArray[np.float32]
 
 def gather(rule: StateRule, before: OuterState, merged: Vector) -> OuterState:
     """The state after a pseudogradient (elements,) as it came, in new memory."""
-    after = {name: take(len(merged), np.float32) for name in rule.names}
+    after = {name: pooled(len(merged), np.float32) for name in rule.names}
     for start in range(0, len(merged), GROUP):
         piece = slice(start, start + GROUP)
         rule.after_pseudogradient(part(before, piece), merged[piece], part(after, piece))
@@ -45,9 +45,9 @@ def advance(
         rule: where the state follows from the update; None: it stays.
         own: all arrays may be written to; else they are left as they are.
     """
-    values, after = theta if own else take(len(theta), np.float32), state
+    values, after = theta if own else pooled(len(theta), np.float32), state
     if rule is not None:
-        after = {name: state[name] if own and name in state else take(len(theta), np.float32) for name in rule.names}
+        after = {name: state[name] if own and name in state else pooled(len(theta), np.float32) for name in rule.names}
     for start in range(0, len(theta), GROUP):
         piece = slice(start, start + GROUP)
         step: Float32 = update[start : start + GROUP]
@@ -62,7 +62,7 @@ class _Coding:
 
     def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
         """grown: as `Payload`."""
-        wire = take(wire_bytes(elements, "int8"), np.uint8)
+        wire = pooled(wire_bytes(elements, "int8"), np.uint8)
         self._encoding, self._elements = Encoding(elements, "int8", wire), elements
         self.payload = Payload(as_bytes(wire), chunk_bytes, grown)
 
@@ -89,12 +89,12 @@ class Following(NamedTuple):
 class CodedStep(_Coding):
     """An update: a step that is quantized, and taken as its code says."""
 
-    def begin(self, theta: Float32, following: Following | None) -> "Taking":
+    def begin(self, theta: Float32, following: Following | None) -> "StepCoder":
         """Take it from these values (elements,); following: None where the state does not follow from the update."""
-        return Taking(self._encoding, self.payload, theta, following)
+        return StepCoder(self._encoding, self.payload, theta, following)
 
 
-class Taking:
+class StepCoder:
     """An update that is being made from front to back, while the steps in an array become the values after them."""
 
     def __init__(self, encoding: Encoding, payload: Payload, theta: Float32, following: Following | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.chunks import Grown, Payload, nobody
 from pipeline.codec import as_bytes
 from pipeline.fragments import FragmentLayout
@@ -57,7 +57,7 @@ class Draft:
         self._writer.prepare(averaged=not mu, told=not orthogonal)
         if mu and self._state_payload is None:
             names = STATE_RULES[self._sync.outer].names
-            joined = take(len(names) * self._layout.elements, np.float32)
+            joined = pooled(len(names) * self._layout.elements, np.float32)
             self.outer_state = vectors(joined, names)
             self._state_payload = Payload(as_bytes(joined), self._sync.chunk_bytes, self._grown)
 

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline import global_int8, stored
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
-from pipeline.updates import CodedGradient, Taking
+from pipeline.updates import CodedGradient, StepCoder
 from syncer import fragment, outer
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an owner's values are what the step was, not what its update says",
-        Taking,
+        StepCoder,
         "written",
         (("np.subtract(self._theta[piece], step, out=", "np.subtract(self._theta[piece], steps[piece], out="),),
     ),

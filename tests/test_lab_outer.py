@@ -79,7 +79,7 @@ LAYOUT = layout_of([samples.tensor("t", (2, 2), rule="mean"), samples.tensor("e"
 
 def fragment(books: Stale | None = None, **told) -> LabFragment:
     sync = samples.sync_spec(fragments=1, outer_momentum=told.pop("mu", 0.0), outer_warmup=told.pop("warmup", 0))
-    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), None
+    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), {}
     return LabFragment(LabRun(**{"outer": "nesterov"} | told), books or Stale(), *state)
 
 

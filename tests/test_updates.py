@@ -60,10 +60,10 @@ def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int
     for before in ({"momentum": momentum}, {}):
         made, after = steps.copy(), {"momentum": np.empty(elements, np.float32)}
         coded = CodedStep(elements, 1024)
-        taking = coded.begin(theta, Following(rule, before, after))
+        coder = coded.begin(theta, Following(rule, before, after))
         for stop in range(0, elements, 50_000):
-            taking.written(made, stop)
-        assert taking.written(made, elements) == elements
+            coder.written(made, stop)
+        assert coder.written(made, elements) == elements
         update = as_vector(np.frombuffer(bytes(coded.payload._data), np.uint8), elements, "int8")
         due, kept = (made.tobytes(), after["momentum"].tobytes()), (theta.copy(), momentum.copy())
         found, followed = advance(theta, before, update, rule)

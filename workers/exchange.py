@@ -20,7 +20,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.chunks import Payload
 from pipeline.errors import (
     BadPayload,
@@ -415,7 +415,7 @@ class Exchange:
         if not self._wants(publication):
             return
         sync, base, loop = self._spec.sync, publication.base, asyncio.get_running_loop()
-        wire, more = take(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
+        wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
         async def encode() -> None:
