@@ -16,8 +16,9 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -30,14 +31,14 @@ from rich.progress import track
 from rich.table import Table
 
 from pipeline import quantize
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.chunks import Payload
 from pipeline.clock import fast_loop
 from pipeline.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import UsageError
 from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.payloads import follow, push_growing
+from pipeline.payloads import arriving, push_growing
 from pipeline.redis_streams import connect
 from pipeline.spec_messages import TensorSpec
 from pipeline.strict_json import dumps
@@ -107,7 +108,7 @@ def on_device(delta: Float32, codec: Codec, encoder: OnDevice) -> float:
     """GB/s of float32 that become a wire in host memory."""
     base, snapshot = encoder.keep(delta), encoder.keep(np.zeros_like(delta))
     residual = None if codec == "bf16" or codec == "fp32" else encoder.keep(np.zeros_like(delta))
-    wire = take(payload_bytes(len(delta), codec))
+    wire = pooled(payload_bytes(len(delta), codec))
 
     def encode() -> None:
         encoder.encode(base, lambda: snapshot, codec, residual, wire, lambda upto: None)
@@ -147,23 +148,24 @@ async def through_redis(
         began = time.perf_counter()
 
         async def send() -> None:
-            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), take(payload_bytes(elements, codec))
-            payload = Payload(as_bytes(wire), CHUNK_BYTES)
-
-            def written(upto: int) -> None:
-                payload.written(upto)
-                loop.call_soon_threadsafe(more.set)
-
-            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, written)
+            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), pooled(payload_bytes(elements, codec))
+            payload = Payload(as_bytes(wire), CHUNK_BYTES, partial(loop.call_soon_threadsafe, more.set))
+            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, payload.grow_to)
             await asyncio.gather(encoding, push_growing(learner, key, payload, CHUNK_BYTES, TTL_S, more))
 
         async def receive() -> None:
-            norms = DeltaNorms(layout)
+            norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
 
-            def look(reader: PayloadReader) -> None:
-                norms.advance(reader.so_far())
+            def take_in(chunks: Sequence[bytes | memoryview]) -> None:
+                for chunk in chunks:
+                    reader.feed(chunk)
+                    norms.advance(reader.so_far())
 
-            await follow(syncer, key, elements, codec, CHUNK_BYTES, lambda: None, asyncio.to_thread, look)
+            async for chunks in arriving(syncer, key, reader):
+                if codec in DTYPES:
+                    take_in(chunks)
+                else:
+                    await asyncio.to_thread(take_in, chunks)
 
         await asyncio.gather(send(), receive())
         return time.perf_counter() - began

@@ -22,13 +22,14 @@ from rich.console import Console
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.cores import one_blas_thread
 from pipeline.fragments import FragmentLayout, layout_of
+from pipeline.outer_state import OuterState
 from pipeline.settings import SyncSettings
 from pipeline.spec_messages import TensorSpec
+from syncer.draft import Draft
 from syncer.fragment import outer_step
-from syncer.merge import Sum, merge_shares, merge_weights
+from syncer.merge import merge_shares, merge_weights
 from syncer.norms import delta_norms
 from syncer.outer import NEWTON_SCHULZ_STEPS, at_its_length
-from syncer.room import Room
 
 from .figures import Spread, alternate, spread
 from .floor import merge_traffic
@@ -78,6 +79,7 @@ class Work:
         self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
+        self.state: OuterState = {} if self.momentum is None else {"momentum": self.momentum}
         self.outer = self.sync.outer_lr, self.sync.outer_momentum
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
         self.weights, self.shares = merge_weights(counters), merge_shares(counters)
@@ -89,22 +91,21 @@ class Work:
 
     def step(self, layout: FragmentLayout | None = None) -> Any:
         """Merge and outer step, as the syncer makes them."""
-        given = self.theta, self.momentum, self.deltas, self.norms, self.shares
+        given = self.theta, self.state, self.deltas, self.norms, self.shares
         return outer_step(layout or self.layout, self.sync, self.outer, *given)
 
-    def room(self, summed: int) -> Room:
-        """Room in which the first so many deltas are summed already, each as it came."""
-        room = Room(self.layout.elements, self.sync)
-        room.gather(self.sync.outer_momentum)
-        room.sum = Sum(self.layout, room.theta)
+    def draft(self, summed: int) -> Draft:
+        """A draft in which the first so many deltas are summed already, each as it came."""
+        draft = Draft(self.layout, self.sync)
+        draft.prepare(self.sync.outer_momentum)
         for start, stop in ((0, 2), *((at, at + 1) for at in range(2, summed))):
-            room.sum.add(self.deltas[start:stop], self.norms[start:stop], self.shares[start:stop])
-        return room
+            draft.sum.add(self.deltas[start:stop], self.norms[start:stop], self.shares[start:stop])
+        return draft
 
-    def close(self, room: Room) -> Any:
+    def close(self, draft: Draft) -> Any:
         """The rest of the merge, and the step."""
         given = self.deltas, self.norms, self.shares
-        return outer_step(self.layout, self.sync, self.outer, self.theta, self.momentum, *given, room=room)
+        return outer_step(self.layout, self.sync, self.outer, self.theta, self.state, *given, draft=draft)
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""
@@ -172,7 +173,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         return run
 
     def closing() -> float:
-        room = work.room(sizes.learners - 1)
+        room = work.draft(sizes.learners - 1)
         return timed(lambda: work.close(room))()
 
     ways = {
@@ -186,7 +187,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         "product_s": timed(work.product),
     }
     if sizes.learners > 2:  # two are never summed before both are here
-        ways |= {"folding_s": timed(lambda: work.room(sizes.learners - 1)), "closing_s": closing}
+        ways |= {"folding_s": timed(lambda: work.draft(sizes.learners - 1)), "closing_s": closing}
     found = alternate(ways, sizes.repeats, console, "merging")
     report = {name: spread(values) for name, values in found.items()}
     for name in ("merge", "rows", "plain_numpy", "memory_floor", "norms"):

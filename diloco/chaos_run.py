@@ -21,12 +21,12 @@ from pipeline import lifecycle
 from pipeline.codec import chunk_count
 from pipeline.embedded import EmbeddedRedis
 from pipeline.errors import BusError, DilocoError
+from pipeline.global_int8 import KEPT_UPDATES
 from pipeline.key_usage import KeyUsage
 from pipeline.redis_key_usage import RedisKeyUsage, connect_key_usage
 from pipeline.shard_messages import ShardQueue
 from pipeline.tape_messages import Committed
 from pipeline.waiting import first_of
-from syncer.staging import KEPT_UPDATES
 
 from .chaos_evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
 from .chaos_launch import StruckLauncher, patiently

@@ -87,7 +87,7 @@ _buffers = Buffers()
 """Of this process, as the allocator is."""
 
 
-def take(elements: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+def pooled(elements: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
     """An array (elements,) with anything in it, as `np.empty`."""
     kind = np.dtype(dtype)
     return _buffers.take(elements * kind.itemsize).view(kind)

@@ -5,6 +5,7 @@ so the bytes around the data are known beforehand: `heading` and `ending` are th
 """
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgpack
@@ -85,17 +86,25 @@ def read_ending(tail: bytes) -> tuple[bytes, bytes | None] | None:
     return None
 
 
+Grown = Callable[[], object]
+"""Called when more chunks of a payload are whole, by the thread that writes it."""
+
+
+def nobody() -> None:
+    """Nobody waits for what is written."""
+
+
 class Payload:
     """The bytes of a payload that are written from front to back, and the digests of the chunks that are whole.
 
     One thread writes, another may encode what is there.
     """
 
-    def __init__(self, data: memoryview, chunk_bytes: int) -> None:
-        self._data, self._chunk_bytes = data, chunk_bytes
+    def __init__(self, data: memoryview, chunk_bytes: int, grown: Grown = nobody) -> None:
+        self._data, self._chunk_bytes, self._grown = data, chunk_bytes, grown
         self._total = xxhash.xxh3_128()
         self._digests: list[bytes] = []
-        self.chunks = -(-len(data) // chunk_bytes)
+        self.nbytes, self.chunks = len(data), -(-len(data) // chunk_bytes)
 
     @property
     def ready(self) -> int:
@@ -107,15 +116,18 @@ class Payload:
         """The payload's, once all chunks are whole (`codec.payload_digest`)."""
         return self._total.digest()
 
-    def written(self, upto: int) -> None:
+    def grow_to(self, upto: int) -> None:
         """All bytes before `upto` are as they will be."""
+        before = len(self._digests)
         while (index := len(self._digests)) < self.chunks:
             stop = min((index + 1) * self._chunk_bytes, len(self._data))
             if stop > upto:
-                return
+                break
             digest = xxhash.xxh3_128_digest(self._data[index * self._chunk_bytes : stop])
             self._total.update(digest)
             self._digests.append(digest)  # last: whoever sees the last one may ask for the total
+        if len(self._digests) > before:
+            self._grown()
 
     def encoded(self, index: int) -> Encoded:
         """A chunk that is whole; joined, it is `payload_messages.Chunk` in msgpack."""

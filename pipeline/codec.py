@@ -16,10 +16,10 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from . import chunks
-from .buffers import take
+from .buffers import pooled
 from .errors import BadMessage, BadPayload
 from .payload_messages import Chunk
-from .quantize import Quantized, decodable, wire_bytes
+from .quantize import KINDS, Kind, Quantized, decodable, wire_bytes
 from .tape_messages import Committed, TapeRecord
 from .wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
 
@@ -136,18 +136,50 @@ def decode_tape(data: bytes) -> TapeRecord:
 # --- payloads ------------------------------------------------------------------------------------
 
 
+class _Plain:
+    """A codec with an element type."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+
+    def nbytes(self, elements: int) -> int:
+        return elements * self._dtype.itemsize
+
+    def held(self, size: int, elements: int) -> int:
+        return min(size // self._dtype.itemsize, elements)
+
+    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
+        return data.view(self._dtype)
+
+
+class _Blocks:
+    """A codec of `quantize`."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def nbytes(self, elements: int) -> int:
+        return wire_bytes(elements, self._kind)
+
+    def held(self, size: int, elements: int) -> int:
+        return decodable(size, elements, self._kind)
+
+    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
+        return Quantized(data, elements, self._kind, sound)
+
+
+_CODECS: dict[str, _Plain | _Blocks] = {name: _Plain(dtype) for name, dtype in DTYPES.items()}
+_CODECS |= {kind: _Blocks(kind) for kind in KINDS}
+
+
 def payload_bytes(elements: int, codec: Codec) -> int:
     """Size of a payload of `elements`."""
-    if codec == "bf16" or codec == "fp32":
-        return elements * DTYPES[codec].itemsize
-    return wire_bytes(elements, codec)
+    return _CODECS[codec].nbytes(elements)
 
 
 def held(size: int, elements: int, codec: Codec) -> int:
     """How many of a vector's elements the first `size` bytes of its payload hold."""
-    if codec == "bf16" or codec == "fp32":
-        return min(size // DTYPES[codec].itemsize, elements)
-    return decodable(size, elements, codec)
+    return _CODECS[codec].held(size, elements)
 
 
 def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
@@ -163,9 +195,7 @@ def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec, sound: i
     Raises:
         BadPayload: as `Quantized`.
     """
-    if codec == "bf16" or codec == "fp32":
-        return data.view(DTYPES[codec])
-    return Quantized(data, elements, codec, sound)
+    return _CODECS[codec].vector(data, elements, sound)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
@@ -192,9 +222,9 @@ class PayloadReader:
 
     def __init__(self, elements: int, codec: Codec, chunk_bytes: int) -> None:
         self._elements, self._codec, self._sound = elements, codec, 0
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self._size = payload_bytes(elements, codec)
-        self._data = np.empty(0, np.uint8)  # room for all of it is made for the first sound chunk
+        self._data = np.empty(0, np.uint8)  # memory for all of it is taken for the first sound chunk
         self._total = xxhash.xxh3_128()
         self.expected = chunk_count(elements, codec, chunk_bytes)
         self.received = 0
@@ -210,14 +240,14 @@ class PayloadReader:
         Raises:
             BadPayload: out of order, of the wrong size, or corrupt.
         """
-        start = self.received * self._chunk_bytes
-        size = min(self._chunk_bytes, self._size - start)
+        start = self.received * self.chunk_bytes
+        size = min(self.chunk_bytes, self._size - start)
         found = None if self.complete else chunks.split(encoded, self.received, size)
         data, digest, total = found or self._decoded(bytes(encoded), size)
         if digest_of(data) != digest:
             raise BadPayload(f"chunk {self.received} fails its digest")
         if not self.received:
-            self._data = take(self._size)
+            self._data = pooled(self._size)
         self._data[start : start + size] = np.frombuffer(data, np.uint8)
         self._total.update(digest)
         self.received += 1
@@ -227,7 +257,7 @@ class PayloadReader:
     def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
         """Data, digest and total of a chunk that is written in another way than ours, or is not what is due."""
         try:
-            chunk = decode(Chunk, encoded, self._chunk_bytes + CHUNK_EXTRA_BYTES)
+            chunk = decode(Chunk, encoded, self.chunk_bytes + CHUNK_EXTRA_BYTES)
         except BadMessage as error:
             raise BadPayload(str(error)) from error
         if self.complete or chunk.index != self.received:
@@ -247,7 +277,7 @@ class PayloadReader:
         Raises:
             BadPayload: as `vector`.
         """
-        here = held(self.received * self._chunk_bytes, self._elements, self._codec)
+        here = held(self.received * self.chunk_bytes, self._elements, self._codec)
         sound, self._sound = self._sound, here
         return as_vector(self._data[: payload_bytes(here, self._codec)], here, self._codec, sound)
 
@@ -262,7 +292,11 @@ class PayloadReader:
         return as_vector(self._data, self._elements, self._codec)
 
     def array(self) -> npt.NDArray[Any]:
-        """The same in a codec that has an element type: an array (elements,) of it."""
-        vector = self.vector()
-        assert not isinstance(vector, Quantized)  # noqa: S101  # whoever asks knows the codec
-        return vector
+        """The same in a codec that has an element type: an array (elements,) of it.
+
+        Raises:
+            BadPayload: as `vector`.
+            KeyError: the codec has none.
+        """
+        self.vector()
+        return self._data.view(DTYPES[self._codec])

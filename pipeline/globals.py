@@ -1,81 +1,84 @@
-"""Global fragments on the bus. asyncio.
+"""Global fragments on the bus: published and read in the run's format (`global_formats`). asyncio."""
 
-    global_codec   the global payload                           beside it
-    fp32           the values                                   nothing
-    bf16           the values, rounded (`halves`: high)         the rest: what they lack (`halves`: low)
-    int8           the values of a key frame                    the last updates (`updates`), of which some led to it
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
-With bf16 learners train from the rounded values: they are the base that deltas are measured from, so a delta holds what
-was trained and nothing of the rounding. Whoever keeps the values (syncers, checkpoints, the evaluator) reads both
-payloads and has them bit for bit: deltas are added to what was never rounded, and no error adds up.
-
-With int8 the values are what the updates lead to, so all have the same. A learner that has one of the versions before
-pulls the updates that it lacks; whoever has none of them, or cannot get them, pulls the key frame and those after it.
-"""
-
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-
-from .codec import PayloadReader, as_bytes, payload_digest
-from .commits import Rest, Staged
-from .errors import BadPayload
-from .halves import complete, split, widened
+from .chunks import Payload
+from .codec import PayloadReader, as_bytes
+from .commits import Staged
+from .global_format import Float32, Held, Kind, Published, alone, key_of
+from .global_formats import FORMATS
 from .head_messages import Head
-from .payload_messages import Update
-from .payloads import pull, push
+from .outer_state import STATE_RULES, OuterState, joined, vectors
+from .payloads import pull, push, push_payload
 from .ports import Bus
 from .spec_messages import SyncSpec
-from .updates import advance, gather
 from .wire import Codec
 
-Float32 = npt.NDArray[np.float32]
+__all__ = ["Held", "Published", "pull_exact", "pull_shown", "pull_state", "push_global", "push_state"]
+
 Offload = Callable[..., Awaitable[Any]]
 KEPT_S = 60.0
 """What a pull needs lives on for so long at least."""
 
 
-class Held(NamedTuple):
-    """Values (elements,) that somebody has, by version and digest."""
-
-    version: int
-    digest: bytes
-    values: Float32
+# --- publishing --------------------------------------------------------------------------------------
 
 
 async def push_global(
-    bus: Bus, fragment: int, version: int, nonce: str, values: Float32, sync: SyncSpec, ttl_s: float
-) -> tuple[Staged, Rest | None]:
-    """Upload a global (elements,) that is here in full, for a commit: its payload and its rest.
+    bus: Bus,
+    fragment: int,
+    version: int,
+    nonce: str,
+    values: Float32,
+    sync: SyncSpec,
+    ttl_s: float,
+    state: OuterState | None = None,
+) -> Published:
+    """Upload a version that is here in full, such that it needs no other one, for a commit.
 
-    nonce: the same one and the same values may be uploaded again.
+    Args:
+        bus, fragment, version: where to.
+        nonce: the same one and the same values may be uploaded again.
+        values: (elements,) exact.
+        sync: has the format.
+        ttl_s: it is gone after this, unless a commit makes it stay.
+        state: the outer optimizer's; None or empty: all zeros.
     """
-    key = bus.keys.global_payload(fragment, version, nonce)
-    if sync.global_codec != "bf16":
-        return await push(bus, key, values, sync.chunk_bytes, ttl_s), None
-    high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
-    split(values, high, low)
-    staged = await push(bus, key, high, sync.chunk_bytes, ttl_s)
-    rest = await push(bus, bus.keys.rest_payload(fragment, version, nonce), low, sync.chunk_bytes, ttl_s)
-    return staged, Rest(rest.key, rest.chunks, payload_digest(as_bytes(high), sync.chunk_bytes))
+    staged: dict[Kind, Staged] = {}
+    whole = FORMATS[sync.global_codec].whole(values)
+    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in whole.items()}
+    for kind, payload in payloads.items():
+        key = key_of(bus.keys, kind, fragment, version, nonce)
+        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
+    if state:
+        staged["momentum"] = await push_state(bus, fragment, version, nonce, state, sync, ttl_s)
+    return alone(staged, payloads)
+
+
+async def push_state(
+    bus: Bus, fragment: int, version: int, nonce: str, state: OuterState, sync: SyncSpec, ttl_s: float
+) -> Staged:
+    """Upload an outer state that is not empty; as `push_global`."""
+    key = key_of(bus.keys, "momentum", fragment, version, nonce)
+    return await push(bus, key, joined(state, STATE_RULES[sync.outer].names), sync.chunk_bytes, ttl_s)
+
+
+# --- reading -----------------------------------------------------------------------------------------
 
 
 async def pull_state(
     bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
-) -> tuple[Float32, Float32 | None]:
-    """The values and the outer momentum (None: all zeros) at a head, each (elements,), as they were merged.
+) -> tuple[Float32, OuterState]:
+    """The values (elements,) and the outer state (empty: all zeros) at a head, as they were merged.
 
     offload: runs heavy work.
 
     Raises:
         BadPayload: as `pull`, or the values do not have the head's digest. The head may have moved: read it again.
     """
-    if sync.global_codec == "int8":
-        return await _pull_whole(bus, head, elements, sync, offload, momentum=True)
-    theta = await pull_exact(bus, head, elements, sync, offload)
-    return theta, await _pull_momentum(bus, head, elements, sync)
+    return await FORMATS[sync.global_codec].state(_Source(bus, head, elements, sync, offload))
 
 
 async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
@@ -86,18 +89,7 @@ async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offloa
     Raises:
         BadPayload: as `pull_state`.
     """
-    if sync.global_codec == "int8":
-        return (await _pull_whole(bus, head, elements, sync, offload))[0]
-    reader = await _pull(bus, head.payload, elements, sync.global_codec, sync)
-    if not head.rest:
-        _check(head, reader.digest, head.digest)
-        exact: Float32 = reader.array()
-        return exact
-    values: Float32 = await offload(widened, reader.array())
-    del reader  # many owners begin at once: no more than one half of each fragment is here beside its values
-    rest = await pull(bus, head.rest, elements, "bf16", sync.chunk_bytes)  # as many bytes
-    _check(head, await offload(_completed, values, rest.array(), sync.chunk_bytes), head.digest)
-    return values
+    return await FORMATS[sync.global_codec].exact(_Source(bus, head, elements, sync, offload))
 
 
 async def pull_shown(
@@ -116,106 +108,30 @@ async def pull_shown(
     Raises:
         BadPayload: as `pull_state`.
     """
-    if sync.global_codec != "int8":
-        reader = await _pull(bus, head.payload, elements, sync.global_codec, sync, extend_s)
-        _check(head, reader.digest, head.payload_digest or head.digest)
-        values: Float32 = reader.array() if sync.global_codec == "fp32" else await offload(widened, reader.array())
-        return values
-    lacking = updates_after(head, held)
-    if held is not None and lacking:
-        try:
-            values, _ = await _follow(bus, (held.values, None), lacking, sync, offload, extend_s, own=False)
-            await _check_values(head, values, sync, offload)
-            return values
-        except BadPayload:
-            pass  # one of them has gone, or led elsewhere: a key frame begins anew
-    return (await _pull_whole(bus, head, elements, sync, offload, extend_s))[0]
+    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
 
 
-def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
-    """The updates that lead from what somebody holds to a head; none if it holds no base of any of them."""
-    count = 0 if held is None else head.version - held.version
-    if held is None or not 0 < count <= len(head.updates) or head.updates[-count].base != held.digest:
-        return ()
-    return head.updates[-count:]
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """As `global_format.Source`, of a bus."""
 
+    bus: Bus
+    head: Head
+    elements: int
+    sync: SyncSpec
+    work: Offload
+    extend_s: float = KEPT_S
 
-# --- parts -------------------------------------------------------------------------------------------
+    async def pull(self, key: str, codec: Codec) -> PayloadReader:
+        """As `Source`."""
+        return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
 
-
-def _after_key_frame(head: Head) -> tuple[Update, ...]:
-    return head.updates[len(head.updates) - head.behind :]
-
-
-async def _pull_whole(
-    bus: Bus,
-    head: Head,
-    elements: int,
-    sync: SyncSpec,
-    offload: Offload,
-    extend_s: float = KEPT_S,
-    *,
-    momentum: bool = False,
-) -> tuple[Float32, Float32 | None]:
-    """The key frame and the updates after it; the momentum too, where it is wanted."""
-    theta: Float32 = (await _pull(bus, head.payload, elements, "fp32", sync, extend_s)).array()
-    begun = theta, await _pull_momentum(bus, head, elements, sync) if momentum else None
-    state = await _follow(bus, begun, _after_key_frame(head), sync, offload, extend_s, momentum=momentum)
-    await _check_values(head, state[0], sync, offload)
-    return state
-
-
-async def _pull_momentum(bus: Bus, head: Head, elements: int, sync: SyncSpec) -> Float32 | None:
-    """That which the head names; None: all zeros."""
-    return (await _pull(bus, head.momentum, elements, "fp32", sync)).array() if head.momentum else None
-
-
-async def _follow(
-    bus: Bus,
-    state: tuple[Float32, Float32 | None],
-    updates: Sequence[Update],
-    sync: SyncSpec,
-    offload: Offload,
-    extend_s: float = KEPT_S,
-    *,
-    own: bool = True,
-    momentum: bool = False,
-) -> tuple[Float32, Float32 | None]:
-    """Values and momentum after some updates.
-
-    own: the arrays may be written to. momentum: it is wanted.
-    """
-    theta, gathered = state
-    for update in updates:
-        reader = await _pull(bus, update.payload, len(theta), "int8", sync, extend_s)
-        outer = None
-        if momentum and (update.averaged or not sync.outer_momentum):
-            gathered = None
-        elif momentum:
-            outer = (sync.outer_lr, sync.outer_momentum)
-        if outer and update.merged:
-            merged = await _pull(bus, update.merged, len(theta), "int8", sync, extend_s)
-            gathered, outer = await offload(gather, gathered, merged.vector(), sync.outer_momentum), None
-        theta, gathered = await offload(advance, theta, gathered, reader.vector(), outer, own)
-        own = True
-    return theta, gathered
-
-
-async def _pull(
-    bus: Bus, key: str, elements: int, codec: Codec, sync: SyncSpec, extend_s: float = KEPT_S
-) -> PayloadReader:
-    return await pull(bus, key, elements, codec, sync.chunk_bytes, extend_s)
-
-
-def _completed(values: Float32, low: npt.NDArray[Any], chunk_bytes: int) -> bytes:
-    complete(values, low)
-    return payload_digest(as_bytes(values), chunk_bytes)
-
-
-async def _check_values(head: Head, values: Float32, sync: SyncSpec, offload: Offload) -> None:
-    _check(head, await offload(payload_digest, as_bytes(values), sync.chunk_bytes), head.digest)
-
-
-def _check(head: Head, digest: bytes, due: bytes) -> None:
-    if digest != due:
-        raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} is not its head's")
+    async def pull_state(self) -> OuterState:
+        """As `Source`."""
+        if not self.head.momentum:
+            return {}
+        names, chunk_bytes = STATE_RULES[self.sync.outer].names, self.sync.chunk_bytes
+        reader = await pull(
+            self.bus, self.head.momentum, self.elements * len(names), "fp32", chunk_bytes, self.extend_s
+        )
+        return vectors(reader.array(), names)

@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .buffers import take
-from .chunks import Payload
+from .buffers import pooled
+from .chunks import Grown, Payload, nobody
 from .codec import as_bytes
 
 Float32 = npt.NDArray[np.float32]
@@ -46,7 +46,7 @@ def split(values: Float32, high: Half, low: Half) -> None:
 
 def widened(high: npt.NDArray[np.generic]) -> Float32:
     """The rounded values (elements,) that the high half, of 16 bits an element, holds."""
-    values = take(len(high), np.float32)
+    values = pooled(len(high), np.float32)
     for start in range(0, len(high), BLOCK):
         piece = slice(start, start + BLOCK)
         np.copyto(values[piece], high[piece].view(ml_dtypes.bfloat16))
@@ -69,16 +69,17 @@ def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
 class Halves:
     """Both halves of a vector that is being written from front to back, as payloads."""
 
-    def __init__(self, elements: int, chunk_bytes: int) -> None:
-        self._high, self._low = take(elements, np.uint16), take(elements, np.uint16)
+    def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
+        """grown: as `Payload`."""
+        self._high, self._low = pooled(elements, np.uint16), pooled(elements, np.uint16)
         self._done = 0
-        self.high = Payload(as_bytes(self._high), chunk_bytes)
-        self.low = Payload(as_bytes(self._low), chunk_bytes)
+        self.high = Payload(as_bytes(self._high), chunk_bytes, grown)
+        self.low = Payload(as_bytes(self._low), chunk_bytes, grown)
 
-    def written(self, values: Float32, stop: int) -> None:
+    def grow_to(self, values: Float32, stop: int) -> None:
         """All of `values` (elements,) before `stop` are as they will be."""
         piece = slice(self._done, stop)
         split(values[piece], self._high[piece], self._low[piece])
         self._done = stop
-        self.high.written(ITEM * stop)
-        self.low.written(ITEM * stop)
+        self.high.grow_to(ITEM * stop)
+        self.low.grow_to(ITEM * stop)

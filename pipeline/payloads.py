@@ -1,19 +1,17 @@
 """Whole payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from .chunks import Payload
-from .codec import DTYPES, PayloadReader, as_bytes
+from .codec import PayloadReader, as_bytes
 from .commits import Staged
 from .errors import BadPayload
 from .ports import PayloadStore
 from .wire import Codec
-
-Offload = Callable[..., Awaitable[Any]]
 
 PIECE_BYTES = 4 * 2**20
 """Bytes in flight at a time."""
@@ -45,69 +43,42 @@ async def pull(
     return reader
 
 
-async def follow(
-    bus: PayloadStore,
-    key: str,
-    elements: int,
-    codec: Codec,
-    chunk_bytes: int,
-    heard: Callable[[], None],
-    offload: Offload,
-    look: Callable[[PayloadReader], None],
-) -> PayloadReader:
-    """Read a payload while it is being uploaded, however long that takes: the caller has the deadline.
-
-    Args:
-        bus, key, elements, codec, chunk_bytes: as `pull`.
-        heard: called whenever more of it has come.
-        offload: runs heavy work: of a quantized payload's.
-        look: heavy work, at what has come so far.
-
-    Raises:
-        BadPayload: corrupt.
+async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncIterator[Sequence[bytes | memoryview]]:
+    """The chunks that a reader lacks, while they are being uploaded, however long that takes: the caller has the
+    deadline, and feeds the reader before it asks for more.
     """
-    reader = PayloadReader(elements, codec, chunk_bytes)
-
-    def take(chunks: Sequence[bytes | memoryview]) -> None:
-        for chunk in chunks:
-            reader.feed(chunk)
-            look(reader)
-
     while not reader.complete:
-        chunks = await bus.read_chunks(key, reader.received, _piece(chunk_bytes), block_s=BLOCK_S)
-        if chunks:
-            # A cast and a sum take less time here, where what came is in the cache, than in another thread.
-            if codec in DTYPES:
-                take(chunks)
-            else:
-                await offload(take, chunks)
-            heard()
-    return reader
+        limit = _piece(reader.chunk_bytes)
+        if chunks := await bus.read_chunks(key, reader.received, limit, block_s=BLOCK_S):
+            yield chunks
 
 
 async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:
     """Upload a flat array (elements,) under a fresh key; it expires unless a commit makes it stay."""
-    data = as_bytes(array)
-    payload = Payload(data, chunk_bytes)
-    written, piece = 0, _piece(chunk_bytes)
-    while written < payload.chunks:
-        payload.written((written + piece) * chunk_bytes if written + piece < payload.chunks else len(data))
-        written = await _write(bus, key, payload, written, ttl_s, piece)
-    return Staged(key, written)
+    return await push_payload(bus, key, Payload(as_bytes(array), chunk_bytes), chunk_bytes, ttl_s)
+
+
+async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float) -> Staged:
+    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet."""
+    sent, piece = 0, _piece(chunk_bytes)
+    while sent < payload.chunks:
+        payload.grow_to(min((sent + piece) * chunk_bytes, payload.nbytes))
+        sent = await _write(bus, key, payload, sent, ttl_s, piece)
+    return Staged(key, sent)
 
 
 async def push_growing(
     bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
 ) -> Staged:
-    """As `push`, of a payload that is still being written; `more` is set whenever more of it is."""
-    written, piece = 0, _piece(chunk_bytes)
-    while written < payload.chunks:
+    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one."""
+    sent, piece = 0, _piece(chunk_bytes)
+    while sent < payload.chunks:
         more.clear()
-        if payload.ready < min(written + piece, payload.chunks):
+        if payload.ready < min(sent + piece, payload.chunks):
             await more.wait()
         else:
-            written = await _write(bus, key, payload, written, ttl_s, piece)
-    return Staged(key, written)
+            sent = await _write(bus, key, payload, sent, ttl_s, piece)
+    return Staged(key, sent)
 
 
 async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_s: float, piece: int) -> int:

@@ -53,13 +53,13 @@ _HALF, _MANTISSA_BITS = np.uint32(0x00400000), np.uint32(23)
 
 
 def _pairs(kind: Kind) -> npt.NDArray[np.uint64]:
-    """(256,) the two elements that a byte stands for: float32 next to each other, the low half byte's first."""
-    halves = np.arange(16)
+    """(256,) the two elements that a byte stands for: float32 next to each other, the low nibble's first."""
+    nibbles = np.arange(16)
     if kind == "int4":
-        values = np.where(halves < 8, halves, halves - 16)
+        values = np.where(nibbles < 8, nibbles, nibbles - 16)
     else:
-        exponents = halves & 7
-        values = np.where(exponents > 0, 2.0 ** (exponents - 1), 0) * np.where(halves < 8, 1, -1)
+        exponents = nibbles & 7
+        values = np.where(exponents > 0, 2.0 ** (exponents - 1), 0) * np.where(nibbles < 8, 1, -1)
     byte = np.arange(256)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=1).astype(np.float32)
     return both.view(np.uint64).reshape(-1)
@@ -165,7 +165,7 @@ class Encoding:
         if self._kind == "int8":
             np.copyto(out, codes)
             return
-        words = codes.view("<u2")  # (low, high) half bytes in one word: both in its lower byte
+        words = codes.view("<u2")  # (low, high) nibbles in one word: both in its lower byte
         words |= words >> np.uint16(4)
         np.copyto(out, words, casting="unsafe")
 

@@ -12,7 +12,7 @@ import redis.exceptions as rx
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
-from .buffers import take
+from .buffers import pooled
 from .chunks import ChunkParts
 
 Part = bytes | memoryview
@@ -117,7 +117,7 @@ class Reply(asyncio.BufferedProtocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
         self._usual = usual
-        self._room = memoryview(take(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+        self._room = memoryview(pooled(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
         self._filled = self._at = self._needed = 0
         self._due = 1
         """Values not yet seen."""
@@ -165,7 +165,7 @@ class Reply(asyncio.BufferedProtocol):
                 self.done.set_exception(error)
 
     def _grow(self, room_bytes: int) -> None:
-        larger = memoryview(take(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+        larger = memoryview(pooled(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
         larger[: self._filled] = self._room[: self._filled]
         self._room = larger
 

@@ -66,7 +66,7 @@ class SyncSpec(Message):
     weights: Literal["tokens", "equal"] = "tokens"
     """`syncer.merge.merge_weights`."""
     global_codec: GlobalCodec = "fp32"
-    """What learners pull (`pipeline.globals`)."""
+    """What learners pull (`pipeline.global_formats`)."""
     key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)] = 8
     """Outer steps of each fragment between two key frames, where globals are updates."""
     outer: OuterName = "nesterov"

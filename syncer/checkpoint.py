@@ -1,15 +1,16 @@
-"""Checkpoints: the run's globals, outer momentum, versions, shard queue and spec on disk, and back on an empty run.
+"""Checkpoints: the run's globals, outer state, versions, shard queue and spec on disk, and back on an empty run.
 
     <directory>/latest                     text: name of the newest checkpoint
     <directory>/checkpoint-<tokens>/       written beside, synced, then renamed: whole or not there
         globals.safetensors                tensor name -> float32
-        momentum.safetensors               the same; a fragment without momentum is absent, as is an empty file
+        momentum.safetensors               the same of the outer state, a file for each of its names; a fragment of
+                                           which it is all zeros is absent, as is an empty file
         state.json                         `SavedState`
         SHA256SUMS                         digests of all of these (`pipeline.sums`)
 
 Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut
 unless the run is finished. Each fragment is consistent in itself, and checked by its digest on both ways. Format 1 had
-no SHA256SUMS: of its momentum only that it is finite can be checked.
+no SHA256SUMS: of its outer state only that it is finite can be checked.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from pipeline.errors import BadPayload, UsageError
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.globals import Offload, pull_state, push_global
 from pipeline.head_messages import Head, WindowView
-from pipeline.payloads import push
+from pipeline.outer_state import STATE_RULES, OuterState
 from pipeline.ports import Bus, Clock
 from pipeline.run_messages import Phase, RunState
 from pipeline.shard_messages import ShardQueue
@@ -52,6 +53,8 @@ KEPT = 3
 """Checkpoints kept in a directory."""
 
 STAGED_TTL_S = 120.0
+GLOBALS = "globals"
+"""Name of the values' file; those of the outer state have its names."""
 
 Float32 = npt.NDArray[np.float32]
 
@@ -89,8 +92,8 @@ class Checkpoint:
     shards: ShardQueue
     globals: tuple[Float32, ...]
     """Flat vector (elements,) of each fragment."""
-    momentum: tuple[Float32 | None, ...]
-    """The same; None: all zeros."""
+    outer_state: tuple[OuterState, ...]
+    """Of each fragment; empty: all zeros."""
 
 
 # --- save --------------------------------------------------------------------------------------------
@@ -98,8 +101,8 @@ class Checkpoint:
 
 async def _read_fragment(
     bus: Bus, layout: FragmentLayout, sync: SyncSpec, offload: Offload
-) -> tuple[Head, Float32, Float32 | None]:
-    """Head, global and momentum of one version; starts again when the head moves meanwhile."""
+) -> tuple[Head, Float32, OuterState]:
+    """Head, global and outer state of one version; starts again when the head moves meanwhile."""
     seen: Head | None = None
     while True:
         (head,) = await bus.read_heads([layout.id])
@@ -130,12 +133,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write(directory: Path, state: SavedState, theta: Mapping[str, Float32], momentum: Mapping[str, Float32]) -> Path:
-    """Write one checkpoint folder, then name it in `latest`, then drop the oldest."""
+def _write(directory: Path, state: SavedState, files: Mapping[str, Mapping[str, Float32]]) -> Path:
+    """Write one checkpoint folder, then name it in `latest`, then drop the oldest.
+
+    files: name -> tensors; what has none is not written.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_folder(directory) as temporary:
-        for name, tensors in (("globals", theta), ("momentum", momentum)):
-            if tensors or name == "globals":
+        for name, tensors in files.items():
+            if tensors:
                 _write_tensors(temporary / f"{name}.safetensors", tensors)
         (temporary / "state.json").write_text(state.model_dump_json(indent=1))
         write_sums(temporary)
@@ -196,16 +202,15 @@ async def save_checkpoint(
         BusError, OSError: nothing was changed, `latest` is the one before.
     """
     layout = layout_of(spec.tensors)
-    theta: dict[str, Float32] = {}
-    momentum: dict[str, Float32] = {}
+    files: dict[str, dict[str, Float32]] = {name: {} for name in (GLOBALS, *STATE_RULES[spec.sync.outer].names)}
     fragments = []
     for fragment in layout.fragments:
-        head, flat, flat_momentum = await _read_fragment(bus, fragment, spec.sync, offload)
-        if not (all_finite(flat) and (flat_momentum is None or all_finite(flat_momentum))):
+        head, theta, outer_state = await _read_fragment(bus, fragment, spec.sync, offload)
+        if not all(map(all_finite, (theta, *outer_state.values()))):
             raise BadPayload(f"fragment {fragment.id} version {head.version} is not finite: the one saved before stays")
-        theta.update(_by_name(fragment, flat))
-        if flat_momentum is not None and flat_momentum.any():
-            momentum.update(_by_name(fragment, flat_momentum))
+        kept = {name: vector for name, vector in outer_state.items() if vector.any()}
+        for name, flat in ({GLOBALS: theta} | kept).items():
+            files[name].update(_by_name(fragment, flat))
         fragments.append(
             SavedFragment(
                 version=head.version,
@@ -228,7 +233,7 @@ async def save_checkpoint(
         fragments=tuple(fragments),
         shards=await bus.read_shards(),
     )
-    path: Path = await offload(_write, directory, state, theta, momentum)
+    path: Path = await offload(_write, directory, state, files)
     return path
 
 
@@ -323,38 +328,41 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise UsageError(
             f"{folder / 'state.json'}: {len(state.fragments)} fragments, the spec has {len(layout.fragments)}"
         )
-    tensors, momenta = _read_tensors(folder / "globals.safetensors"), {}
-    if (folder / "momentum.safetensors").exists():
-        momenta = _read_tensors(folder / "momentum.safetensors")
+    files = {name: folder / f"{name}.safetensors" for name in (GLOBALS, *STATE_RULES[state.spec.sync.outer].names)}
+    found = {name: _read_tensors(file) for name, file in files.items() if name == GLOBALS or file.exists()}
     known = {tensor.name for tensor in state.spec.tensors}
-    for name, found in (("globals", tensors), ("momentum", momenta)):
-        if strange := sorted(set(found) - known):
-            raise UsageError(f"{folder / name}.safetensors: tensor {strange[0]!r} is not in the spec")
+    for name, tensors in found.items():
+        if strange := sorted(set(tensors) - known):
+            raise UsageError(f"{files[name]}: tensor {strange[0]!r} is not in the spec")
     theta: list[Float32] = []
-    momentum: list[Float32 | None] = []
+    outer_state: list[OuterState] = []
     for fragment, saved in zip(layout.fragments, state.fragments, strict=True):
-        flat = _flatten(folder / "globals.safetensors", fragment, tensors)
+        saved_here = {
+            name: _flatten(files[name], fragment, tensors)
+            for name, tensors in found.items()
+            if name == GLOBALS or any(slot.tensor.name in tensors for slot in fragment.slots)
+        }
+        flat = saved_here[GLOBALS]
         if payload_digest(as_bytes(flat), state.spec.sync.chunk_bytes) != saved.digest:
             raise UsageError(
-                f"{folder / 'globals.safetensors'}: fragment {fragment.id} does not have the digest that "
+                f"{files[GLOBALS]}: fragment {fragment.id} does not have the digest that "
                 "state.json says: the file is damaged or of another checkpoint"
             )
-        theta.append(flat)
-        has_momentum = any(slot.tensor.name in momenta for slot in fragment.slots)
-        momentum.append(_flatten(folder / "momentum.safetensors", fragment, momenta) if has_momentum else None)
-        for name, values in (("globals", flat), ("momentum", momentum[-1])):
-            if values is not None and not all_finite(values):
+        for name, values in saved_here.items():
+            if not all_finite(values):
                 raise UsageError(
-                    f"{folder / name}.safetensors: fragment {fragment.id} has values that are not finite: no run can "
+                    f"{files[name]}: fragment {fragment.id} has values that are not finite: no run can "
                     "go on from it; take an earlier checkpoint"
                 )
+        theta.append(saved_here.pop(GLOBALS))
+        outer_state.append(saved_here)
     summed = check_sums(folder)  # after what says more about a file than that it is another one
     if not summed and state.format > 1:
         raise UsageError(f"{folder / SUMS_FILE} is missing: what is here cannot be checked; take another checkpoint")
     if not summed:
-        checked = "values by their digests; of the momentum only that it is finite"
+        checked = "values by their digests; of the outer state only that it is finite"
         structlog.get_logger().warning("checkpoint_without_sums", path=str(folder), checked=checked)
-    return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(momentum))
+    return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(outer_state))
 
 
 # --- restore -----------------------------------------------------------------------------------------
@@ -428,15 +436,12 @@ async def _restore_fragment(
     bus: Bus, checkpoint: Checkpoint, spec: Spec, fragment: FragmentLayout, nonce: str, syncer: str, clock: Clock
 ) -> None:
     """Commit one fragment at its saved version (there is no head before)."""
-    p, chunk_bytes = fragment.id, spec.sync.chunk_bytes
-    saved, theta, momentum = checkpoint.fragments[p], checkpoint.globals[p], checkpoint.momentum[p]
-    fresh = secrets.token_hex(8)
-    payload, rest = await push_global(bus, p, saved.version, fresh, theta, spec.sync, STAGED_TTL_S)
-    staged_momentum = None
-    if momentum is not None and spec.sync.outer_momentum > 0:
-        key = bus.keys.momentum_payload(p, saved.version, fresh)
-        staged_momentum = await push(bus, key, momentum, chunk_bytes, STAGED_TTL_S)
-    digest = payload_digest(as_bytes(theta), chunk_bytes)
+    p, sync = fragment.id, spec.sync
+    saved, theta = checkpoint.fragments[p], checkpoint.globals[p]
+    names = STATE_RULES[sync.outer].names if sync.outer_momentum else ()
+    state = {name: vector for name, vector in checkpoint.outer_state[p].items() if name in names}
+    published = await push_global(bus, p, saved.version, secrets.token_hex(8), theta, sync, STAGED_TTL_S, state)
+    digest = payload_digest(as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.path.name}"
     await bus.commit(
         Commit(
@@ -444,9 +449,9 @@ async def _restore_fragment(
             expected=None,
             version=saved.version,
             digest=digest,
-            payload=payload,
-            rest=rest,
-            momentum=staged_momentum,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.outer_state,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),
             merged_tokens=saved.merged_tokens,

@@ -10,6 +10,7 @@ import structlog
 
 from pipeline.commits import Commit
 from pipeline.fragments import FragmentLayout
+from pipeline.global_format import Published
 from pipeline.head_hash import head_after
 from pipeline.head_messages import Head
 from pipeline.pacing import LastMerges
@@ -18,10 +19,10 @@ from pipeline.tape_messages import Committed
 
 from .admission import Offer
 from .context import SyncerContext
-from .folding import Folding
 from .fragment import Delta, FragmentState, Merged, orthogonalises
 from .initial import IDLE_VIEW
-from .staging import REPLACED_TTL_S, Published, Staging
+from .running_sum import RunningSum
+from .staging import REPLACED_TTL_S, Staging
 from .window import Merge
 
 
@@ -52,16 +53,16 @@ class Committing:
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout, staging: Staging, merges: LastMerges) -> None:
         self._context, self._layout, self._staging, self._merges = context, layout, staging, merges
-        self._folding = Folding(layout, context.sync, context.offload, context.metrics)
+        self._sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def add_up(self, deltas: Sequence[Delta]) -> None:
         """Sum these, which are complete, while others are awaited."""
-        self._folding.fold(deltas)
+        self._sum.follow(deltas)
 
     def close(self) -> None:
         """Forget what was summed."""
-        self._folding.close()
+        self._sum.close()
 
     async def commit(self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float) -> Committed | None:
         """Merge, take the outer step and commit; `loaded` is at the new version then.
@@ -102,17 +103,14 @@ class Committing:
     async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published]:
         """Merge and take the outer step, while what is ready of the outcome goes to the bus."""
         context, fragment, head = self._context, loaded.fragment, loaded.head
-        room = await self._folding.room(deltas)
+        draft = await self._sum.draft(deltas)
         outer_momentum = fragment.outer(deltas)[1]
-        room.gather(outer_momentum, orthogonalises(self._layout, context.sync, outer_momentum))
-
-        async def merging() -> Merged:
-            merged: Merged = await context.offload(fragment.merge, deltas, head.merged, room)
+        draft.prepare(outer_momentum, orthogonalises(self._layout, context.sync, outer_momentum))
+        async with self._staging.uploads(head, draft) as uploads:
+            merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
             if context.recorder is not None and merged.finite:
                 await context.offload(context.recorder.merge, fragment, deltas, merged)
-            return merged
-
-        return await self._staging.stage(head, room, not outer_momentum, merging())
+            return merged, await uploads.published()
 
     def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(
@@ -140,7 +138,7 @@ class Committing:
             digest=merged.digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.momentum,
+            momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),

@@ -16,15 +16,16 @@ import numpy.typing as npt
 from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout
 from pipeline.head_messages import MergedBase
+from pipeline.outer_state import OuterState
 from pipeline.ramps import outer_at
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import Contribution, RefusalReason
 
 from .admission import Offer
+from .draft import Draft, DraftWriter
 from .merge import Reduced, Sum, merge_shares, merge_weights
 from .norms import Float64, all_finite
-from .outer import NesterovStep, matrix_elements, muon_step
-from .room import Room
+from .outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +60,7 @@ class Merged:
     version: int
     digest: bytes
     theta: npt.NDArray[np.float32]
-    momentum: npt.NDArray[np.float32] | None
+    outer_state: OuterState
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norm: float
@@ -68,22 +69,22 @@ class Merged:
     orthogonal: npt.NDArray[np.float32] | None = None
     """As `Stepped`."""
     finite: bool = True
-    """Values and momentum have no NaN and no infinity: it may be committed."""
+    """Values and outer state have no NaN and no infinity: it may be committed."""
 
 
-def finite(theta: npt.NDArray[np.float32], momentum: npt.NDArray[np.float32] | None) -> bool:
-    """Whether values and momentum, (elements,) each, have no NaN and no infinity."""
-    return all_finite(theta) and (momentum is None or all_finite(momentum))
+def finite(theta: npt.NDArray[np.float32], outer_state: OuterState) -> bool:
+    """Whether values (elements,) and outer state have no NaN and no infinity."""
+    return all_finite(theta) and all(map(all_finite, outer_state.values()))
 
 
 class Stepped(NamedTuple):
-    """Values and momentum after an outer step, and what its merge measured."""
+    """Values and outer state after an outer step, and what its merge measured."""
 
     theta: npt.NDArray[np.float32]
-    momentum: npt.NDArray[np.float32] | None
+    outer_state: OuterState
     reduced: Reduced
     orthogonal: npt.NDArray[np.float32] | None = None
-    """(matrix elements,) as `outer.muon_step` returned it; None for a step that orthogonalises nothing."""
+    """(matrix elements,) as `outer.muon_blocks` found it; None for a step that orthogonalises nothing."""
 
 
 def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
@@ -96,63 +97,69 @@ def outer_step(
     sync: SyncSpec,
     outer: tuple[float, float],
     theta: npt.NDArray[np.float32],
-    momentum: npt.NDArray[np.float32] | None,
+    outer_state: OuterState,
     deltas: Sequence[Vector],
     norms: Sequence[Float64],
     shares: Sequence[float],
     recorded: Float64 | None = None,
-    room: Room | None = None,
+    draft: Draft | None = None,
     recorded_step: npt.NDArray[np.float32] | None = None,
 ) -> Stepped:
-    """Merge and take the outer step, in new memory: `theta` and `momentum` stay (paper: RDA, outer optimizer).
+    """Merge and take the outer step, in new memory: `theta` and `outer_state` stay (paper: RDA, outer optimizer).
 
     Args:
         layout, deltas, norms, shares, recorded: as `merge.merge`.
         sync: has the chunk size.
         outer: learning rate and momentum, as `ramps.outer_at`.
         theta: (elements,) values at the base.
-        momentum: (elements,), or None while all zero.
-        room: where to, if that is here already; the first of the deltas may be in its sum.
+        outer_state: before the step; empty while all zero.
+        draft: where to, if that is here already; the first of the deltas may be in its sum.
         recorded_step: what a Muon step goes by instead of what is computed here; as `Stepped.orthogonal`.
     """
     lr, mu = outer
-    into = room or Room(layout.elements, sync)
-    into.gather(mu, orthogonalises(layout, sync, mu))
-    into.begin(theta, momentum, lr, mu)
-    before = theta if into.update is None else None  # what is subtracted from it is quantized first
-    sum_ = into.sum or Sum(layout, into.theta)
-    if orthogonalises(layout, sync, mu):
-        assert into.momentum is not None  # noqa: S101  # gathered: mu is not 0
-        # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
-        reduced = sum_.close(deltas, norms, shares, recorded)
-        into.reduced()
-        orthogonal = muon_step(
-            layout,
-            before,
-            momentum,
-            into.theta,
-            into.momentum,
-            lr,
-            mu,
-            lambda _, stop: into.written(stop),
-            recorded_step,
-        )
-        return Stepped(into.theta, into.momentum, reduced, orthogonal)
-    # None is gathered while it has no say: the first step with momentum is as the first of a run.
-    step = NesterovStep(before, momentum if mu else None, into.theta, into.momentum, lr, mu)
+    into = draft or Draft(layout, sync)
+    orthogonal = orthogonalises(layout, sync, mu)
+    into.prepare(mu, orthogonal)
+    writer = into.begin(theta, outer_state, lr, mu)
+    if not mu:  # no state is kept while it has no say: the first step with momentum is as the first of a run
+        plain = PlainStep(writer.base, into.theta, lr)
+        return Stepped(into.theta, {}, _elementwise(plain, writer, into.sum, deltas, norms, shares, recorded))
+    momentum = Momentum(outer_state.get("momentum"), into.outer_state["momentum"], mu)
+    step = NesterovStep(writer.base, momentum, into.theta, lr)
+    if not orthogonal:
+        reduced = _elementwise(step, writer, into.sum, deltas, norms, shares, recorded)
+        return Stepped(into.theta, into.outer_state, reduced)
+    # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
+    reduced = into.sum.close(deltas, norms, shares, recorded)
+    writer.reduced()
+    found = np.empty(matrix_elements(layout), np.float32)
+    for stop in muon_blocks(layout, step, found, recorded_step):
+        writer.written(stop)
+    return Stepped(into.theta, into.outer_state, reduced, found)
+
+
+def _elementwise(
+    step: PlainStep,
+    writer: DraftWriter,
+    running: Sum,
+    deltas: Sequence[Vector],
+    norms: Sequence[Float64],
+    shares: Sequence[float],
+    recorded: Float64 | None,
+) -> Reduced:
+    """A step that goes over each block once, while it is in the cache."""
 
     def finish(start: int, stop: int) -> None:
         step.block(start, stop)
-        into.written(stop)
+        writer.written(stop)
 
-    reduced = sum_.close(deltas, norms, shares, recorded, finish)
-    return Stepped(into.theta, into.momentum, reduced)
+    return running.close(deltas, norms, shares, recorded, finish)
 
 
 class FragmentState:
-    """Global values, outer momentum and the norms seen, at one version.
+    """Global values, outer state and the norms seen, at one version.
 
-    theta: flat float32 vector (elements,). momentum: the same, or None while all zero.
+    theta: flat float32 vector (elements,). outer_state: empty while all zero.
     """
 
     def __init__(
@@ -162,14 +169,14 @@ class FragmentState:
         version: int,
         digest: bytes,
         theta: npt.NDArray[np.float32],
-        momentum: npt.NDArray[np.float32] | None,
+        outer_state: OuterState,
     ) -> None:
         self.layout = layout
         self.sync = sync
         self.version = version
         self.digest = digest
         self.theta = theta
-        self.momentum = momentum
+        self.outer_state = outer_state
         self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
         """Median norm of each merge's contributions."""
 
@@ -193,19 +200,19 @@ class FragmentState:
         """Outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas))
 
-    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
+    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
 
         Args:
             deltas: M_t, in the order in which they are summed.
             before: the head's record of merged bases.
-            room: memory for the outcome; the first of the deltas may be in its sum.
+            draft: memory for the outcome; the first of the deltas may be in its sum.
         """
-        room = room or Room(self.layout.elements, self.sync)
+        draft = draft or Draft(self.layout, self.sync)
         headers = [d.offer.header for d in deltas]
         counters = [(h.steps, h.tokens) for h in headers]
         weights, shares = merge_weights(counters, self.sync.weights), merge_shares(counters, self.sync.weights)
-        stepped = self.step(deltas, shares, room)
+        stepped = self.step(deltas, shares, draft)
         version = self.version + 1
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
@@ -215,9 +222,9 @@ class FragmentState:
             )
         return Merged(
             version=version,
-            digest=room.payload.digest,
+            digest=draft.digest,
             theta=stepped.theta,
-            momentum=stepped.momentum,
+            outer_state=stepped.outer_state,
             contributions=tuple(
                 Contribution(
                     learner=h.learner,
@@ -235,24 +242,22 @@ class FragmentState:
             norm=stepped.reduced.norm,
             directions=stepped.reduced.directions,
             orthogonal=stepped.orthogonal,
-            finite=finite(stepped.theta, stepped.momentum),
+            finite=finite(stepped.theta, stepped.outer_state),
         )
 
-    def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:
-        """Merge and take the outer step into `room`; research puts another one in its place."""
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
+        """Merge and take the outer step into `draft`; research puts another one in its place."""
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         return outer_step(
-            self.layout, self.sync, self.outer(deltas), self.theta, self.momentum, values, norms, shares, room=room
+            self.layout, self.sync, self.outer(deltas), self.theta, self.outer_state, values, norms, shares, draft=draft
         )
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
         self.version, self.digest = merged.version, merged.digest
-        self.theta, self.momentum = merged.theta, merged.momentum
+        self.theta, self.outer_state = merged.theta, merged.outer_state
         self._norms.append(median(c.norm for c in merged.contributions))
 
 
-MakeFragment = Callable[
-    [FragmentLayout, SyncSpec, int, bytes, npt.NDArray[np.float32], npt.NDArray[np.float32] | None], FragmentState
-]
-"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, momentum."""
+MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, npt.NDArray[np.float32], OuterState], FragmentState]
+"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, outer state."""

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import structlog
 
-from pipeline.commits import Commit, Rest, Staged
+from pipeline.commits import Commit
 from pipeline.errors import BadPayload
 from pipeline.fragments import FragmentLayout
-from pipeline.globals import push_global
+from pipeline.globals import Published, push_global
 from pipeline.head_messages import WindowView
 from pipeline.payloads import pull
 from pipeline.tape_messages import Committed
@@ -57,16 +57,14 @@ class InitialVersions:
                 )
             return False
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
-        staged, rest = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
-        await self._bus.commit(self._first(layout.id, payload.digest, staged, rest, upload.learner, key))
+        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
+        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)
         await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was)
         return True
 
-    def _first(
-        self, fragment: int, digest: bytes, payload: Staged, rest: Rest | None, learner: str, key: str
-    ) -> Commit:
+    def _first(self, fragment: int, digest: bytes, whole: Published, learner: str, key: str) -> Commit:
         """key: of the learner's upload, which goes with the commit."""
         reason, unix_s = f"initial parameters of {learner}", self._context.clock.unix()
         return Commit(
@@ -74,8 +72,8 @@ class InitialVersions:
             expected=None,
             version=0,
             digest=digest,
-            payload=payload,
-            rest=rest,
+            payload=whole.payload,
+            rest=whole.rest,
             momentum=None,
             window=IDLE_VIEW,
             merged=(),

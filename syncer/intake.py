@@ -7,14 +7,14 @@ decides about a window.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from pipeline.codec import PayloadReader
+from pipeline.codec import DTYPES, PayloadReader
 from pipeline.entry_ids import parse_offer_id
 from pipeline.errors import BadPayload, BusError
 from pipeline.fragments import FragmentLayout
-from pipeline.payloads import follow
+from pipeline.payloads import arriving
 from pipeline.ports import Clock, Offered, Offers, PayloadStore
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import RefusalReason
@@ -162,27 +162,16 @@ class Downloads:
         h, sync, began = offer.header, self._sync, self._clock.now()
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
-
-        def heard() -> None:
-            self._heard[offer.entry_id] = self._clock.now()
-
         while True:
-            norms = DeltaNorms(self._layout)
-
-            def look(reader: PayloadReader, norms: DeltaNorms = norms) -> None:
-                norms.advance(reader.so_far())
-
+            norms, reader = DeltaNorms(self._layout), PayloadReader(self._layout.elements, sync.codec, sync.chunk_bytes)
             try:
-                reader = await follow(
-                    self._bus,
-                    key,
-                    self._layout.elements,
-                    sync.codec,
-                    sync.chunk_bytes,
-                    heard,
-                    self._offload,
-                    look,
-                )
+                async for chunks in arriving(self._bus, key, reader):
+                    # A cast and a sum take less time here, where what came is in the cache, than in another thread.
+                    if sync.codec in DTYPES:
+                        _take_in(reader, norms, chunks)
+                    else:
+                        await self._offload(_take_in, reader, norms, chunks)
+                    self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(judge, offer, reader.vector(), norms.norms())
                 self._uploads.took(self._clock.now() - began)
@@ -191,7 +180,13 @@ class Downloads:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)
                 break
             except BusError:
-                heard()
+                self._heard[offer.entry_id] = self._clock.now()
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
         self.outcomes.append((offer, outcome))
         self._wake.set()
+
+
+def _take_in(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
+    for chunk in chunks:
+        reader.feed(chunk)
+        norms.advance(reader.so_far())

@@ -9,14 +9,13 @@ import asyncio
 
 import structlog
 
-from pipeline.codec import chunk_count
-from pipeline.commits import Commit, Republication, Rest, Staged
+from pipeline.commits import Commit, Republication, named
 from pipeline.errors import HeadMoved
 from pipeline.fragments import FragmentLayout
+from pipeline.global_format import Published, published_by
 from pipeline.globals import push_global
 from pipeline.head_hash import payload_names
 from pipeline.head_messages import Head, WindowView
-from pipeline.payloads import push
 from pipeline.ports import Bus, Clock
 from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import Committed, Rewound
@@ -81,7 +80,7 @@ class Mending:
         return await self._publish(head, fragment)
 
     async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> None:
-        """Commit a version once more whose head is gone: the same bits, momentum, merged bases and totals.
+        """Commit a version once more whose head is gone: the same bits, outer state, merged bases and totals.
 
         The tape says so: with its head the bus lost what was pending, and maybe later versions.
 
@@ -98,7 +97,7 @@ class Mending:
         p, reason = head.fragment, "put back from its syncer's memory: the bus had lost its head"
         view = WindowView(state="idle", attempt=attempt, members=(), expected=0, reason=reason, deadline_unix_s=None)
         there = not await self._lacking(head)
-        payload, rest, momentum = self._named(head) if there else await self._stage(head, fragment)
+        published = self._named(head) if there else await self._stage(head, fragment)
         record = Committed.installed(
             p, head.version, head.digest, reason=reason, syncer=syncer, unix_s=self._clock.unix()
         )
@@ -107,11 +106,11 @@ class Mending:
             expected=None,
             version=head.version,
             digest=head.digest,
-            payload=payload,
-            rest=rest,
-            momentum=momentum,
-            updates=head.updates if there else (),
-            behind=head.behind if there else 0,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.outer_state,
+            updates=published.updates,
+            behind=published.behind,
             window=view,
             merged=head.merged,
             record=record,
@@ -123,20 +122,13 @@ class Mending:
         at = (p, head.version, head.digest)
         await say_rewound(self._bus, self._clock, self._nonce, at, view, max(head.version, adopted(watch, p)))
 
-    def _due(self, head: Head) -> dict[str, int]:
-        """Chunks of all payloads that a head payload_names."""
-        due = {head.payload: head.chunks}
-        due |= {key: one.chunks for one in head.updates for key in one.payloads}
-        due |= {head.rest: head.chunks} if head.rest else {}
-        if head.momentum:
-            due[head.momentum] = chunk_count(self._layout.elements, "fp32", self._sync.chunk_bytes)
-        return due
+    def _named(self, head: Head) -> Published:
+        return published_by(head, self._layout.elements, self._sync)
 
-    def _named(self, head: Head) -> tuple[Staged, Rest | None, Staged | None]:
-        """A head's payloads but its updates."""
-        rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
-        momentum = Staged(head.momentum, self._due(head)[head.momentum]) if head.momentum else None
-        return Staged(head.payload, head.chunks), rest, momentum
+    def _due(self, head: Head) -> dict[str, int]:
+        """Chunks of all payloads that a head names."""
+        of = self._named(head)
+        return {one.key: one.chunks for one in named(of.payload, of.rest, of.outer_state, of.updates)}
 
     async def _lacking(self, head: Head) -> str:
         """What of a head's payloads is not there; "" if nothing."""
@@ -145,19 +137,16 @@ class Mending:
         gone = [key for key, count in zip(due, have, strict=True) if count != due[key]]
         return f"of its payloads {', '.join(gone)} is not there" if gone else ""
 
-    async def _stage(self, head: Head, fragment: FragmentState) -> tuple[Staged, Rest | None, Staged | None]:
+    async def _stage(self, head: Head, fragment: FragmentState) -> Published:
         """The version whole, under fresh keys."""
-        p, bus, sync, fresh = self._layout.id, self._bus, self._sync, self._random_hex(8)
-        payload, rest = await push_global(bus, p, head.version, fresh, fragment.theta, sync, STAGED_TTL_S)
-        if fragment.momentum is None:
-            return payload, rest, None
-        key = bus.keys.momentum_payload(p, head.version, fresh)
-        return payload, rest, await push(bus, key, fragment.momentum, sync.chunk_bytes, STAGED_TTL_S)
+        at = self._layout.id, head.version, self._random_hex(8)
+        values, state = fragment.theta, fragment.outer_state
+        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, state)
 
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
-        anew = Republication(
-            self._nonce, (head.version, head.digest), *await self._stage(head, fragment), REPLACED_TTL_S
-        )
+        whole = await self._stage(head, fragment)
+        at = head.version, head.digest
+        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.outer_state, REPLACED_TTL_S)
         await self._bus.republish(head.fragment, anew)
         return head.model_copy(update=payload_names(anew))
 

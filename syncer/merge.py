@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.codec import Vector
 from pipeline.fragments import FragmentLayout, Slot
 
@@ -110,7 +110,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def zero(cls, rows: int, columns: int) -> "_Rows":
-        directions = take(rows * columns, np.float64).reshape(rows, columns)
+        directions = pooled(rows * columns, np.float64).reshape(rows, columns)
         directions.fill(0)
         return cls(directions, np.zeros(rows, np.float64))
 

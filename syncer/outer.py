@@ -6,7 +6,8 @@ as a whole.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,54 +25,33 @@ _NO_DIRECTION = 1e-30
 """A matrix shorter than this is left as it is: it is rounding noise."""
 
 
-class NesterovStep:
-    """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, as torch.optim.SGD(nesterov=True)."""
+class Momentum(NamedTuple):
+    """A step's momentum, before it and after it."""
 
-    def __init__(
-        self,
-        theta: Float32 | None,
-        momentum: Float32 | None,
-        out: Float32,
-        momentum_out: Float32 | None,
-        lr: float,
-        mu: float,
-    ) -> None:
+    before: Float32 | None
+    """(elements,) b; None: zeros."""
+    after: Float32
+    """(elements,), overwritten with the new b; it may be `before`."""
+    mu: float
+
+
+class PlainStep:
+    """One outer step, block by block: `theta -= lr*D`, as torch.optim.SGD."""
+
+    def __init__(self, theta: Float32 | None, out: Float32, lr: float) -> None:
         """What each block reads and writes.
 
         Args:
             theta: (elements,) the global fragment; None: `out` is overwritten with what would be subtracted from it.
-            momentum: (elements,) b; None: zeros.
             out: (elements,) D, overwritten with the new values.
-            momentum_out: (elements,), overwritten with the new b; it may be `momentum`. None: plain SGD, and mu is 0.
             lr: outer learning rate.
-            mu: outer momentum.
         """
-        if momentum_out is None and mu:
-            raise ValueError(f"mu={mu} needs a momentum buffer")
-        self._theta, self._momentum, self._out, self._momentum_out = theta, momentum, out, momentum_out
-        self._lr, self._mu = lr, mu
+        self._theta, self._out, self._lr = theta, out, lr
         self._scratch = np.empty(min(BLOCK, len(out)), np.float32)
 
     def block(self, start: int, stop: int) -> None:
         """Elements [start, stop), at most `BLOCK` of them."""
-        step = self._scratch[: stop - start]
-        if self._momentum_out is None:
-            self.go(start, stop, self._out[start:stop], step)
-        else:
-            self.direction(start, stop, step)
-            self.go(start, stop, step, step)
-
-    def direction(self, start: int, stop: int, step: Float32) -> None:
-        """The new b of elements [start, stop), and into step (stop - start,): D + mu*b."""
-        assert self._momentum_out is not None  # noqa: S101  # there is momentum
-        d, b = self._out[start:stop], self._momentum_out[start:stop]
-        if self._momentum is None:
-            b.fill(0)
-        else:
-            np.multiply(self._momentum[start:stop], self._mu, out=b)
-        np.add(b, d, out=b)
-        np.multiply(b, self._mu, out=step)
-        np.add(step, d, out=step)
+        self.go(start, stop, self._out[start:stop], self._scratch[: stop - start])
 
     def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
         """The new values of elements [start, stop), lr*step further; both (stop - start,), and may be the same."""
@@ -80,6 +60,33 @@ class NesterovStep:
         else:
             np.multiply(step, self._lr, out=scratch)
             np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
+
+
+class NesterovStep(PlainStep):
+    """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, as torch.optim.SGD(nesterov=True)."""
+
+    def __init__(self, theta: Float32 | None, momentum: Momentum, out: Float32, lr: float) -> None:
+        """As `PlainStep`; momentum: read and written too."""
+        super().__init__(theta, out, lr)
+        self._momentum = momentum
+
+    def block(self, start: int, stop: int) -> None:
+        """As `PlainStep`."""
+        step = self._scratch[: stop - start]
+        self.direction(start, stop, step)
+        self.go(start, stop, step, step)
+
+    def direction(self, start: int, stop: int, step: Float32) -> None:
+        """The new b of elements [start, stop), and into step (stop - start,): D + mu*b."""
+        before, after, mu = self._momentum
+        d, b = self._out[start:stop], after[start:stop]
+        if before is None:
+            b.fill(0)
+        else:
+            np.multiply(before[start:stop], mu, out=b)
+        np.add(b, d, out=b)
+        np.multiply(b, mu, out=step)
+        np.add(step, d, out=step)
 
 
 def matrix_elements(layout: FragmentLayout) -> int:
@@ -105,48 +112,38 @@ def orthogonalised(matrix: Float32) -> Float32:
     return x.T if tall else x
 
 
-def muon_step(
-    layout: FragmentLayout,
-    theta: Float32 | None,
-    momentum: Float32 | None,
-    out: Float32,
-    momentum_out: Float32,
-    lr: float,
-    mu: float,
-    finish: Callable[[int, int], None],
-    recorded: Float32 | None = None,
-) -> Float32:
+def muon_blocks(
+    layout: FragmentLayout, step: NesterovStep, found: Float32, recorded: Float32 | None = None
+) -> Iterator[int]:
     """One outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O orthogonalises each matrix at its own length.
 
     Tensors that are no matrices have O(x) = x, as `NesterovStep`.
 
     Args:
         layout: says which tensors are matrices.
-        theta, momentum, out, momentum_out, lr, mu: as `NesterovStep`.
-        finish: called with (start, stop) of each block that is what it will be, from front to back.
-        recorded: what this returned for an earlier step, to go by instead of what is computed here; for a replay.
+        step: what is read and written.
+        found: (matrix elements,), overwritten with O(D + mu*b) of the matrices, one after another, as computed here.
+        recorded: what an earlier step found, to go by instead of what is computed here; for a replay.
 
-    Returns:
-        (matrix elements,) O(D + mu*b) of the matrices, one after another, as computed here.
+    Yields:
+        The end of each block that is what it will be, from front to back.
     """
-    plain = NesterovStep(theta, momentum, out, momentum_out, lr, mu)
-    found, done = np.empty(matrix_elements(layout), np.float32), 0
+    done = 0
     for slot in layout.slots:
         if not slot.tensor.matrix:
             for start in range(slot.start, slot.stop, BLOCK):
                 stop = min(start + BLOCK, slot.stop)
-                plain.block(start, stop)
-                finish(start, stop)
+                step.block(start, stop)
+                yield stop
             continue
         part = slice(done, done + slot.stop - slot.start)
-        step = found[part]
-        plain.direction(slot.start, slot.stop, step)
-        np.copyto(step, at_its_length(step.reshape(slot.tensor.shape)))
-        taken = step if recorded is None else recorded[part]
-        plain.go(slot.start, slot.stop, taken, np.empty_like(taken))
-        finish(slot.start, slot.stop)
+        direction = found[part]
+        step.direction(slot.start, slot.stop, direction)
+        np.copyto(direction, at_its_length(direction.reshape(slot.tensor.shape)))
+        taken = direction if recorded is None else recorded[part]
+        step.go(slot.start, slot.stop, taken, np.empty_like(taken))
+        yield slot.stop
         done = part.stop
-    return found
 
 
 def at_its_length(matrix: Float32) -> Float32:

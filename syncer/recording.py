@@ -27,6 +27,7 @@ from pydantic import Field
 from pipeline.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from pipeline.errors import BadMessage, BadPayload, UsageError
 from pipeline.fragments import FragmentLayout
+from pipeline.outer_state import STATE_RULES, OuterState, joined, vectors
 from pipeline.spec_messages import Spec
 from pipeline.tape_messages import Contribution
 from pipeline.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
@@ -68,7 +69,8 @@ class MergeHeader(Message):
 
 
 class GlobalHeader(Message):
-    """Values at one version. Arrays that follow: theta, then momentum unless it is zero; each (elements,) float32."""
+    """Values at one version. Arrays that follow: theta (elements,), then the outer state's payload unless it is all
+    zeros (`pipeline.outer_state`), its vectors one after another; all float32."""
 
     format: Literal[1] = 1
     fragment: FragmentId
@@ -76,6 +78,7 @@ class GlobalHeader(Message):
     digest: Digest
     """Of theta."""
     momentum: Digest | None
+    """Of the outer state's payload; None: all zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,11 @@ class RecordedMerge:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGlobal:
-    """A `.global` file in memory; both arrays have the digests that the header says."""
+    """A `.global` file in memory; values and outer state have the digests that the header says."""
 
     header: GlobalHeader
     theta: Float32
-    momentum: Float32 | None
+    outer_state: OuterState
 
 
 class Name(NamedTuple):
@@ -160,9 +163,10 @@ class Recorder:
 
     def loaded(self, state: FragmentState) -> None:
         """Record values that were read from the bus: no merge recorded here may lead to them."""
-        momentum = None if state.momentum is None else self._digest(state.momentum)
-        header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=momentum)
-        self._save(header, GLOBAL, [state.theta] if state.momentum is None else [state.theta, state.momentum])
+        kept = [joined(state.outer_state, STATE_RULES[self._sync.outer].names)] if state.outer_state else []
+        digest = self._digest(kept[0]) if kept else None
+        header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=digest)
+        self._save(header, GLOBAL, [state.theta, *kept])
 
     def _digest(self, values: Vector) -> bytes:
         return payload_digest(as_bytes(values), self._sync.chunk_bytes)
@@ -274,14 +278,16 @@ def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGloba
         BadMessage: the file is cut short, too long, damaged, or not of this format.
         OSError: it cannot be read.
     """
-    size = layout.elements * 4
-    header, body = _read(path, GlobalHeader, lambda header: size if header.momentum is None else 2 * size)
-    theta = body[:size].view(np.float32)
-    momentum = None if header.momentum is None else body[size:].view(np.float32)
-    for what, values, digest in (("values", theta, header.digest), ("momentum", momentum, header.momentum)):
-        if values is not None and payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
+    size, names = layout.elements * 4, STATE_RULES[spec.sync.outer].names
+    header, body = _read(path, GlobalHeader, lambda header: size * (1 + (len(names) if header.momentum else 0)))
+    theta, kept = body[:size].view(np.float32), body[size:].view(np.float32)
+    digests = [("values", theta, header.digest)]
+    if header.momentum is not None:
+        digests.append(("outer state", kept, header.momentum))
+    for what, values, digest in digests:
+        if payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
             raise BadMessage(f"{path.name} is damaged: its {what} do not have the digest that its header says")
-    return RecordedGlobal(header, theta, momentum)
+    return RecordedGlobal(header, theta, {} if header.momentum is None else vectors(kept, names))
 
 
 def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.NDArray[np.uint8]]:

@@ -9,7 +9,7 @@ What is compared, for each merge on the tape:
 - orthogonalised steps of matrices (Muon): computed again, within `ORTHOGONAL_TOLERANCE`, since products of matrices are
   reductions too;
 - elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps give
-  the tape's digest, bit for bit, on any machine. Momentum takes part, since it goes into the next version.
+  the tape's digest, bit for bit, on any machine. The outer state takes part, since it goes into the next version.
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
 replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
@@ -32,6 +32,7 @@ import numpy as np
 from pipeline.codec import as_bytes, payload_digest
 from pipeline.errors import BadMessage
 from pipeline.fragments import FragmentLayout, layout_of
+from pipeline.outer_state import OuterState
 from pipeline.ramps import outer_at
 from pipeline.spec_messages import Spec, SyncSpec
 from pipeline.tape_messages import Committed, Contribution
@@ -66,10 +67,10 @@ class Difference(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Global values and outer momentum (None: all zeros) of one version, each (elements,) float32."""
+    """Global values (elements,) float32 and outer state of one version."""
 
     theta: Float32
-    momentum: Float32 | None
+    outer_state: OuterState
 
 
 class Checked(NamedTuple):
@@ -201,7 +202,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     if digest != tape.digest:
         problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
         return Checked(None, largest, problems)
-    return Checked(Values(stepped.theta, stepped.momentum), largest, problems)
+    return Checked(Values(stepped.theta, stepped.outer_state), largest, problems)
 
 
 def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> list[str]:
@@ -386,7 +387,7 @@ class _FragmentReplay:
             if (header.fragment, header.version, header.digest.hex()) != (self._layout.id, *node):
                 self._differs(node[0], f"{path.name} holds fragment {header.fragment} version {header.version}")
                 continue
-            sound.append(Values(found.theta, found.momentum))
+            sound.append(Values(found.theta, found.outer_state))
         return sound
 
     def _meet(self, node: Node, values: Values) -> None:
@@ -396,9 +397,10 @@ class _FragmentReplay:
 
     def _compare(self, node: Node, values: Values, other: Values, how: str) -> None:
         """The digest says so of theta only."""
-        mine, theirs = (np.zeros_like(v.theta) if v.momentum is None else v.momentum for v in (values, other))
-        if not np.array_equal(mine, theirs):
-            self._differs(node[0], f"momentum: {how}")
+        for name in sorted({*values.outer_state, *other.outer_state}):
+            mine, theirs = (v.outer_state.get(name, np.zeros_like(v.theta)) for v in (values, other))
+            if not np.array_equal(mine, theirs):
+                self._differs(node[0], f"{name}: {how}")
 
     def _tell_gaps(self) -> None:
         """Merges that nothing led to: one line for each that a row of them begins with."""

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from pipeline import globals as globals_
-from pipeline import head_hash
+from pipeline import global_int8, head_hash
 from pipeline.keys import RunKeys
 from pipeline.memory import MemoryBus
-from pipeline.updates import Coded, Updating
+from pipeline.updates import CodedGradient, StepCoder
 from syncer import fragment, outer
 from syncer.admission import Admission
 from syncer.fragment import FragmentState
 from syncer.leases import Leases
 from syncer.owner import FragmentOwner
-from syncer.room import Room
 from syncer.session import Session
-from syncer.staging import Staging
 from syncer.window import Window
 from workers.exchange import Exchange
 from workers.rounds import Rounds
@@ -209,7 +206,7 @@ MUTATIONS = [
         "the momentum is lost",
         FragmentState,
         "merge",
-        (("momentum=stepped.momentum,", "momentum=None,"),),
+        (("outer_state=stepped.outer_state,", "outer_state={},"),),
     ),
     Mutation(
         "the outer warm-up is a step too short",
@@ -232,11 +229,11 @@ MUTATIONS = [
     Mutation(
         "the momentum is of orthogonalised steps",
         fragment,
-        "muon_step",
+        "muon_blocks",
         (
             (
-                "finish(slot.start, slot.stop)",
-                "momentum_out[slot.start : slot.stop] = taken\n        finish(slot.start, slot.stop)",
+                "yield slot.stop",
+                "step._momentum.after[slot.start : slot.stop] = taken\n        yield slot.stop",
             ),
         ),
     ),
@@ -252,8 +249,8 @@ MUTATIONS = [
         "advance",
         (
             (
-                "self.theta, self.momentum = merged.theta,",
-                "self.theta, self.momentum = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
+                "self.theta, self.outer_state = merged.theta,",
+                "self.theta, self.outer_state = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
             ),
         ),
     ),
@@ -265,40 +262,40 @@ MUTATIONS = [
     ),
     Mutation(
         "an owner's values are what the step was, not what its update says",
-        Updating,
-        "stepped",
+        StepCoder,
+        "written",
         (("np.subtract(self._theta[piece], step, out=", "np.subtract(self._theta[piece], steps[piece], out="),),
     ),
     Mutation(
         "an owner's momentum is of the step before it was quantized",
-        Room,
+        global_int8._Writer,
         "begin",
-        (("if self.momentum is not None and self.merged is None:", "if False:"),),
+        (("if step.rule is not None and self._gradient is None:", "if False:"),),
     ),
     Mutation(
         "a pseudogradient is merged as it was before its code",
-        Coded,
+        CodedGradient,
         "replace",
         (("decoded=piece", "decoded=piece.copy()"),),
     ),
     Mutation(
         "who takes over leaves the momentum where the key frame was",
-        globals_,
+        global_int8,
         "_follow",
-        (("elif momentum:", "elif False:"),),
+        (("following = rule", "following = None"),),
     ),
     Mutation(
         "a head names too few updates for its key frame",
-        Staging,
-        "_published",
+        global_int8._Writer,
+        "published",
         (("[-max(behind, KEPT_UPDATES) :]", "[-KEPT_UPDATES:]"),),
     ),
     Mutation(
         "a learner takes updates for any values, and looks at no digest",
-        globals_,
+        global_int8,
         "updates_after",
         ((" or head.updates[-count].base != held.digest", ""),),
-        (Mutation("", globals_, "_check", (("if digest != due:", "if False:"),)),),
+        (Mutation("", global_int8, "check", (("if digest != due:", "if False:"),)),),
     ),
     Mutation(
         "updates that a head names no more stay",
@@ -310,7 +307,7 @@ MUTATIONS = [
         "the momentum is not carried on",
         FragmentState,
         "advance",
-        (("self.theta, self.momentum = merged.theta, merged.momentum", "self.theta = merged.theta"),),
+        (("self.theta, self.outer_state = merged.theta, merged.outer_state", "self.theta = merged.theta"),),
     ),
 ]
 

@@ -13,9 +13,7 @@ from pipeline.commits import Commit
 from pipeline.delta_messages import DeltaHeader
 from pipeline.globals import push_global
 from pipeline.head_messages import Head, WindowView
-from pipeline.keys import RunKeys
 from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
-from pipeline.payloads import push
 from pipeline.ports import Bus
 from pipeline.run_messages import LearnerReport, Phase, RunState, SeenReport
 from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
@@ -144,14 +142,10 @@ async def commit(
     global_codec: str = "fp32",
 ) -> bytes:
     """Move a fragment's head to these values, as its owner would; returns the digest."""
-    keys: RunKeys = bus.keys
     assert await bus.acquire_lease(fragment, nonce, 1e6)
     sync = sync_spec(chunk_bytes=chunk_bytes, global_codec=global_codec)
-    payload, rest = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60)
-    staged = None
-    if momentum is not None:
-        key = keys.momentum_payload(fragment, version, f"{version:08x}")
-        staged = await push(bus, key, momentum, chunk_bytes, 60)
+    state = {} if momentum is None else {"momentum": momentum}
+    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, state)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
     record = Committed(
         fragment=fragment,
@@ -174,9 +168,9 @@ async def commit(
             expected=expected,
             version=version,
             digest=digest,
-            payload=payload,
-            rest=rest,
-            momentum=staged,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.outer_state,
             window=IDLE,
             merged=(),
             record=record,

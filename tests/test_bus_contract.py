@@ -251,7 +251,7 @@ async def test_a_payload_never_has_a_hole(bus: Bus) -> None:
 def large(count: int, size: int = 100_000) -> list[Encoded]:
     """Encoded chunks of a payload that are large enough to travel in parts."""
     payload = Payload(memoryview(bytes(range(256)) * (count * size // 256)), size)
-    payload.written(count * size)
+    payload.grow_to(count * size)
     return [payload.encoded(i) for i in range(count)]
 
 

@@ -93,7 +93,7 @@ def test_no_momentum_no_file(tmp_path):
     for n, momentum in enumerate((None, np.zeros_like(MOMENTUM))):
         (path,) = save(tmp_path / str(n), momentum=momentum)
         assert not (path / "momentum.safetensors").exists()
-        assert load_checkpoint(path).momentum == (None, None)
+        assert load_checkpoint(path).outer_state == ({}, {})
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -108,8 +108,8 @@ def test_what_was_saved_is_loaded(tmp_path):
         shards = [(Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10), 4 if i == 1 else 0) for i in (1, 2)]
         assert loaded.shards == ShardQueue(epochs=1, open=tuple(shards))
         assert [t.tobytes() for t in loaded.globals] == [t.tobytes() for t in THETA]
-        assert loaded.momentum[0].tobytes() == MOMENTUM.tobytes()
-        assert loaded.momentum[1] is None
+        assert loaded.outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
+        assert loaded.outer_state[1] == {}
 
 
 def test_a_run_without_clipping_is_one_after_its_checkpoint_too(tmp_path):
@@ -304,7 +304,7 @@ def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
     loaded = load_checkpoint(tmp_path)
     assert loaded.fragments[0].version == 4
     assert loaded.globals[0].tobytes() == (-THETA[0]).tobytes()
-    assert loaded.momentum[0].tobytes() == (-MOMENTUM).tobytes()
+    assert loaded.outer_state[0]["momentum"].tobytes() == (-MOMENTUM).tobytes()
 
 
 def test_a_damaged_payload_is_no_endless_loop(tmp_path):
@@ -433,7 +433,7 @@ def test_a_checkpoint_of_an_earlier_build_is_loaded_with_what_can_be_checked(tmp
     """It has no digest of the momentum: that it is finite is checked, and the rest is said."""
     (path,) = save(tmp_path)
     older(path)
-    assert load_checkpoint(path).momentum[0].tobytes() == MOMENTUM.tobytes()
+    assert load_checkpoint(path).outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
     assert "checkpoint_without_sums" in capsys.readouterr().out
     poison(path / "momentum.safetensors")
     with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):

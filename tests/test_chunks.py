@@ -14,7 +14,7 @@ CHUNK = 2 * LEAST_PARTS
 
 def payload_of(array: np.ndarray, chunk_bytes: int = CHUNK) -> Payload:
     payload = Payload(as_bytes(array), chunk_bytes)
-    payload.written(array.nbytes)
+    payload.grow_to(array.nbytes)
     return payload
 
 
@@ -41,13 +41,13 @@ def test_a_payload_is_digested_as_it_is_written():
     """What is not whole yet has no digest; what is, has its own at once."""
     array = np.zeros(CHUNK, np.float32)  # 4 chunks
     payload = Payload(as_bytes(array), CHUNK)
-    payload.written(CHUNK - 1)
+    payload.grow_to(CHUNK - 1)
     assert payload.ready == 0
     array[: CHUNK // 4] = 1
-    payload.written(CHUNK)
+    payload.grow_to(CHUNK)
     assert payload.ready == 1
     array[CHUNK // 4 :] = 2
-    payload.written(4 * CHUNK)
+    payload.grow_to(4 * CHUNK)
     assert payload.ready == 4
     assert [whole(payload.encoded(i)) for i in range(4)] == list(encode_chunks(array, CHUNK))
 

@@ -66,8 +66,8 @@ def test_halves_that_grow_are_those_of_the_whole(elements: int, stretch: int) ->
     high, low = halves(values)
     growing = Halves(elements, 1024)
     for stop in range(0, elements, BLOCK // stretch):
-        growing.written(values, stop)
-    growing.written(values, elements)
+        growing.grow_to(values, stop)
+    growing.grow_to(values, elements)
     assert growing.high.ready == growing.high.chunks
     assert growing.high.digest == payload_digest(as_bytes(high), 1024)
     assert growing.low.digest == payload_digest(as_bytes(low), 1024)

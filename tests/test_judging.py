@@ -17,7 +17,7 @@ SIZE = 1000
 def fragment() -> FragmentState:
     """Values of length 10, which hardly move."""
     layout = layout_of([samples.tensor("t", (SIZE,))]).fragments[0]
-    return FragmentState(layout, samples.sync_spec(fragments=1, outer_lr=1e-6), 0, bytes(16), along(10.0), None)
+    return FragmentState(layout, samples.sync_spec(fragments=1, outer_lr=1e-6), 0, bytes(16), along(10.0), {})
 
 
 def along(length: float) -> np.ndarray:

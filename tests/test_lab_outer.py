@@ -8,10 +8,9 @@ from chaos.lab.outer import RULES, Memory, Merge
 from chaos.lab.settings import LabRun
 from pipeline.fragments import layout_of
 from syncer.admission import Offer
+from syncer.draft import Draft
 from syncer.fragment import Delta, FragmentState
-from syncer.merge import Sum
 from syncer.norms import delta_norms
-from syncer.room import Room
 
 from . import samples
 
@@ -80,7 +79,7 @@ LAYOUT = layout_of([samples.tensor("t", (2, 2), rule="mean"), samples.tensor("e"
 
 def fragment(books: Stale | None = None, **told) -> LabFragment:
     sync = samples.sync_spec(fragments=1, outer_momentum=told.pop("mu", 0.0), outer_warmup=told.pop("warmup", 0))
-    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), None
+    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), {}
     return LabFragment(LabRun(**{"outer": "nesterov"} | told), books or Stale(), *state)
 
 
@@ -116,10 +115,9 @@ def test_what_was_summed_while_others_were_awaited_does_not_show(told, after):
     state = fragment(**told)
     state.advance(state.merge([delta("a", 0, every(2.0))], []))
     deltas = [delta("b", 0, every(4.0)), delta("a", 1, every(1.0))]
-    room = Room(6, state.sync)
-    room.sum = Sum(LAYOUT, room.theta)
-    room.sum.add([one.values for one in deltas], [one.norms for one in deltas], [1.0, 1.0])
-    assert state.merge(deltas, [], room).theta.tolist() == pytest.approx([after] * 6)
+    draft = Draft(LAYOUT, state.sync)
+    draft.sum.add([one.values for one in deltas], [one.norms for one in deltas], [1.0, 1.0])
+    assert state.merge(deltas, [], draft).theta.tolist() == pytest.approx([after] * 6)
 
 
 def test_a_rule_takes_over_a_sum_that_was_begun():
@@ -128,15 +126,13 @@ def test_a_rule_takes_over_a_sum_that_was_begun():
     for begun in (False, True):
         state = fragment(outer="agreement", mu=0.5)
         deltas = [delta(name, 0, every(value)) for name, value in (("a", 1.0), ("b", 3.0))]
-        room = Room(6, state.sync)
-        room.sum = Sum(LAYOUT, room.theta) if begun else None
-        if room.sum is not None:
-            room.sum.add([deltas[0].values], [deltas[0].norms], [1.0])
-        room.gather(0.5)
-        merged = state.merge(deltas, [], room)
+        draft = Draft(LAYOUT, state.sync)
+        if begun:
+            draft.sum.add([deltas[0].values], [deltas[0].norms], [1.0])
+        draft.prepare(0.5)
+        merged = state.merge(deltas, [], draft)
         found.append((merged.theta.tobytes(), merged.digest))
-        assert room.momentum is not None
-        assert not room.momentum.any()
+        assert not draft.outer_state["momentum"].any()
     assert found[0] == found[1]
 
 
@@ -151,13 +147,13 @@ def test_off_it_is_production_to_the_bit():
     """Two merges with momentum and RDA, values and momentum."""
     random = np.random.default_rng(1)
     ours = fragment(mu=0.9)
-    theirs = FragmentState(LAYOUT, ours.sync, 0, bytes(16), ours.theta.copy(), None)
+    theirs = FragmentState(LAYOUT, ours.sync, 0, bytes(16), ours.theta.copy(), {})
     for version in range(2):
         deltas = [delta(name, version, random.normal(size=6).astype(np.float32)) for name in "abc"]
         for state in (ours, theirs):
             state.advance(state.merge(deltas, []))
         assert ours.theta.tobytes() == theirs.theta.tobytes()
-        assert ours.momentum.tobytes() == theirs.momentum.tobytes()
+        assert ours.outer_state["momentum"].tobytes() == theirs.outer_state["momentum"].tobytes()
 
 
 @pytest.mark.parametrize("outer", RULES)

@@ -10,9 +10,9 @@ from chaos.virtual_time import run_virtual
 from pipeline.errors import BadPayload
 from pipeline.globals import pull_state
 from pipeline.tape_messages import RefusalReason, Rejected
+from syncer.draft import Draft
 from syncer.fragment import Delta, FragmentState, Stepped
 from syncer.norms import all_finite
-from syncer.room import Room
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -28,9 +28,9 @@ class Overflowing(FragmentState):
     left = 0
     what = "theta"
 
-    def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:
-        stepped = super().step(deltas, shares, room)
-        array = getattr(stepped, self.what)
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
+        stepped = super().step(deltas, shares, draft)
+        array = stepped.theta if self.what == "theta" else stepped.outer_state.get(self.what)
         if self.layout.id == 0 and Overflowing.left and array is not None:  # the first merges only average
             Overflowing.left -= 1
             Overflowing.times += 1
@@ -59,9 +59,9 @@ def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_
         assert "version" in refused[0].detail
         for head in await world.heads():
             elements = len(learners[0].values[head.fragment])
-            theta, momentum = await pull_state(world.bus, head, elements, world.spec.sync, inline)
+            theta, state = await pull_state(world.bus, head, elements, world.spec.sync, inline)
             assert np.isfinite(theta).all()
-            assert np.isfinite(momentum).all()
+            assert np.isfinite(state["momentum"]).all()
         for learner in learners:
             assert np.isfinite(np.concatenate(learner.values)).all()
             await learner.kill()

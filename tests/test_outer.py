@@ -9,7 +9,7 @@ import torch
 from pipeline.fragments import layout_of
 from syncer.fragment import outer_step
 from syncer.norms import BLOCK, delta_norms
-from syncer.outer import NesterovStep, orthogonalised
+from syncer.outer import Momentum, NesterovStep, PlainStep, orthogonalised
 
 from . import samples
 
@@ -17,7 +17,7 @@ from . import samples
 def nesterov_step(theta: Any, momentum: Any, pseudogradient: Any, lr: float, mu: float) -> None:
     """A whole outer step in place, but for the pseudogradient."""
     out = pseudogradient.copy()
-    step = NesterovStep(theta, momentum, out, momentum, lr, mu)
+    step = NesterovStep(theta, Momentum(momentum, momentum, mu), out, lr) if mu else PlainStep(theta, out, lr)
     for start in range(0, len(theta), BLOCK):
         step.block(start, min(start + BLOCK, len(theta)))
     theta[:] = out
@@ -50,12 +50,6 @@ def test_golden_history_of_a_constant_pseudogradient():
     assert (d == 1).all()
 
 
-def test_momentum_without_its_buffer_is_a_bug_of_ours():
-    """Momentum is never silently left out."""
-    with pytest.raises(ValueError, match="buffer"):
-        nesterov_step(np.zeros(2, np.float32), None, np.zeros(2, np.float32), 1.0, 0.9)
-
-
 SHAPES = [(8, 8), (12, 40), (40, 12), (2, 2)]
 MUON = samples.sync_spec(fragments=1, outer="muon", outer_lr=0.7, outer_momentum=0.6)
 MIXED = layout_of(
@@ -71,7 +65,8 @@ MIXED = layout_of(
 def stepped(sync, outer, momentum, delta, layout=MIXED):
     """An outer step from zeros that merges one delta: theta, momentum and the orthogonalised step."""
     theta = np.zeros(layout.elements, np.float32)
-    return outer_step(layout, sync, outer, theta, momentum, [delta], [delta_norms(layout, delta)], (1.0,))
+    state = {} if momentum is None else {"momentum": momentum}
+    return outer_step(layout, sync, outer, theta, state, [delta], [delta_norms(layout, delta)], (1.0,))
 
 
 def random_vector(seed, layout=MIXED):
@@ -95,7 +90,7 @@ def test_a_muon_step_turns_matrices_at_their_length_and_nothing_else():
     delta, momentum = random_vector(2), random_vector(3)
     muon = stepped(MUON, (0.7, 0.6), momentum, delta)
     plain = stepped(MUON.model_copy(update={"outer": "nesterov"}), (0.7, 0.6), momentum, delta)
-    np.testing.assert_array_equal(muon.momentum, plain.momentum)
+    np.testing.assert_array_equal(muon.outer_state["momentum"], plain.outer_state["momentum"])
     assert plain.orthogonal is None
     at = 0
     for slot in MIXED.slots:

@@ -230,7 +230,7 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
     layout = layout_of(spec.tensors).fragments[0]
     found = recording.read_global(path, layout, spec)
     state = replay_state(spec, found)
-    state.momentum = found.momentum + np.float32(1e-3)
+    state.outer_state = {"momentum": found.outer_state["momentum"] + np.float32(1e-3)}
     writer = name_writer(path)
     Recorder(tmp_path, spec, writer).loaded(state)
     (line,) = told(check(tmp_path, commits))
@@ -240,7 +240,7 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
 def replay_state(spec: Spec, found: recording.RecordedGlobal) -> FragmentState:
     layout = layout_of(spec.tensors).fragments[found.header.fragment]
     header = found.header
-    return FragmentState(layout, spec.sync, header.version, header.digest, found.theta, found.momentum)
+    return FragmentState(layout, spec.sync, header.version, header.digest, found.theta, found.outer_state)
 
 
 def name_writer(path: Path) -> str:
@@ -276,7 +276,7 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
     assert outcome.repeated == outcome.merges >= 4
     (path, _), *_ = list_files(tmp_path / "kept", 0).items()
     spec = recording.read_spec(tmp_path / "kept")
-    assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).momentum is not None
+    assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).outer_state.keys() == {"momentum"}
 
 
 # --- tampering -------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_the_replay_goes_on_from_the_next_recorded_values(copy) -> None:
         patch.setattr(replay._FragmentReplay, "_make", seen)
         check(folder, commits)
     values, layout = states[1, bad.version], layout_of(spec.tensors).fragments[1]
-    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
+    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
     Recorder(folder, spec, "ab" * 8).loaded(state)
     file_of(folder, bad).unlink()
     outcome = check(folder, commits)
@@ -514,7 +514,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     other.unlink()
     spec = recording.read_spec(folder)
     state = replay_state(spec, recording.read_global(true_copy, layout_of(spec.tensors).fragments[0], spec))
-    state.momentum = np.full_like(state.theta, 1e-3)
+    state.outer_state = {"momentum": np.full_like(state.theta, 1e-3)}
     Recorder(folder, spec, writer).loaded(state)
     lines = told(check(folder, commits))
     assert "fragment 0 version 0: momentum: one recording of it differs from another" in lines
@@ -636,7 +636,7 @@ def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None
         patch.setattr(replay._FragmentReplay, "_make", seen)
         check(folder, commits)
     assert values is not None
-    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
+    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
     Recorder(folder, spec, "ab" * 8).loaded(state)
     assert told(check(folder, commits)) == []
     commits.remove(bad)

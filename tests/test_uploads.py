@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from chaos.virtual_time import VirtualClock, inline, run_virtual
-from pipeline.codec import payload_bytes
+from pipeline.codec import held, payload_bytes
 from pipeline.fragments import layout_of
 from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.payloads import follow, push
+from pipeline.payloads import push
 from pipeline.ports import Bus
 from pipeline.tape_messages import RefusalReason, Rejected
 from pipeline.wire import Codec
 from syncer.admission import Offer
 from syncer.fragment import Delta
 from syncer.intake import Downloads
+from syncer.norms import DeltaNorms
 from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -106,9 +107,14 @@ def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
 
 
 @pytest.mark.parametrize(("kind", "looks"), [("bf16", 0), ("int4", 1)])
-def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(kind: Codec, looks: int) -> None:
+def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
+    monkeypatch: pytest.MonkeyPatch, kind: Codec, looks: int
+) -> None:
     """Another thread would have to fetch it from this one's cache; a quantized payload would hold up all else here."""
     offloaded: list[str] = []
+    seen: list[int] = []
+    monkeypatch.setattr(DeltaNorms, "advance", lambda self, here: seen.append(len(here)))
+    monkeypatch.setattr(DeltaNorms, "norms", lambda self: np.ones(len(FRAGMENT.slots)))
 
     async def offload(work: Callable[..., Any], *args: Any) -> Any:
         offloaded.append(work.__name__)
@@ -116,16 +122,16 @@ def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(kind: Codec,
 
     async def main() -> None:
         clock = VirtualClock()
-        bus = MemoryBus("r", clock, MemoryStore())
+        bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
         wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
-        await push(bus, "payload", wire, 1024, 600)
-        seen: list[int] = []
-        heard = seen.append
-        await follow(
-            bus, "payload", FRAGMENT.elements, kind, 1024, lambda: None, offload, lambda reader: heard(reader.received)
-        )
-        assert seen[0] == 1
-        assert len(offloaded) == looks
+        await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
+        intake = Downloads(bus, clock, FRAGMENT, sync, asyncio.Event(), offload, UploadEstimator())
+        intake.start([offer], sound)
+        while not intake.outcomes:
+            await asyncio.sleep(0.01)
+        assert seen[0] == held(sync.chunk_bytes, FRAGMENT.elements, kind)
+        assert len(offloaded) == looks + 1, "and to be judged"
+        await intake.close()
 
     run_virtual(main())
 

@@ -12,6 +12,7 @@ retried for as long as it lasts.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import structlog
 
 from pipeline import codec
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.chunks import Payload
 from pipeline.delta_messages import DeltaHeader
 from pipeline.errors import (
@@ -33,6 +34,7 @@ from pipeline.errors import (
     outage_event,
 )
 from pipeline.fragments import Layout
+from pipeline.global_formats import FORMATS
 from pipeline.globals import Held, pull_shown
 from pipeline.head_messages import Head
 from pipeline.payloads import push_growing
@@ -340,7 +342,7 @@ class Exchange:
         assert self._spec is not None  # noqa: S101  # set by join
         p, elements = head.fragment, self._fragments[head.fragment].elements
         sync, held = self._spec.sync, None
-        if sync.global_codec == "int8" and (base := self._bases.get(p)) is not None:
+        if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:
             held = Held(base.version, base.digest, await self._offload(self._encoder.read, base.values))
         try:
             pulled = await pull_shown(self._bus, head, elements, sync, self._offload, SLOW_PULL_S, held)
@@ -408,16 +410,12 @@ class Exchange:
         if not self._wants(publication):
             return
         sync, base, loop = self._spec.sync, publication.base, asyncio.get_running_loop()
-        wire, more = take(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
-        payload = Payload(codec.as_bytes(wire), sync.chunk_bytes)
-
-        def written(upto: int) -> None:
-            payload.written(upto)
-            loop.call_soon_threadsafe(more.set)
+        wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
+        payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
         async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
-            given = base.values, values, sync.codec, residual, wire, written
+            given = base.values, values, sync.codec, residual, wire, payload.grow_to
             error = await self._apart(len(base.values), self._encoder.encode, *given)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)

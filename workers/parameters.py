@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeline.buffers import take
+from pipeline.buffers import pooled
 from pipeline.codec import as_bytes
 from pipeline.errors import UsageError
 from pipeline.fragments import Layout, balance
@@ -172,7 +172,7 @@ class FragmentTensors:
         self._check(p)
         layout = self._layout.fragments[p]
         if self._plain(p):
-            values = take(layout.elements, np.float32)
+            values = pooled(layout.elements, np.float32)
             raw = as_bytes(values)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
                 raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)
@@ -212,7 +212,7 @@ class FragmentTensors:
     def _flat(self, p: int) -> torch.Tensor:
         layout = self._layout.fragments[p]
         if self.device.type == "cpu":
-            flat = torch.from_numpy(take(layout.elements, np.float32))
+            flat = torch.from_numpy(pooled(layout.elements, np.float32))
         else:  # torch uses memory of other devices again by itself
             flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.head_messages import MergedBase
+from syncer.draft import Draft
 from syncer.fragment import Delta, FragmentState, Merged, Stepped
-from syncer.merge import Sum
 from syncer.norms import delta_norms
-from syncer.room import Room
 
 from .outer import RULES, Memory, Merge
 from .settings import LabRun
@@ -43,7 +42,7 @@ class LabFragment(FragmentState):
         self._next: tuple[Memory, int, int] = ({}, 0, 0)
         """Memory, stale deltas and dropped tokens of the merge in hand, for when it is committed."""
 
-    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], room: Room | None = None) -> Merged:
+    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
         """As production's; stale deltas fare as the run says, unless there are no others."""
         stale = [d.offer.header for d in deltas if self._is_stale(d)]
         taken, dropped = list(deltas), 0
@@ -51,31 +50,31 @@ class LabFragment(FragmentState):
             taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
         elif self._run.stale == "rebase":
             taken = [self._rebased(d) if self._is_stale(d) else d for d in deltas]
-        if room is not None and stale and self._run.stale is not None:
-            room.sum = None  # the stale ones may be in it as they came
-        merged = super().merge(taken, before, room)
+        if draft is not None and stale and self._run.stale is not None:
+            draft.discard_sum()  # the stale ones may be in it as they came
+        merged = super().merge(taken, before, draft)
         self._next = (self._next[0], len(stale), dropped)
         return merged
 
-    def step(self, deltas: Sequence[Delta], shares: Sequence[float], room: Room) -> Stepped:
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
         """The run's outer step; where production only averages, its step."""
         lr, mu = self.outer(deltas)
         self._next = ({}, 0, 0)
         averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
         if self._run.outer not in RULES or averages:
-            return super().step(deltas, shares, room)
+            return super().step(deltas, shares, draft)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        reduced = (room.sum or Sum(self.layout, room.theta)).close(values, norms, shares)
+        reduced = draft.sum.close(values, norms, shares)
         squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
-        given = Merge(self.theta, room.theta.copy(), step, lr, mu, delay, spread)
-        room.theta[:], memory = RULES[self._run.outer](given, self._memory)
-        if room.momentum is not None:
-            room.momentum.fill(0)  # a rule keeps its own
-        room.written(self.layout.elements)
+        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread)
+        draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
+        for vector in draft.outer_state.values():
+            vector.fill(0)  # a rule keeps its own
+        draft.begin(self.theta, self.outer_state, lr, mu).written(self.layout.elements)
         self._next = (memory, 0, 0)
-        return Stepped(room.theta, room.momentum, reduced)
+        return Stepped(draft.theta, draft.outer_state, reduced)
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""

@@ -18,12 +18,13 @@ from pipeline.fragments import layout_of
 from pipeline.payloads import pull
 from pipeline.tape_messages import Committed
 from syncer.admission import Offer
-from syncer.folding import Folding
+from syncer.draft import Draft
 from syncer.fragment import Delta
 from syncer.merge import MOST_SHARE, Sum, merge, merge_shares, merge_weights
 from syncer.metrics import Metrics
 from syncer.norms import BLOCK, delta_norms
 from syncer.replay import replay
+from syncer.running_sum import RunningSum
 from syncer.service import SyncerService
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -61,14 +62,14 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
     rule = "equal" if equal else "tokens"
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
     shares = merge_shares(COUNTERS[:count], rule)  # type: ignore[arg-type]
-    once, folded = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
+    once, summed = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
     expected = merge(LAYOUT, deltas, norms, shares, once)
-    running, at = Sum(LAYOUT, folded), 0
+    partial, at = Sum(LAYOUT, summed), 0
     for part in parts:
-        running.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
+        partial.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
         at = min(count, at + part)
-    found = running.close(deltas, norms, shares)
-    assert folded.tobytes() == once.tobytes()
+    found = partial.close(deltas, norms, shares)
+    assert summed.tobytes() == once.tobytes()
     assert found.norm == expected.norm
     assert found.directions.tobytes() == expected.directions.tobytes()
 
@@ -105,9 +106,9 @@ class Held:
         return work(*args)
 
 
-def folding(offload: Callable[..., Awaitable[Any]]) -> tuple[Folding, Metrics]:
-    metrics = Metrics()
-    return Folding(LAYOUT, samples.sync_spec(), offload, metrics), metrics
+def running(offload: Callable[..., Awaitable[Any]]) -> tuple[RunningSum, Metrics]:
+    metrics, sync = Metrics(), samples.sync_spec()
+    return RunningSum(LAYOUT.id, sync, lambda: Draft(LAYOUT, sync), offload, metrics), metrics
 
 
 def anew(metrics: Metrics) -> float:
@@ -124,21 +125,20 @@ def test_all_but_the_last_are_summed_when_a_window_closes() -> None:
 
     async def main() -> None:
         offload = Held()
-        sums, metrics = folding(offload)
-        sums.fold(ALL[:1])
+        sums, metrics = running(offload)
+        sums.follow(ALL[:1])
         await asyncio.sleep(0)
         assert offload.asked == 0
-        sums.fold(ALL[:2])
+        sums.follow(ALL[:2])
         await asyncio.sleep(0)
-        sums.fold(ALL[:4])
+        sums.follow(ALL[:4])
         assert offload.asked == 1
         offload.go.set()
         await asyncio.sleep(0.1)
         assert offload.asked == 2
-        room = await sums.room(ALL)
-        assert room.sum is not None
-        assert room.sum.count == 4
-        assert (await sums.room(ALL)).sum.count == 0  # type: ignore[union-attr]  # another window's
+        draft = await sums.draft(ALL)
+        assert draft.sum.count == 4
+        assert (await sums.draft(ALL)).sum.count == 0  # another window's
         assert anew(metrics) == 0
 
     run_virtual(main())
@@ -149,15 +149,15 @@ def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
 
     async def main() -> None:
         offload = Held()
-        sums, _ = folding(offload)
-        sums.fold(ALL[:2])
+        sums, _ = running(offload)
+        sums.follow(ALL[:2])
         await asyncio.sleep(0)
-        sums.fold(ALL[:3])
-        room = asyncio.create_task(sums.room(ALL[:4]))
+        sums.follow(ALL[:3])
+        drafting = asyncio.create_task(sums.draft(ALL[:4]))
         await asyncio.sleep(1)
-        assert not room.done()
+        assert not drafting.done()
         offload.go.set()
-        assert (await room).sum.count == 2  # type: ignore[union-attr]
+        assert (await drafting).sum.count == 2
         assert offload.asked == 1
 
     run_virtual(main())
@@ -177,22 +177,21 @@ def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta
 
     async def main() -> None:
         offload = Held()
-        sums, metrics = folding(offload)
-        sums.fold(ALL[:2])
+        sums, metrics = running(offload)
+        sums.follow(ALL[:2])
         await asyncio.sleep(0)
         if while_adding:
-            sums.fold(then)
+            sums.follow(then)
         offload.go.set()
         await asyncio.sleep(0.1)
-        room = await sums.room(then)
+        draft = await sums.draft(then)
         assert anew(metrics) == 1
-        assert room.sum is not None
         values, norms = [one.values for one in then], [one.norms for one in then]
         shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then])
-        room.sum.close(values, norms, shares)
+        draft.sum.close(values, norms, shares)
         expected = np.empty(LAYOUT.elements, np.float32)
         merge(LAYOUT, values, norms, shares, expected)
-        assert room.theta.tobytes() == expected.tobytes()
+        assert draft.theta.tobytes() == expected.tobytes()
 
     run_virtual(main())
 
@@ -204,11 +203,11 @@ def test_a_sum_that_fails_is_not_passed_over() -> None:
         raise RuntimeError("broken")
 
     async def main() -> None:
-        sums, _ = folding(broken)
-        sums.fold(ALL[:2])
+        sums, _ = running(broken)
+        sums.follow(ALL[:2])
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="broken"):
-            sums.fold(ALL[:3])
+            sums.follow(ALL[:3])
 
     run_virtual(main())
 
