@@ -119,8 +119,7 @@ def outer_step(
     into.begin(theta, momentum, lr, mu)
     before = theta if into.update is None else None  # what is subtracted from it is quantized first
     sum_ = into.sum or Sum(layout, into.theta)
-    if orthogonalises(layout, sync, mu):
-        assert into.momentum is not None  # noqa: S101  # gathered: mu is not 0
+    if into.momentum is not None and orthogonalises(layout, sync, mu):
         # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
         reduced = sum_.close(deltas, norms, shares, recorded)
         into.reduced()

@@ -17,8 +17,8 @@ from pipeline.payloads import follow
 from pipeline.ports import Bus, Clock
 
 from .fragment import Delta
+from .grace import LEAST_UPLOAD_S, UploadEstimator
 from .norms import DeltaNorms, Float64
-from .uploads import LEAST_UPLOAD_S, UploadEstimator
 from .watch import RunWatch
 from .window import Offer, State, Window
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos import reference
 from chaos.virtual_time import VirtualClock, inline, run_virtual
 from pipeline import quantize
 from pipeline.fragments import layout_of
 from pipeline.messages import Committed
 from pipeline.payloads import pull
+from syncer import algorithm
 from syncer.folding import Folding
 from syncer.fragment import Delta
-from syncer.merge import MOST_SHARE, Sum, merge, merge_shares, merge_weights
+from syncer.merge import MOST_SHARE, Sum, merge_shares, merge_weights
 from syncer.metrics import Metrics
 from syncer.norms import BLOCK, delta_norms
 from syncer.replay import replay
@@ -62,7 +62,7 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
     shares = merge_shares(COUNTERS[:count], rule)  # type: ignore[arg-type]
     once, folded = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
-    expected = merge(LAYOUT, deltas, norms, shares, once)
+    expected = Sum(LAYOUT, once).close(deltas, norms, shares)
     running, at = Sum(LAYOUT, folded), 0
     for part in parts:
         running.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
@@ -191,7 +191,7 @@ def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta
         shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then])
         room.sum.close(values, norms, shares)
         expected = np.empty(LAYOUT.elements, np.float32)
-        merge(LAYOUT, values, norms, shares, expected)
+        Sum(LAYOUT, expected).close(values, norms, shares)
         assert room.theta.tobytes() == expected.tobytes()
 
     run_virtual(main())
@@ -336,8 +336,8 @@ def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> No
         fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
         before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
         ramp = np.arange(1, fragment.elements + 1)
-        weights = reference.merge_weights([1] * 3, [part.tokens for part in record.contributions], sync)
-        gradient = reference.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
+        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], sync.weights)
+        gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
         np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
         for learner in (a, b, c, d):
             await learner.kill()

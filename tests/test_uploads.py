@@ -17,8 +17,8 @@ from pipeline.payloads import follow, push
 from pipeline.ports import Bus
 from pipeline.wire import Codec
 from syncer.fragment import Delta
+from syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S
 from syncer.intake import Intake
-from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S
 from syncer.window import Offer
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

@@ -1,7 +1,7 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is, `syncer.uploads` how long uploads may take,
+to wait and when to merge, `syncer.grace` how long the grace is and how long uploads may take,
 `syncer.watch` and `syncer.doubts` who is live, expected and waited for; `ownership` runs `syncer.leases`. What is left
 out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after H steps, followers at their next
 step boundary, adoption at a step boundary); a learner that is paused reports nothing. The P fragments are alike but
@@ -19,8 +19,7 @@ import numpy as np
 
 from pipeline.messages import Head, MergedBase, RefusalReason, SyncSpec, WindowView
 from syncer.doubts import Doubts
-from syncer.grace import GraceEstimator
-from syncer.uploads import UploadEstimator
+from syncer.grace import GraceEstimator, UploadEstimator
 from syncer.watch import RunWatch
 from syncer.window import Accepted, Conditions, Merge, Offer, Rejected, Reopened, State, Wait, Window
 
