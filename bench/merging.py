@@ -24,8 +24,9 @@ from pipeline.cores import one_blas_thread
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.settings import SyncSettings
+from syncer.algorithm import merge_weights
 from syncer.fragment import outer_step
-from syncer.merge import Sum, merge_shares, merge_weights
+from syncer.merge import Sum, merge_shares
 from syncer.norms import delta_norms
 from syncer.outer import NEWTON_SCHULZ_STEPS, at_its_length
 from syncer.room import Room

@@ -49,7 +49,7 @@ WEIGHTS: dict[WeightsName, Callable[[int, int], float]] = {"tokens": token_weigh
 
 
 def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> Float64:
-    """w / sum w (M,), from (c_steps, c_tokens) of each contribution."""
+    """w / sum w (M,), from (c_steps, c_tokens) of each contribution since its base."""
     w = np.array([WEIGHTS[rule](steps, tokens) for steps, tokens in counters])
     normalised: Float64 = w / w.sum()
     return normalised

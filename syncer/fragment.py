@@ -18,7 +18,8 @@ from pipeline.fragments import FragmentLayout
 from pipeline.messages import Contribution, MergedBase, RefusalReason, SyncSpec
 from pipeline.ramps import outer_at
 
-from .merge import Reduced, Sum, merge_shares, merge_weights
+from .algorithm import merge_weights
+from .merge import Reduced, Sum, merge_shares
 from .norms import Float64, all_finite
 from .outer import NesterovStep, matrix_elements, muon_step
 from .room import Room
@@ -119,7 +120,8 @@ def outer_step(
     into.begin(theta, momentum, lr, mu)
     before = theta if into.update is None else None  # what is subtracted from it is quantized first
     sum_ = into.sum or Sum(layout, into.theta)
-    if into.momentum is not None and orthogonalises(layout, sync, mu):
+    if orthogonalises(layout, sync, mu):
+        assert into.momentum is not None  # noqa: S101  # gathered: mu is not 0
         # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
         reduced = sum_.close(deltas, norms, shares, recorded)
         into.reduced()

@@ -90,7 +90,7 @@ class UploadEstimator:
         measured = self._upload.value
         return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
 
-    def took(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """An upload has ended."""
         self._upload.observe(seconds)
 

@@ -135,7 +135,7 @@ class Intake:
                 )
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(judge, offer, reader.vector(), norms.norms())
-                self._uploads.took(self._clock.now() - began)
+                self._uploads.observe(self._clock.now() - began)
                 break
             except BadPayload as error:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)

@@ -1,6 +1,8 @@
 """The merge, fast: `algorithm.pseudogradient` in float32 and in blocks (paper, RDA). Pure numpy.
 
-A merge rule is a class, one object a tensor, and a line in `RULES`. Its plain form in `algorithm` says what it means.
+A merge rule is a class here and a line in `RULES`, and beside it a plain function and a line in
+`algorithm.MERGE_RULES`, which says what it means. `pipeline.wire` has its name; `tests/test_algorithm.py` tells what is
+missing of a new one, and holds its class to its function.
 
 Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
 the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits, however many
@@ -45,7 +47,7 @@ in the cache then, and may be overwritten."""
 
 
 def merge_shares(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> tuple[float, ...]:
-    """Merge weights but for their common factor, which is known once all are in: from (steps, tokens), both positive.
+    """`algorithm.merge_weights` but for their common factor, which is known once all are in.
 
     In shares of the first contribution, which has 1; or of the largest, if that has over `MOST_SHARE`. So those of the
     first few are known before the others are here. Single float64 operations: the same bits on every machine.
@@ -53,13 +55,6 @@ def merge_shares(counters: Sequence[tuple[int, int]], rule: WeightsName = "token
     raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counters]
     of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
     return tuple(one / of for one in raw)
-
-
-def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> Float64:
-    """Merge weights (contributions,) as `algorithm.merge_weights`, of the very shares that are merged by."""
-    shares = np.array(merge_shares(counters, rule))
-    weights: Float64 = shares / shares.sum()
-    return weights
 
 
 # --- merge rules ------------------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import Committed, Contribution, Spec, SyncSpec
 from pipeline.ramps import outer_at
 
+from .algorithm import merge_weights
 from .fragment import orthogonalises, outer_step
-from .merge import merge_shares, merge_weights
+from .merge import merge_shares
 from .norms import Float32, delta_norms
 from .recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 

@@ -19,7 +19,7 @@ from pipeline.payloads import pull
 from syncer import algorithm
 from syncer.folding import Folding
 from syncer.fragment import Delta
-from syncer.merge import MOST_SHARE, Sum, merge_shares, merge_weights
+from syncer.merge import MOST_SHARE, Sum, merge_shares
 from syncer.metrics import Metrics
 from syncer.norms import BLOCK, delta_norms
 from syncer.replay import replay
@@ -78,7 +78,7 @@ def test_shares_are_weights_but_for_their_sum_and_never_large(counters: list[tup
     """Whatever learners claim to have trained, no sum leaves float32's range for it."""
     shares = merge_shares(counters)
     assert 0 <= min(shares) <= max(shares) <= MOST_SHARE
-    np.testing.assert_allclose(np.array(shares) / sum(shares), merge_weights(counters), rtol=1e-12)
+    np.testing.assert_allclose(np.array(shares) / sum(shares), algorithm.merge_weights(counters), rtol=1e-12)
 
 
 def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:

@@ -14,7 +14,8 @@ from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.messages import TensorSpec
 from pipeline.quantize import KINDS
 from syncer import algorithm
-from syncer.merge import Reduced, Sum, merge_weights
+from syncer.algorithm import merge_weights
+from syncer.merge import Reduced, Sum
 from syncer.norms import BLOCK, delta_norms
 
 

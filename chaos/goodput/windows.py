@@ -258,7 +258,7 @@ class Follower:
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
-        self._uploads.took(now - self._sent_s[offer.entry_id])
+        self._uploads.observe(now - self._sent_s[offer.entry_id])
         if self._owned:
             self._doubts.sound(offer.header.learner)
             self._window.uploaded(offer)
