@@ -149,9 +149,7 @@ def plain_values(deltas: list[Any]) -> list[npt.NDArray[np.float64]]:
 
 
 @given(st.lists(COUNTERS, min_size=1, max_size=20), st.sampled_from(sorted(algorithm.WEIGHTS)))
-def test_shares_are_the_algorithms_weights_but_for_their_sum(
-    counters: list[tuple[int, int]], rule: WeightsName
-) -> None:
+def test_shares_are_the_weights_but_for_their_sum(counters: list[tuple[int, int]], rule: WeightsName) -> None:
     """Whatever learners claim to have trained."""
     shares = np.array(merge.merge_shares(counters, rule))
     np.testing.assert_allclose(shares / sum(shares), algorithm.merge_weights(counters, rule), rtol=1e-12)
