@@ -25,9 +25,10 @@ from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.outer_state import OuterState
 from pipeline.settings import SyncSettings
 from pipeline.spec_messages import TensorSpec
+from syncer.algorithm import merge_weights
 from syncer.draft import Draft
 from syncer.fragment import outer_step
-from syncer.merge import merge_shares, merge_weights
+from syncer.merge import merge_shares
 from syncer.norms import delta_norms
 from syncer.outer import NEWTON_SCHULZ_STEPS, at_its_length
 

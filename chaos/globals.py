@@ -108,7 +108,6 @@ class Globals:
         momentum = np.zeros_like(found[0]) if momentum is None else momentum  # as its owner takes it
         if sync.global_codec != "int8" or commit.expected is None:
             return *found, momentum
-        assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
         behind = commit.updates[len(commit.updates) - commit.behind :]
         whole = follow(found[0].astype(np.float32), momentum, behind, self.bytes_of, sync)
         one = follow(state.theta.astype(np.float32), state.momentum, commit.updates[-1:], self.bytes_of, sync)

@@ -2,7 +2,7 @@
 
 The oracle keeps its own account of the surviving history (heads with their values, headers that are pending, bases
 that were merged), which goes back together with the bus when that loses its last second. It shares no state
-with the production code, and recomputes every merge (`reference`).
+with the production code, and computes every merge again (`syncer.algorithm`) from the bytes on the bus (`reference`).
 
 Invariants: no contribution merged twice; a version rises by exactly 1; no merge below the quorum, of a learner
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
@@ -34,6 +34,7 @@ from pipeline.payload_messages import Chunk
 from pipeline.run_messages import LearnerReport, Phase, RunState
 from pipeline.shard_messages import ClaimedShard, Shard
 from pipeline.tape_messages import TapeRecord
+from syncer import algorithm
 from workers.rounds import Base
 
 from . import reference
@@ -47,7 +48,7 @@ from .windows import Windows
 REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
-"""Relative difference from the float64 reference that float32 and its order of summing may make. Newton-Schulz
+"""Relative difference from the algorithm in float64 that float32 and its order of summing may make. Newton-Schulz
 multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most: in
 the eleven of the first 53 worlds that have it.
 """
@@ -74,7 +75,7 @@ class Oracle:
     def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
         self._spec, self._layout, self._store, self._keys = plan.spec, layout, store, keys
-        self.fragments = [Surviving() for _ in layout.fragments]
+        self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
         self.violation: Violation | None = None
         self.merges = 0
         """Commits that took effect, lost history included."""
@@ -321,7 +322,6 @@ class Oracle:
         if found is None:
             return
         theta, _, momentum = found
-        assert was.theta is not None and was.momentum is not None  # noqa: S101, PT018  # it was committed
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
         state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
@@ -333,7 +333,6 @@ class Oracle:
             return
         self._owner_write(link, p, anew.nonce, "republication")
         state = self.fragments[p]
-        assert state.momentum is not None  # noqa: S101  # there is a version
         found = self._globals.whole(anew.payload, anew.rest, p, state.digests[state.version])
         momentum = self._globals.values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
         if found is None or momentum is None or np.abs(momentum - state.momentum).max() > CLOSE:
@@ -346,7 +345,7 @@ class Oracle:
             self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
         if len(parts) < (1 if self._ever_drained else sync.quorum):
             self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
-        weights = reference.merge_weights([part.steps for part in parts], [part.tokens for part in parts], sync)
+        weights = algorithm.merge_weights([(part.steps, part.tokens) for part in parts], sync.weights)
         given = np.array([part.weight for part in parts])
         if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
             self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")
@@ -368,8 +367,7 @@ class Oracle:
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
             deltas.append(self._published_as(header))
-        assert state.theta is not None and state.momentum is not None  # noqa: S101, PT018  # there was a version before
-        gradient = reference.pseudogradient(self._layout.fragments[p], deltas, weights)
+        gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
         averaged = reference.averages(sync, state.version, [part.steps for part in parts])
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
@@ -379,14 +377,9 @@ class Oracle:
                 self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
                 return
             gradient = reference.dequantized(wire, len(gradient), "int8")
-        expected, velocity = reference.outer_step(
-            self._layout.fragments[p],
-            state.theta,
-            state.momentum,
-            gradient,
-            sync,
-            state.version,
-            [part.steps for part in parts],
+        lr, mu = (1.0, 0.0) if averaged else (sync.outer_lr, sync.outer_momentum)
+        expected, velocity = algorithm.outer_step(
+            self._layout.fragments[p], state.theta, state.momentum, gradient, lr, mu, sync.outer
         )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if sync.global_codec == "int8":

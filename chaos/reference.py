@@ -1,7 +1,7 @@
-"""The merge and the outer step once more, as plainly as the paper has them, to check the production code by. Pure.
+"""Payloads, ramps and due times of a run, as an onlooker works them out: the oracle checks them by these. Pure.
 
-float64 throughout, no blocks, no shared code: a fault in `syncer.merge` or `syncer.outer`, or a payload that is not
-the one its learner published, shows as a difference.
+By the descriptions in `pipeline` and with none of its code, so that a fault there shows as a difference. Merges and
+outer steps are checked by `syncer.algorithm`.
 """
 
 from collections.abc import Sequence
@@ -10,67 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.delta_messages import DeltaHeader
-from pipeline.fragments import FragmentLayout
 from pipeline.spec_messages import SyncSpec
 
 Float64 = npt.NDArray[np.float64]
-
-CANCELLED = 1e-6
-"""Directions whose weighted mean is shorter than this cancel; of a row with one element that is not 0 they often do."""
-
-
-def merge_weights(steps: Sequence[int], tokens: Sequence[int], sync: SyncSpec) -> Float64:
-    """Tokens times tokens per step, or all the same, normalised (paper, token weights): (contributions,)."""
-    raw = np.array([t * t / s if sync.weights == "tokens" else 1.0 for s, t in zip(steps, tokens, strict=True)])
-    weights: Float64 = raw / raw.sum()
-    return weights
-
-
-def pseudogradient(layout: FragmentLayout, deltas: Sequence[Float64], weights: Float64) -> Float64:
-    """Weighted mean, or per tensor or row mean length times mean direction (paper, RDA): (elements,)."""
-    merged: Float64 = np.einsum("i,ij->j", weights, np.stack(deltas))
-    if len(deltas) == 1:
-        return merged
-    for slot in layout.slots:
-        if slot.tensor.rule == "mean":
-            continue
-        pieces = slot.tensor.shape[0] if slot.tensor.rule == "rda-row" else 1
-        for piece in np.split(np.arange(slot.start, slot.stop), pieces):
-            parts = [delta[piece] for delta in deltas]
-            lengths = [float(np.linalg.norm(part)) for part in parts]
-            used = [w * part / n for w, part, n in zip(weights, parts, lengths, strict=True) if n > 0]
-            direction = np.sum(used, axis=0) if used else np.zeros(len(piece))
-            size = float(np.linalg.norm(direction))
-            mean = float(np.dot(weights, lengths))
-            merged[piece] = direction * (mean / size) if size > CANCELLED else 0.0
-    return merged
-
-
-def outer_step(
-    layout: FragmentLayout,
-    theta: Float64,
-    momentum: Float64,
-    gradient: Float64,
-    sync: SyncSpec,
-    version: int,
-    steps: Sequence[int],
-) -> tuple[Float64, Float64]:
-    """SGD with Nesterov momentum (paper, outer optimizer), or Muon: new theta and momentum, (elements,) each.
-
-    The first `outer_warmup` steps, counted by the version they start from, average and gather no momentum; so does one
-    of contributions that all trained less than half an interval.
-    """
-    if averages(sync, version, steps):
-        return theta - gradient, np.zeros_like(momentum)
-    if not sync.outer_momentum:
-        return theta - sync.outer_lr * gradient, np.zeros_like(momentum)
-    momentum = sync.outer_momentum * momentum + gradient
-    step = gradient + sync.outer_momentum * momentum
-    for slot in layout.slots:
-        if sync.outer == "muon" and slot.tensor.matrix:
-            matrix = step[slot.start : slot.stop].reshape(slot.tensor.shape)
-            step[slot.start : slot.stop] = orthogonalised(matrix).reshape(-1)
-    return theta - sync.outer_lr * step, momentum
 
 
 def averages(sync: SyncSpec, version: int, steps: Sequence[int]) -> bool:
@@ -86,19 +28,6 @@ def momentum_after(momentum: Float64, step: Float64, sync: SyncSpec, *, averaged
     gradient = (step / sync.outer_lr - mu * mu * momentum) / (1 + mu)
     after: Float64 = mu * momentum + gradient
     return after
-
-
-def orthogonalised(matrix: Float64) -> Float64:
-    """As long as it was, each singular value by Newton-Schulz's polynomial, five times (Jordan et al., Muon, 2024)."""
-    left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    length = float(np.linalg.norm(values))
-    if not length:
-        return matrix
-    values = values / length
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    turned: Float64 = (left * values) @ right * (length / np.linalg.norm(values))
-    return turned
 
 
 def interval(sync: SyncSpec, version: int) -> int:

@@ -24,7 +24,7 @@ from .errors import SpecMismatch, UsageError
 from .spec_messages import SyncSpec
 from .tls import OPTIONS, with_tls
 from .units import parse_count, parse_duration
-from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName
+from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
 
 ENV_PREFIX = "DILOCO_"
 
@@ -121,7 +121,7 @@ class SyncSettings(Settings):
         description="rda: RDA of each tensor, with the weighted mean on embeddings; rda-row: RDA of each row of a "
         "matrix instead; rda-all: RDA on embeddings too; mean: the weighted mean everywhere",
     )
-    weights: Literal["tokens", "equal"] = Field(
+    weights: WeightsName = Field(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer: OuterName = Field(

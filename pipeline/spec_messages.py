@@ -22,6 +22,7 @@ from .wire import (
     Message,
     OuterName,
     Text,
+    WeightsName,
 )
 
 
@@ -63,8 +64,7 @@ class SyncSpec(Message):
     """Outer steps of each fragment after which a growing interval doubles."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
     """Outer steps of each fragment (`ramps.outer_at`)."""
-    weights: Literal["tokens", "equal"] = "tokens"
-    """`syncer.merge.merge_weights`."""
+    weights: WeightsName = "tokens"
     global_codec: GlobalCodec = "fp32"
     """What learners pull (`pipeline.global_formats`)."""
     key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)] = 8

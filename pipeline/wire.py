@@ -51,11 +51,13 @@ Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_leng
 """(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
 
 MergeRule = Literal["rda", "rda-row", "mean"]
-"""`syncer.merge.merge`."""
+"""How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""
 MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
 """Which tensor has which rule: `workers.parameters.tensor_table`."""
+WeightsName = Literal["tokens", "equal"]
+"""Merge weights: `syncer.algorithm.WEIGHTS`."""
 OuterName = Literal["nesterov", "muon"]
-"""The outer optimizer: `syncer.fragment.outer_step`."""
+"""The outer optimizer: `syncer.algorithm.OUTER`."""
 
 
 class Message(BaseModel):

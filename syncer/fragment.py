@@ -22,8 +22,9 @@ from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import Contribution, RefusalReason
 
 from .admission import Offer
+from .algorithm import merge_weights
 from .draft import Draft, DraftWriter
-from .merge import Reduced, Sum, merge_shares, merge_weights
+from .merge import Reduced, Sum, merge_shares
 from .norms import Float64, all_finite
 from .outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks
 
@@ -108,7 +109,7 @@ def outer_step(
     """Merge and take the outer step, in new memory: `theta` and `outer_state` stay (paper: RDA, outer optimizer).
 
     Args:
-        layout, deltas, norms, shares, recorded: as `merge.merge`.
+        layout, deltas, norms, shares, recorded: as `merge.Sum.close`.
         sync: has the chunk size.
         outer: learning rate and momentum, as `ramps.outer_at`.
         theta: (elements,) values at the base.

@@ -1,18 +1,28 @@
-"""The grace window's length (paper, adaptive grace window; arXiv:2604.21428). Pure: times come in as numbers, no clock.
+"""How long a window may wait, for stragglers and for uploads. Pure: times come in as numbers, no clock.
 
-slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync; a share gamma
-of it may be spent waiting for stragglers. Nothing here makes a learner wait: too long a grace only makes
-learners train more steps on their old base.
+`algorithm.grace` is the paper's formula; here are the smoothed times that go into it. Nothing here makes a learner
+wait: too long a grace only makes learners train more steps on their old base.
 """
 
 from collections.abc import Sequence
 from statistics import median_low
+
+from . import algorithm
 
 DECAY = 0.8
 """Share of the old estimate that each observation leaves; the paper smooths, the decay is not published."""
 
 SLOWEST_FACTOR = 10.0
 """A step time counts up to so many times the median: no learner's word alone stretches a window."""
+
+FIRST_UPLOAD_S = 30.0
+"""Upload deadline before any upload was measured."""
+LEAST_UPLOAD_S = 1.0
+"""Time for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
+UPLOAD_FACTOR = 4.0
+"""The upload deadline is this many times the smoothed upload time."""
+TIMEOUT_FACTOR = 2.0
+"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
 
 class Ema:
@@ -62,8 +72,30 @@ class GraceEstimator:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
         """
         known = [s for s in step_times if s > 0]
-        slowest = min(max(known), SLOWEST_FACTOR * median_low(known)) if known else None
-        if slowest is None or self._quorum.value is None or self._sync.value is None:
+        if not known or self._quorum.value is None or self._sync.value is None:
             return None
-        slack = overlap_steps * slowest - (self._quorum.value + self._sync.value)
-        return max(0.0, min(gamma * slack, slowest + control_latency_s))
+        slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
+        return algorithm.grace(slowest, self._quorum.value, self._sync.value, overlap_steps, gamma, control_latency_s)
+
+
+class UploadEstimator:
+    """Estimate of one fragment's upload time: how long the uploads of a window's fixed set may take."""
+
+    def __init__(self) -> None:
+        self._upload = Ema()
+
+    @property
+    def upload_s(self) -> float:
+        """How long the uploads of a fixed set may take."""
+        measured = self._upload.value
+        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+
+    def observe(self, seconds: float) -> None:
+        """An upload has ended."""
+        self._upload.observe(seconds)
+
+    def timed_out(self, waited_s: list[float]) -> None:
+        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
+        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
+        for seconds in waited_s:
+            self._upload.observe(min(seconds, most))

@@ -22,8 +22,8 @@ from pipeline.waiting import woken_or_done
 
 from .admission import Offer
 from .fragment import Delta
+from .grace import UploadEstimator
 from .norms import DeltaNorms, Float64
-from .uploads import UploadEstimator
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
@@ -174,7 +174,7 @@ class Downloads:
                     self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(judge, offer, reader.vector(), norms.norms())
-                self._uploads.took(self._clock.now() - began)
+                self._uploads.observe(self._clock.now() - began)
                 break
             except BadPayload as error:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)

@@ -37,8 +37,9 @@ from pipeline.ramps import outer_at
 from pipeline.spec_messages import Spec, SyncSpec
 from pipeline.tape_messages import Committed, Contribution
 
+from .algorithm import merge_weights
 from .fragment import orthogonalises, outer_step
-from .merge import merge_shares, merge_weights
+from .merge import merge_shares
 from .norms import Float32, delta_norms
 from .recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 

@@ -23,12 +23,11 @@ from .committing import Committing, Loaded, payload_key
 from .context import SyncerContext
 from .doubts import Doubts
 from .fragment import Delta
-from .grace import GraceEstimator
+from .grace import GraceEstimator, UploadEstimator
 from .intake import Arrivals, Downloads
 from .mending import Mending
 from .refusals import Refusals
 from .staging import Staging
-from .uploads import UploadEstimator
 from .window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other

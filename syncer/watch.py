@@ -13,7 +13,7 @@ from pipeline.tape_messages import RefusalReason
 from pipeline.wire import MOST_TOKENS
 
 from .admission import Offer, Refused
-from .uploads import LEAST_UPLOAD_S
+from .grace import LEAST_UPLOAD_S
 from .window import Conditions, State, Window
 
 WATCH_S = 0.25

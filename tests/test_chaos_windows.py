@@ -1,5 +1,6 @@
 """What a simulated world takes for a window that closed too late."""
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -38,7 +39,7 @@ def both_in(windows: Windows) -> Surviving:
     pending = dict(zip("ab", headers, strict=True))
     for header in headers:
         windows.joined(header.learner)
-    state = Surviving(version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16})
+    state = replace(Surviving.none(1), version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16})
     windows.changed(0, state)
     return state
 

@@ -1,6 +1,7 @@
-"""The merge against plain float64 formulas, for determinism, and at its edges."""
+"""The merge against the plain algorithm, for determinism, and at its edges."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,9 @@ from pipeline import quantize
 from pipeline.fragments import FragmentLayout, layout_of
 from pipeline.quantize import KINDS
 from pipeline.spec_messages import TensorSpec
-from syncer.merge import merge, merge_weights
+from syncer import algorithm
+from syncer.algorithm import merge_weights
+from syncer.merge import Reduced, Sum
 from syncer.norms import BLOCK, delta_norms
 
 
@@ -24,28 +27,16 @@ def layout(*tensors: tuple[int, str]) -> FragmentLayout:
     return layout_of(table).fragments[0]
 
 
-def phi(v: np.ndarray) -> np.ndarray:
-    norm = np.linalg.norm(v)
-    return v / norm if norm > 0 else np.zeros_like(v)
-
-
-def plain(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
-    """The paper's formulas of token weights and RDA, word for word, in float64."""
-    out = np.zeros(fragment.elements)
-    for slot in fragment.slots:
-        vs = [d[slot.start : slot.stop].astype(np.float64) for d in deltas]
-        if slot.tensor.rule == "mean":
-            out[slot.start : slot.stop] = sum(w * v for w, v in zip(weights, vs, strict=True))
-        else:
-            length = sum(w * np.linalg.norm(v) for w, v in zip(weights, vs, strict=True)) / sum(weights)
-            direction = phi(sum(w * phi(v) for w, v in zip(weights, vs, strict=True)) / sum(weights))
-            out[slot.start : slot.stop] = length * direction
-    return out
+def merge(
+    fragment: FragmentLayout, deltas: Sequence[Any], shares: Any, out: np.ndarray, recorded: Any = None
+) -> Reduced:
+    """All at once."""
+    return Sum(fragment, out).close(deltas, [delta_norms(fragment, d) for d in deltas], shares, recorded)
 
 
 def run(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, float]:
     out = np.full(fragment.elements, np.nan, np.float32)
-    return out, merge(fragment, deltas, [delta_norms(fragment, d) for d in deltas], weights, out).norm
+    return out, merge(fragment, deltas, weights, out).norm
 
 
 def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int = 0) -> list[np.ndarray]:
@@ -80,7 +71,7 @@ def test_merge_equals_the_plain_formula(dtype, count):
     deltas = random_deltas(fragment, count, dtype)
     weights = merge_weights([(4 + i, 1000 * (i + 1)) for i in range(count)])
     out, norm = run(fragment, deltas, weights)
-    expected = plain(fragment, deltas, weights)
+    expected = algorithm.pseudogradient(fragment, deltas, weights)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     assert norm == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
@@ -102,7 +93,7 @@ def test_rows_are_merged_as_if_each_were_a_tensor(shape, dtype):
             delta[rows[0]] = 0
     out, norm = run(fragment, deltas, weights)
     for row in rows:
-        alone = plain(layout((len(row), "rda")), [delta[row] for delta in deltas], weights)
+        alone = algorithm.pseudogradient(layout((len(row), "rda")), [delta[row] for delta in deltas], weights)
         np.testing.assert_allclose(out[row], alone, rtol=2e-4, atol=1e-5)
     assert norm == pytest.approx(float(np.linalg.norm(out.astype(np.float64))), rel=1e-5)
     again, _ = run(fragment, deltas, weights)
@@ -240,16 +231,12 @@ def test_a_merge_scales_by_recorded_lengths_and_measures_its_own():
     """What a replay rests on: the values follow the record, the measurement does not."""
     fragment = layout((300, "rda"), (20, "mean"))
     deltas, weights = random_deltas(fragment, 3, ml_dtypes.bfloat16), np.array([0.2, 0.3, 0.5])
-    norms = [delta_norms(fragment, d) for d in deltas]
     out, again, other = (np.empty(fragment.elements, np.float32) for _ in range(3))
-    first = merge(fragment, deltas, norms, weights, out)
+    first = merge(fragment, deltas, weights, out)
     assert first.directions[1] == 0
-    assert (
-        merge(fragment, deltas, norms, weights, again, first.directions).directions.tolist()
-        == first.directions.tolist()
-    )
+    assert merge(fragment, deltas, weights, again, first.directions).directions.tolist() == first.directions.tolist()
     assert again.tobytes() == out.tobytes()
-    second = merge(fragment, deltas, norms, weights, other, first.directions / 2)
+    second = merge(fragment, deltas, weights, other, first.directions / 2)
     assert second.directions.tolist() == first.directions.tolist()
     np.testing.assert_allclose(other[:300], 2 * out[:300], rtol=1e-6)
     assert other[300:].tobytes() == out[300:].tobytes()

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chaos import reference
 from chaos.virtual_time import VirtualClock, inline, run_virtual
 from pipeline import quantize
 from pipeline.fragments import layout_of
 from pipeline.payloads import pull
 from pipeline.tape_messages import Committed
+from syncer import algorithm
 from syncer.admission import Offer
 from syncer.draft import Draft
 from syncer.fragment import Delta
-from syncer.merge import MOST_SHARE, Sum, merge, merge_shares, merge_weights
+from syncer.merge import MOST_SHARE, Sum, merge_shares
 from syncer.metrics import Metrics
 from syncer.norms import BLOCK, delta_norms
 from syncer.replay import replay
@@ -63,7 +63,7 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
     shares = merge_shares(COUNTERS[:count], rule)  # type: ignore[arg-type]
     once, summed = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
-    expected = merge(LAYOUT, deltas, norms, shares, once)
+    expected = Sum(LAYOUT, once).close(deltas, norms, shares)
     partial, at = Sum(LAYOUT, summed), 0
     for part in parts:
         partial.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
@@ -79,7 +79,7 @@ def test_shares_are_weights_but_for_their_sum_and_never_large(counters: list[tup
     """Whatever learners claim to have trained, no sum leaves float32's range for it."""
     shares = merge_shares(counters)
     assert 0 <= min(shares) <= max(shares) <= MOST_SHARE
-    np.testing.assert_allclose(np.array(shares) / sum(shares), merge_weights(counters), rtol=1e-12)
+    np.testing.assert_allclose(np.array(shares) / sum(shares), algorithm.merge_weights(counters), rtol=1e-12)
 
 
 def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:
@@ -190,7 +190,7 @@ def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta
         shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then])
         draft.sum.close(values, norms, shares)
         expected = np.empty(LAYOUT.elements, np.float32)
-        merge(LAYOUT, values, norms, shares, expected)
+        Sum(LAYOUT, expected).close(values, norms, shares)
         assert draft.theta.tobytes() == expected.tobytes()
 
     run_virtual(main())
@@ -335,8 +335,8 @@ def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> No
         fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
         before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
         ramp = np.arange(1, fragment.elements + 1)
-        weights = reference.merge_weights([1] * 3, [part.tokens for part in record.contributions], sync)
-        gradient = reference.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
+        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], sync.weights)
+        gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
         np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
         for learner in (a, b, c, d):
             await learner.kill()

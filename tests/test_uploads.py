@@ -18,9 +18,9 @@ from pipeline.tape_messages import RefusalReason, Rejected
 from pipeline.wire import Codec
 from syncer.admission import Offer
 from syncer.fragment import Delta
+from syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from syncer.intake import Downloads
 from syncer.norms import DeltaNorms
-from syncer.uploads import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

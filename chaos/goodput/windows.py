@@ -1,7 +1,7 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is, `syncer.uploads` how long uploads may take,
+to wait and when to merge, `syncer.grace` how long the grace is and how long uploads may take,
 `syncer.watch` and `syncer.doubts` who is live, expected and waited for; `ownership` runs `syncer.leases`. What is left
 out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after H steps, followers at their next
 step boundary, adoption at a step boundary); a learner that is paused reports nothing. The P fragments are alike but
@@ -22,8 +22,7 @@ from pipeline.spec_messages import SyncSpec
 from pipeline.tape_messages import RefusalReason
 from syncer.admission import Accepted, DeltaFormat, Offer, Refused
 from syncer.doubts import Doubts
-from syncer.grace import GraceEstimator
-from syncer.uploads import UploadEstimator
+from syncer.grace import GraceEstimator, UploadEstimator
 from syncer.watch import RunWatch
 from syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 
@@ -262,7 +261,7 @@ class Follower:
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
-        self._uploads.took(now - self._sent_s[offer.entry_id])
+        self._uploads.observe(now - self._sent_s[offer.entry_id])
         if self._owned:
             self._doubts.sound(offer.header.learner)
             self._window.uploaded(offer)

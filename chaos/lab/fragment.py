@@ -36,8 +36,8 @@ class LabFragment(FragmentState):
         """state: as `FragmentState`."""
         super().__init__(*state)
         self._run, self._stale = run, stale
-        self._before: Float32 | None = None
-        """Values at the version before this one, once there is one."""
+        self._before = self.theta
+        """Values at the version before this one; of the first one, its own."""
         self._memory: Memory = {}
         self._next: tuple[Memory, int, int] = ({}, 0, 0)
         """Memory, stale deltas and dropped tokens of the merge in hand, for when it is committed."""
@@ -89,6 +89,5 @@ class LabFragment(FragmentState):
 
     def _rebased(self, delta: Delta) -> Delta:
         """Its learner's values, measured from the present base: base - values = delta + base - base before."""
-        assert self._before is not None  # noqa: S101  # the delta's base was this fragment's
         values = np.asarray(delta.values[:], np.float32) + (self.theta - self._before)
         return Delta(delta.offer, values, delta_norms(self.layout, values))

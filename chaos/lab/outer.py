@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from syncer.algorithm import nesterov
+
 from .settings import OuterName
 
 Float32 = npt.NDArray[np.float32]
@@ -51,9 +53,10 @@ def delayed(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     total = _kept(memory, "sum", merge.d) + merge.d
     momentum = _kept(memory, "momentum", merge.d)
     if (merge.step + 1) % merge.delay:
-        return merge.theta - _x(merge.lr, merge.d), {"momentum": momentum, "sum": total}
-    momentum = _x(merge.mu, momentum) + total
-    return merge.theta - _x(merge.lr, merge.d + _x(merge.mu, momentum)), {"momentum": momentum}
+        return merge.theta - merge.lr * merge.d, {"momentum": momentum, "sum": total}
+    momentum = merge.mu * momentum + total
+    step: Float32 = merge.d + merge.mu * momentum
+    return merge.theta - merge.lr * step, {"momentum": momentum}
 
 
 def agreement(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
@@ -62,17 +65,16 @@ def agreement(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     if "last" in memory:
         last, d = memory["last"].astype(np.float64), merge.d.astype(np.float64)
         mu = merge.mu * max(0.0, float(last @ d) / max(TINY, float(np.linalg.norm(last) * np.linalg.norm(d))))
-    momentum = _x(mu, _kept(memory, "momentum", merge.d)) + merge.d
-    theta = merge.theta - _x(merge.lr, merge.d + _x(mu, momentum))
+    theta, momentum = nesterov(merge.theta, _kept(memory, "momentum", merge.d), merge.d, merge.lr, mu)
     return theta, {"momentum": momentum, "last": merge.d}
 
 
 def extrapolated(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     """Nesterov at lr max(1, spread / 2): further where the deltas are long beside their mean (Jhunjhunwala et al.,
     FedExP, 2023, without its constant)."""
-    momentum = _x(merge.mu, _kept(memory, "momentum", merge.d)) + merge.d
     rate = merge.lr * max(1.0, merge.spread / 2)
-    return merge.theta - _x(rate, merge.d + _x(merge.mu, momentum)), {"momentum": momentum}
+    theta, momentum = nesterov(merge.theta, _kept(memory, "momentum", merge.d), merge.d, rate, merge.mu)
+    return theta, {"momentum": momentum}
 
 
 def schedule_free(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
@@ -80,10 +82,10 @@ def schedule_free(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
 
     z goes the plain step, x is the mean of all z, and learners get theta = (1 - mu) z + mu x.
     """
-    z = memory.get("z", merge.theta) - _x(merge.lr, merge.d)
+    z = memory.get("z", merge.theta) - merge.lr * merge.d
     x = memory.get("x", merge.theta)
-    x = x + _x(1 / (merge.step + 1), z - x)
-    return _x(1 - merge.mu, z) + _x(merge.mu, x), {"z": z, "x": x}
+    x = x + 1 / (merge.step + 1) * (z - x)
+    return (1 - merge.mu) * z + merge.mu * x, {"z": z, "x": x}
 
 
 RULES: dict[OuterName, Rule] = {
@@ -96,7 +98,3 @@ RULES: dict[OuterName, Rule] = {
 
 def _kept(memory: Memory, name: str, like: Float32) -> Float32:
     return memory[name] if name in memory else np.zeros_like(like)
-
-
-def _x(factor: float, vector: Float32) -> Float32:
-    return np.float32(factor) * vector

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeline.errors import UsageError
 from pipeline.spec_messages import SyncSpec
-from pipeline.wire import Codec, GlobalCodec, MergeName
+from pipeline.wire import Codec, GlobalCodec, MergeName, WeightsName
 from pipeline.wire import OuterName as Production
 
 Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
@@ -96,7 +96,7 @@ class LabRun(BaseModel):
     merge: MergeName = Field(
         "mean", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
     )
-    weights: Literal["tokens", "equal"] | None = Field(None, description="Merge weights; off: by tokens")
+    weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(0.7, ge=0, lt=1, description="Outer Nesterov momentum")
     outer_warmup: int = Field(6, ge=0, description="First outer steps of each fragment that average only")

@@ -1,0 +1,172 @@
+"""The syncer's algorithm (paper: Decoupled DiLoCo, arXiv:2604.21428), in float64 and whole arrays. Pure numpy.
+
+One sync of a fragment, whose global values are Theta and whose outer momentum is b:
+
+    wait until K learners have reported, then `grace` longer: M_t are those that are in
+    Delta_m = Theta - theta_m, for each m of M_t: its pseudogradient, with c_steps and c_tokens since its base
+    w = merge_weights(c), of sum 1
+    Delta = pseudogradient(Delta_m, w), each tensor by its rule in `MERGE_RULES`
+    Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`
+    publish Theta to all learners: each overwrites its theta_m with it when it is ready
+
+The syncer takes token weights and grace from here. `merge` and `outer` are the other formulas in float32, in blocks
+that stay in the cache, and tests hold them to these. The simulated world's oracle checks each commit by these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.codec import Vector
+from pipeline.fragments import FragmentLayout
+from pipeline.wire import MergeRule, OuterName, WeightsName
+
+Float64 = npt.NDArray[np.float64]
+Float = TypeVar("Float", npt.NDArray[np.float32], npt.NDArray[np.float64])
+
+CANCELLED = 1e-6
+"""Directions whose weighted mean is shorter than this cancel: it is rounding noise."""
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""a, b, c of x -> a x + b x^3 + c x^5, which takes singular values up to 1 towards 1 (Jordan et al., Muon, 2024)."""
+
+
+# --- merge weights ----------------------------------------------------------------------------------------
+
+
+def token_weight(steps: int, tokens: int) -> float:
+    """w = c_tokens * (c_tokens / c_steps): quantity times quality (paper, token weights). Both are positive."""
+    return tokens * (tokens / steps)
+
+
+def equal_weight(steps: int, tokens: int) -> float:
+    """w = 1: each learner alike."""
+    return 1.0
+
+
+WEIGHTS: dict[WeightsName, Callable[[int, int], float]] = {"tokens": token_weight, "equal": equal_weight}
+
+
+def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> Float64:
+    """w / sum w (M,), from (c_steps, c_tokens) of each contribution since its base."""
+    w = np.array([WEIGHTS[rule](steps, tokens) for steps, tokens in counters])
+    normalised: Float64 = w / w.sum()
+    return normalised
+
+
+# --- merge rules: Delta_m of one tensor, (M, *shape), and w, (M,), to its Delta, (*shape) -----------------
+
+
+def phi(x: Float64, zero: float = 0.0) -> Float64:
+    """Direction x / ||x||; phi(0) = 0, where 0 is what is no longer than `zero`."""
+    length = float(np.linalg.norm(x))
+    return x / length if length > zero else np.zeros_like(x)
+
+
+def mean(deltas: Float64, w: Float64) -> Float64:
+    """sum w_m Delta_m."""
+    merged: Float64 = np.einsum("m,m...->...", w, deltas)
+    return merged
+
+
+def rda(deltas: Float64, w: Float64) -> Float64:
+    """Radial-directional averaging: (sum w_m ||Delta_m||) * phi(sum w_m phi(Delta_m)).
+
+    It keeps the length R of one learner's pseudogradient. Learners' are nearly orthogonal, so that a mean of M of them
+    would have about R / sqrt(M).
+    """
+    length = sum(w_m * np.linalg.norm(delta) for w_m, delta in zip(w, deltas, strict=True))
+    merged: Float64 = length * phi(mean(np.stack([phi(delta) for delta in deltas]), w), CANCELLED)
+    return merged
+
+
+def rda_row(deltas: Float64, w: Float64) -> Float64:
+    """`rda` of each row of a tensor (all but its first dimension); ours, the paper does not say which granularity."""
+    merged: Float64 = np.zeros_like(deltas[0])
+    for row in np.ndindex(merged.shape[:1]):
+        merged[row] = rda(deltas[:, *row], w)
+    return merged
+
+
+MERGE_RULES: dict[MergeRule, Callable[[Float64, Float64], Float64]] = {"mean": mean, "rda": rda, "rda-row": rda_row}
+
+
+def pseudogradient(layout: FragmentLayout, deltas: Sequence[Vector], w: Float64) -> Float64:
+    """Delta (elements,) of a fragment from Delta_m, each (elements,): each tensor by its own rule."""
+    merged = np.zeros(layout.elements)
+    for slot in layout.slots:
+        part, shape = slice(slot.start, slot.stop), slot.tensor.shape
+        tensors = np.stack([np.asarray(delta[part], np.float64).reshape(shape) for delta in deltas])
+        merged[part] = MERGE_RULES[slot.tensor.rule](tensors, w).reshape(-1)
+    return merged
+
+
+# --- outer optimizers: Theta, b and Delta of one tensor, to the new Theta and b ------------------------------
+
+
+def nesterov(theta: Float, b: Float, delta: Float, lr: float, mu: float) -> tuple[Float, Float]:
+    """SGD with Nesterov momentum: b = mu b + Delta; Theta = Theta - lr (Delta + mu b) (paper, outer optimizer)."""
+    b = mu * b + delta
+    step: Float = delta + mu * b
+    return theta - lr * step, b
+
+
+def muon(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
+    """`nesterov` of a matrix whose step is orthogonalised (Jordan et al., Muon, 2024); ours."""
+    b = mu * b + delta
+    return theta - lr * orthogonalised(delta + mu * b), b
+
+
+OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple[Float64, Float64]]]
+OUTER = {"nesterov": nesterov, "muon": muon}
+
+
+def orthogonalised(matrix: Float64) -> Float64:
+    """The same singular vectors and Frobenius length; singular values by five steps of `NEWTON_SCHULZ`."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    a, b, c = NEWTON_SCHULZ
+    turned = phi(values)
+    for _ in range(5):
+        turned = a * turned + b * turned**3 + c * turned**5
+    same: Float64 = (left * phi(turned)) @ right * np.linalg.norm(values)
+    return same
+
+
+def outer_step(
+    layout: FragmentLayout, theta: Float64, b: Float64, delta: Float64, lr: float, mu: float, outer: OuterName
+) -> tuple[Float64, Float64]:
+    """New Theta and b of a fragment, (elements,) each: matrices by `outer`, all else by `nesterov`.
+
+    mu = 0 averages learners: no momentum is gathered, and nothing is orthogonalised.
+    """
+    if not mu:
+        return theta - lr * delta, np.zeros_like(b)
+    after, momentum = np.empty_like(theta), np.empty_like(b)
+    for slot in layout.slots:
+        part, optimizer = slice(slot.start, slot.stop), OUTER[outer if slot.tensor.matrix else "nesterov"]
+        of = [x[part].reshape(slot.tensor.shape) for x in (theta, b, delta)]
+        new = optimizer(of[0], of[1], of[2], lr, mu)
+        after[part], momentum[part] = new[0].reshape(-1), new[1].reshape(-1)
+    return after, momentum
+
+
+# --- the grace window ---------------------------------------------------------------------------------------
+
+
+def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamma: float, latency: float) -> float:
+    """Seconds to wait beyond the quorum (paper, adaptive grace window): gamma * slack, and never below 0.
+
+    slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync. The cap is one
+    step and the latency of a header: a straggler that follows has done so by then.
+
+    Args:
+        step_time: of a learner's inner step, s.
+        quorum_time: from the window's opening to the K-th header, s.
+        sync_time: uploads, merge, outer step and publication, s.
+        tau: inner steps that a sync may hide behind.
+        gamma: share of the slack, below 1.
+        latency: from a learner's decision to publish to its header at the syncer, s.
+    """
+    slack = tau * step_time - (quorum_time + sync_time)
+    return max(0.0, min(gamma * slack, step_time + latency))
