@@ -16,7 +16,7 @@ from pipeline.keys import RunKeys
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.messages import DeltaHeader, RefusalReason, Rejected
 from pipeline.ports import Refusal
-from workers.exchange import DELTA_TTL_S
+from workers.publishing import DELTA_TTL_S
 
 from .link import Link
 from .surviving import Float64, Surviving

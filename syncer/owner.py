@@ -17,6 +17,7 @@ from pipeline.globals import pull_state
 from pipeline.messages import Committed, Head, RefusalReason, Rewound, Spec, WindowChanged, WindowView
 from pipeline.pacing import LastMerges, Pace
 from pipeline.ports import Bus, Clock, Commit, Offered
+from pipeline.retry import Backoff
 from pipeline.stored import head_after, parse_offer_id
 from pipeline.waiting import TICK_S, first_of, pause, woken_or_done
 from pipeline.wire import Digest
@@ -42,7 +43,7 @@ MOST_ARRIVED = 1024
 MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 INITIAL_POLL_S = 0.1
-BACKOFF_S = (0.1, 2.0)
+BACKOFF = Backoff(0.1, 2.0)
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64
 
@@ -113,7 +114,7 @@ class FragmentOwner:
 
     async def run(self) -> None:
         """Serve until the run is frozen; survives lost leases, moved heads and bus outages."""
-        delay = BACKOFF_S[0]
+        waits = BACKOFF.waits()
         while not self._watch.frozen:
             await self._lease_or_freeze()
             if not self._serving:
@@ -135,10 +136,9 @@ class FragmentOwner:
                 self._metrics.bus_errors.inc()
             finally:
                 self.idle.set()
-            if self._clock.now() - began > BACKOFF_S[1]:  # it was well for a while
-                delay = BACKOFF_S[0]
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, BACKOFF_S[1])
+            if self._clock.now() - began > BACKOFF.most_s:  # it was well for a while
+                waits = BACKOFF.waits()
+            await asyncio.sleep(next(waits))
 
     def forget(self) -> None:
         """Another syncer serves the fragment now: what is cached is of no more use."""

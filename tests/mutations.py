@@ -20,7 +20,9 @@ from syncer.owner import FragmentOwner
 from syncer.room import Room
 from syncer.staging import Staging
 from syncer.window import Window
-from workers.exchange import Exchange
+from workers.following import Following
+from workers.publishing import Publishing
+from workers.pulling import Pulling
 from workers.rounds import Rounds
 
 
@@ -99,23 +101,21 @@ MUTATIONS = [
     Mutation("merges happen below the quorum", Window, "_uploads", (("if len(done) < given.quorum:", "if not done:"),)),
     Mutation(
         "only higher versions are adopted",
-        Exchange,
-        "_look",
+        Pulling,
+        "look",
         (
             (
-                "if self._latest.get(p) != (head.version, head.digest):",
-                "if self._latest.get(p, (-1, b''))[0] < head.version:",
+                "if self.latest.get(p) != (head.version, head.digest):",
+                "if self.latest.get(p, (-1, b''))[0] < head.version:",
             ),
         ),
     ),
-    Mutation(
-        "after an outage nothing is offered again", Exchange, "_follow", (("self.shared.republish = True", "pass"),)
-    ),
+    Mutation("after an outage nothing is offered again", Following, "follow", (("if gap:", "if False:"),)),
     Mutation(
         "a header goes out before the report of its tokens",
-        Exchange,
+        Publishing,
         "_send_header",
-        (("await self._tell()", "self._report_now(self._left)"),),
+        (("await self._reporting.write()", "self._reporting._make(False)"),),
     ),
     Mutation(
         "payloads are named by base and attempt only",

@@ -14,8 +14,8 @@ from pipeline.memory import MemoryBus
 from pipeline.messages import LearnerReport
 from pipeline.standing import read_standing
 from workers import joining
-from workers.exchange import CLAIM_TTL_S
 from workers.identity import SILENT_S
+from workers.version_0 import CLAIM_TTL_S
 
 from .virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
@@ -66,7 +66,7 @@ def joins(world: VirtualRun, learner: VirtualLearner) -> "asyncio.Task[None]":
 
     async def join() -> None:
         began = asyncio.create_task(learner.live())
-        while not (getattr(learner, "exchange", None) and len(learner.exchange._latest) == world.spec.sync.fragments):
+        while not learner.joined:
             if began.done():
                 began.result()
             await asyncio.sleep(0.01)
@@ -233,7 +233,7 @@ def test_a_learner_that_gives_up_joining_counts_as_gone_at_once() -> None:
         assert not seen.report.left
         assert seen.age_s < 0.5
         await learner.kill()
-        await learner.exchange.abandon()
+        await learner.joining.abandon()
         (seen,) = await world.bus.read_reports()
         assert seen.report.left
 

@@ -59,7 +59,6 @@ PURE = (
     "workers/step_times.py",
     "workers/encoding.py",
     "workers/feedback.py",
-    "workers/retries.py",
     "workers/encoding.py",
     "chaos/audit.py",
     "chaos/growth.py",

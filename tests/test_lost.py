@@ -208,7 +208,7 @@ def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_com
 
             bus._turn = gone
 
-        for bus in [*(service.bus for service in services), *(one.exchange._bus for one in party)]:
+        for bus in [*(service.bus for service in services), *(one.bus for one in party)]:
             unreachable(bus)
         await asyncio.sleep(10.0)
         flush(world)

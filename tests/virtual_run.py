@@ -21,9 +21,9 @@ from pipeline.ports import Bus
 from pipeline.settings import SyncerProcess, SyncSettings
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers.exchange import Exchange
+from workers.joining import Joining
 from workers.rounds import Publication, Rounds
-from workers.shards import read_blocks
+from workers.work_queue import read_blocks
 
 RUN = "virtual"
 
@@ -82,17 +82,21 @@ class VirtualLearner:
         """A connection of its own."""
         return MemoryBus(RUN, self.world.clock, self.world.store)
 
+    @property
+    def joined(self) -> bool:
+        return hasattr(self, "exchange")
+
     async def live(self) -> None:
         """Join, train until the run drains, leave."""
         spec = self.world.spec
         layout = layout_of(spec.tensors)
         self.values = [self.begin(f.elements) for f in layout.fragments]
         self.rounds = Rounds(layout, spec.sync)
-        bus = self.connect()
-        self.exchange = Exchange(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
-        await self.exchange.join(spec, layout, lambda p: self.values[p].copy())
+        self.bus = self.connect()
+        self.joining = Joining(self.bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
+        self.exchange = await self.joining.join(spec, layout, lambda p: self.values[p].copy())
         self.adopt()
-        running = asyncio.create_task(self.exchange.run())
+        running = asyncio.create_task(self.exchange.work())
         loop = asyncio.get_running_loop()
         try:
             blocks = await self.blocks() if self.data else None
@@ -148,11 +152,11 @@ class VirtualLearner:
             base = self.exchange.shared.adoptions.pop(p)
             self.values[p][:] = base.values
             self.rounds.adopt(base)
-            self.exchange.stepped([], True)
+            self.exchange.queue([], True)
 
     def publish(self, publication: Publication) -> None:
         snapshot = self.values[publication.base.fragment].copy()
-        self.exchange.stepped([(publication, lambda: snapshot)], False)
+        self.exchange.queue([(publication, lambda: snapshot)], False)
 
     def start(self) -> "VirtualLearner":
         self.task = asyncio.create_task(self.live())
