@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -214,3 +214,24 @@ class VirtualRun:
         assert self.syncer is not None
         async with asyncio.timeout(600):
             await asyncio.gather(self.syncer, *(learner.task for learner in learners if learner.task))
+
+
+Kind = TypeVar("Kind", bound=VirtualLearner)
+
+
+async def under_way(
+    version: int, kind: type[Kind] = VirtualLearner, learners: int = 2, **changes: Any
+) -> tuple[VirtualRun, list[Kind]]:
+    """A run with a syncer and learners l0, l1 ..., once every fragment has reached a version; endless unless told."""
+    world = VirtualRun(sync_spec(**{"tokens": 10**9, **changes}))
+    world.start_syncer()
+    party = [kind(f"l{i}", world, 0.1, f"{i:016x}") for i in range(learners)]
+    for learner in party:
+        learner.start()
+    await world.until_version(version)
+    return world, party
+
+
+async def end(*parties: VirtualLearner) -> None:
+    for party in parties:
+        await party.kill()

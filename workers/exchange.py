@@ -58,8 +58,8 @@ class Exchange:
             self.pulling.pull_wanted,
             self.publishing.offer,
             self.publishing.upload,
-            self.reporting.report,
-            self.claims.keep,
+            self.reporting.keep_reporting,
+            self.claims.keep_claimed,
             self._agreement.keep_agreed,
             self._look_for_syncers,
         )

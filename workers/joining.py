@@ -99,8 +99,8 @@ class Joining:
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
         await self._identity.acquire(self._reporting.write)
-        reporting, waiting = self._outages.forever(self._reporting.report), say_why(self._bus, fragments, self._log)
-        async with meanwhile(reporting, waiting):
+        reporting = self._outages.forever(self._reporting.keep_reporting)
+        async with meanwhile(reporting, say_why(self._bus, fragments, self._log)):
             await version_0.ensure(self._incarnation, initial, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
                 for head in await retry(self._bus.read_heads, missing):

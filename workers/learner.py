@@ -101,7 +101,7 @@ class Learner:
             UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that
                 cannot be used, by name.
         """
-        self._asked = asked = check_arguments(
+        self._given = given = check_arguments(
             run=run,
             redis_url=redis_url,
             learner_id=learner_id,
@@ -115,23 +115,23 @@ class Learner:
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
-        if asked.log_losses and asked.state_dir is None:
+        if given.log_losses and given.state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
         if not structlog.is_configured():
             logs.configure("warning")  # in somebody else's program, only what needs attention
         for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
             structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = load(BusSettings, {"redis_url": asked.redis_url or None}).bus_url()
+        url = load(BusSettings, {"redis_url": given.redis_url or None}).bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
         self.model, self.optimizer, self._url = model, optimizer, url
         self.incarnation = secrets.token_hex(8)
-        self.id = asked.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
+        self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
-        if asked.sync is not None:
-            tensor_table(model, asked.sync)
+        if given.sync is not None:
+            tensor_table(model, given.sync)
         self._inner_optimizer = check_optimizer(model, optimizer)
-        if asked.same_frozen:
+        if given.same_frozen:
             check_frozen(model)
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
@@ -269,7 +269,7 @@ class Learner:
 
     def _join(self) -> None:
         training = self._training(self._proposal())
-        thread = ExchangeThread(self._url, self._asked.run, training)
+        thread = ExchangeThread(self._url, self._given.run, training)
         try:
             exchange = thread.join_run(self._stopping.leave_if_asked)
             joined = JoinedLearner(training, exchange, thread)
@@ -286,33 +286,33 @@ class Learner:
 
     def _proposal(self) -> Spec:
         """The spec as this learner would have it; it follows the run where it has no settings of its own."""
-        sync, trainer = self._asked.sync, self._asked.trainer or {}
+        sync, trainer = self._given.sync, self._given.trainer or {}
         held = None
         if sync is None:
-            read = partial(self.read_spec, self._url, self._asked.run)
+            read = partial(self.read_spec, self._url, self._given.run)
             held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
         if held is not None:
             sync_spec, trainer = held.sync, trainer or held.trainer
         else:
             sync_spec = (sync or SyncSettings()).sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        return proposal(self.model, sync_spec, trainer, self._asked.same_frozen)
+        return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
 
     def _training(self, spec: Spec) -> Training:
-        asked, layout = self._asked, layout_of(spec.tensors)
+        given, layout = self._given, layout_of(spec.tensors)
         rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
-        folder = None if asked.state_dir is None else Path(asked.state_dir)
+        folder = None if given.state_dir is None else Path(given.state_dir)
         recovery = Recovery(
             self.model,
             self._inner_optimizer,
             layout,
             rounds,
-            run=asked.run,
+            run=given.run,
             learner=self.id,
             incarnation=self.incarnation,
-            options=RecoveryOptions(asked.recover, folder, asked.state_every_s, asked.log_losses),
+            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
         )
-        on_device = asked.encode_on == "device" or (asked.encode_on == "auto" and self.device.type == "cuda")
+        on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
         watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
         return Training(
             self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, self.times
@@ -344,7 +344,7 @@ class Learner:
             return
         try:
             if joined.thread.works:
-                self.left_in_order = joined.leave(self._asked.leave_s, save_state)
+                self.left_in_order = joined.leave(self._given.leave_s, save_state)
         finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
             joined.thread.end()
             self._stopping.restore()

@@ -52,14 +52,14 @@ def wait_for_spec(
             return read()
         except BusUnavailable as error:
             wait_s = next(waits)
-            _tell(error, wait_s, learner)
+            _say(error, wait_s, learner)
             time.sleep(wait_s)
 
 
 async def reach(url: str, run: str, learner: str) -> Bus:
     """A bus, once its Redis is there."""
-    return await retry(lambda: connect(url, run), BACKOFF, BusUnavailable, partial(_tell, learner=learner))
+    return await retry(lambda: connect(url, run), BACKOFF, BusUnavailable, partial(_say, learner=learner))
 
 
-def _tell(error: BaseException, wait_s: float, learner: str | None) -> None:
+def _say(error: BaseException, wait_s: float, learner: str | None) -> None:
     structlog.get_logger().warning(outage_event(error), learner=learner, error=str(error), retry_s=wait_s)

@@ -58,8 +58,8 @@ class Reporting:
         self._shared.state = await self._identity.write(report)
         return report
 
-    async def report(self) -> None:
-        """Write them in turns, and save the position in the shard in hand.
+    async def keep_reporting(self) -> None:
+        """Write one every now and then, and save the position in the shard in hand.
 
         Raises:
             LearnerReplaced, BusError: as `write`.

@@ -68,7 +68,7 @@ class ShardClaims:
         self._leaving = True
         self._wake.set()
 
-    async def keep(self) -> None:
+    async def keep_claimed(self) -> None:
         """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest.
 
         Raises:
