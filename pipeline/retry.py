@@ -19,12 +19,26 @@ class Backoff:
     first_s: float
     most_s: float
 
-    def waits(self) -> Iterator[float]:
-        """Endless, in seconds."""
-        wait_s = self.first_s
-        while True:
-            yield wait_s
-            wait_s = min(2 * wait_s, self.most_s)
+    def waits(self) -> "Waits":
+        """From the first one on."""
+        return Waits(self)
+
+
+class Waits(Iterator[float]):
+    """Endless, in seconds."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff, self._next_s = backoff, backoff.first_s
+
+    def __next__(self) -> float:
+        wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._backoff.most_s)
+        return wait_s
+
+    def after(self, lasted_s: float) -> float:
+        """The next one; after a try that had gone well for longer than any wait, the first."""
+        if lasted_s > self._backoff.most_s:
+            self._next_s = self._backoff.first_s
+        return next(self)
 
 
 class Retries:
@@ -51,21 +65,21 @@ class Retries:
 
 async def retry(
     call: Callable[[], Awaitable[T]],
-    backoff: Backoff,
+    waits: Waits,
     errors: Errors,
     failed: Callable[[BaseException, float], None],
     unless: Errors = (),
 ) -> T:
-    """Call until it returns. One that failed after it had gone well for longer than any wait begins with the first.
+    """Call until it returns.
 
     Args:
         call: makes one try.
-        backoff: the waits.
+        waits: those before the next tries.
         errors: those after which it is tried again.
         failed: told the error and the wait before the next try, in seconds.
         unless: those of `errors` that are raised.
     """
-    loop, waits = asyncio.get_running_loop(), backoff.waits()
+    loop = asyncio.get_running_loop()
     while True:
         began_s = loop.time()
         try:
@@ -73,8 +87,6 @@ async def retry(
         except unless:
             raise
         except errors as error:
-            if loop.time() - began_s > backoff.most_s:
-                waits = backoff.waits()
-            wait_s = next(waits)
+            wait_s = waits.after(loop.time() - began_s)
             failed(error, wait_s)
             await asyncio.sleep(wait_s)

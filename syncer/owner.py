@@ -136,9 +136,7 @@ class FragmentOwner:
                 self._metrics.bus_errors.inc()
             finally:
                 self.idle.set()
-            if self._clock.now() - began > BACKOFF.most_s:  # it was well for a while
-                waits = BACKOFF.waits()
-            await asyncio.sleep(next(waits))
+            await asyncio.sleep(waits.after(self._clock.now() - began))
 
     def forget(self) -> None:
         """Another syncer serves the fragment now: what is cached is of no more use."""

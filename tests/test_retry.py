@@ -39,7 +39,7 @@ def test_it_is_tried_until_it_works_and_each_failure_is_told() -> None:
     calls = Calls(3)
 
     async def main() -> None:
-        assert await retry(calls.call, BACKOFF, BusError, calls.failed) == "done"
+        assert await retry(calls.call, BACKOFF.waits(), BusError, calls.failed) == "done"
 
     run_virtual(main())
     assert calls.told == [("gone", 0.5), ("gone", 1.0), ("gone", 2.0)]
@@ -49,7 +49,7 @@ def test_it_is_tried_until_it_works_and_each_failure_is_told() -> None:
 @pytest.mark.parametrize("lasts_s", [1.0, 4.0])
 def test_the_waits_begin_anew_after_it_had_gone_well_for_longer_than_any(lasts_s: float) -> None:
     calls = Calls(3, lasts_s)
-    run_virtual(retry(calls.call, BACKOFF, BusError, calls.failed))
+    run_virtual(retry(calls.call, BACKOFF.waits(), BusError, calls.failed))
     assert [wait_s for _, wait_s in calls.told] == ([0.5] * 3 if lasts_s > 3.0 else [0.5, 1.0, 2.0])
 
 
@@ -59,7 +59,7 @@ def test_an_error_that_is_not_for_trying_again_is_raised_at_once(error: type[Bus
     calls = Calls(1, error=error)
     errors = BusError if error is PayloadIncomplete else PayloadIncomplete
     with pytest.raises(error):
-        run_virtual(retry(calls.call, BACKOFF, errors, calls.failed, unless=PayloadIncomplete))
+        run_virtual(retry(calls.call, BACKOFF.waits(), errors, calls.failed, unless=PayloadIncomplete))
     assert len(calls.tried_s) == 1
     assert calls.told == []
 

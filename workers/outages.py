@@ -25,7 +25,7 @@ class Outages:
         Raises:
             unless: these are not for trying again.
         """
-        return await retry(lambda: call(*args), BACKOFF, BusError, self._failed, unless)
+        return await retry(lambda: call(*args), BACKOFF.waits(), BusError, self._failed, unless)
 
     async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
         """Do a work of which there is always more; begin it again whenever the bus or a peer breaks it off.
@@ -38,8 +38,9 @@ class Outages:
             self.gap |= isinstance(error, BusUnavailable)
             self._failed(error, wait_s, task=work.__name__)
 
+        waits = BACKOFF.waits()
         while True:
-            await retry(work, BACKOFF, (BusError, PeerError), failed, SpecMismatch)
+            await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
 
     def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:
         self.count += isinstance(error, BusUnavailable)

@@ -58,7 +58,7 @@ def wait_for_spec(
 
 async def reach(url: str, run: str, learner: str) -> Bus:
     """A bus, once its Redis is there."""
-    return await retry(lambda: connect(url, run), BACKOFF, BusUnavailable, partial(_say, learner=learner))
+    return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
 
 
 def _say(error: BaseException, wait_s: float, learner: str | None) -> None:
