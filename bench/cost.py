@@ -28,6 +28,7 @@ from pipeline.settings import SyncSettings
 from pipeline.strict_json import dumps
 from workers.learner import Learner
 from workers.models.gpt import build
+from workers.training import Training
 
 from .end_to_end import ROOT, Fleet, Process, server
 from .figures import Spread, progress, spread
@@ -157,23 +158,24 @@ def main() -> None:
         tokens=2**60,
     )
     with Learner(model, None, run=given["run"], redis_url=given["url"], learner_id="bench", sync=sync) as learner:
+        training = learner.joined.training
         ours, its = Pipe()
         if os.fork() == 0:
             ours.close()
-            _alone(its, parameters, learner)
+            _alone(its, parameters, training)
         its.close()
         print(dumps({"joined": True}), flush=True)
         for line in sys.stdin:
             who, rest = line.split(maxsplit=1)
             if who == "with":
-                told = _block(rest, parameters, learner, learner.step)
+                told = _block(rest, parameters, training, learner.step)
             else:
                 ours.send_bytes(rest.encode())
                 told = json.loads(ours.recv_bytes())
             print(dumps(told), flush=True)
 
 
-def _alone(asked: Connection, parameters: list[torch.Tensor], learner: Learner) -> NoReturn:
+def _alone(asked: Connection, parameters: list[torch.Tensor], training: Training) -> NoReturn:
     """The copy: it has the learner's memory and none of its threads; the learner's process is stopped meanwhile."""
     above = os.getppid()
     try:
@@ -181,7 +183,7 @@ def _alone(asked: Connection, parameters: list[torch.Tensor], learner: Learner) 
             line = asked.recv_bytes().decode()
             os.kill(above, signal.SIGSTOP)
             try:
-                told = _block(line, parameters, learner, lambda tokens: None)
+                told = _block(line, parameters, training, lambda tokens: None)
             finally:
                 os.kill(above, signal.SIGCONT)
             asked.send_bytes(dumps(told).encode())
@@ -192,11 +194,12 @@ def _alone(asked: Connection, parameters: list[torch.Tensor], learner: Learner) 
 
 
 @torch.no_grad()
-def _block(line: str, parameters: list[torch.Tensor], learner: Learner, step: Callable[..., None]) -> dict[str, float]:
+def _block(
+    line: str, parameters: list[torch.Tensor], training: Training, step: Callable[..., None]
+) -> dict[str, float]:
     kind, units, steps = line.split()
-    compute, amount, rounds, blocked_s = work_of(kind), int(units), learner._rounds, learner.times.blocked_s
-    assert rounds is not None  # noqa: S101  # it has joined
-    deltas = rounds._serial
+    compute, amount, blocked_s = work_of(kind), int(units), training.times.blocked_s
+    deltas = training.rounds.deltas
     cpu_s, began = time.process_time(), time.perf_counter()
     for _ in range(int(steps)):
         compute(amount)
@@ -205,8 +208,8 @@ def _block(line: str, parameters: list[torch.Tensor], learner: Learner, step: Ca
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": time.process_time() - cpu_s,
-        "blocked_s": learner.times.blocked_s - blocked_s,
-        "deltas": rounds._serial - deltas,
+        "blocked_s": training.times.blocked_s - blocked_s,
+        "deltas": training.rounds.deltas - deltas,
     }
 
 

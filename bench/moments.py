@@ -60,10 +60,10 @@ class Alone:
 
     def moments(self) -> Any:
         """A copy of its moments."""
-        taking = self.state.begin()
-        while not taking.advance():
+        made = self.state.start_copy()
+        while not made.advance():
             pass
-        return taking.moments()
+        return made.moments()
 
 
 def _order(blocks: Blocks, epoch: int) -> Iterator[tuple[int, int]]:

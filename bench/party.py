@@ -73,18 +73,17 @@ class Party:
     def round(self) -> dict[str, Any]:
         """Publish what is due, wait until all of it has come back as the next version, adopt it."""
         learner = self.learner
-        exchange, rounds = learner._exchange, learner._rounds
-        assert exchange is not None and rounds is not None  # noqa: S101, PT018  # within the learner's block
-        before = rounds._serial
+        shared, rounds = learner.joined.shared, learner.joined.training.rounds
+        before = rounds.deltas
         time.sleep(self.delay_s)
         while True:
             began = time.monotonic()
             learner.step(tokens=1000)
             published = time.monotonic()
-            if rounds._serial > before:  # fragments that take turns are not due at every step
+            if rounds.deltas > before:  # fragments that take turns are not due at every step
                 break
-        count = rounds._serial - before
-        while len(exchange.shared.adoptions) < count:
+        count = rounds.deltas - before
+        while len(shared.adoptions) < count:
             time.sleep(POLL_S)
         arrived = time.monotonic()
         learner.step(tokens=1000)

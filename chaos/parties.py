@@ -20,9 +20,10 @@ from pipeline.settings import SyncerProcess
 from pipeline.spec_messages import Spec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers.exchange import Exchange
+from workers.joining import Joining
 from workers.rounds import Publication, Rounds
-from workers.shards import read_blocks
+from workers.shared import Shared
+from workers.work_queue import read_blocks
 
 from .chance import Chance
 from .link import SLOW_S, Link
@@ -106,7 +107,7 @@ class WorldLearner(Party):
         """How its leave went, once it is over."""
         self.rounds = Rounds(world.layout, world.spec.sync)
         self.values: list[npt.NDArray[np.float32]] = []
-        self.exchange = Exchange(self.link, self.clock, self.name, self.incarnation, self.report, offload=inline)  # type: ignore[arg-type]
+        self.joining = Joining(self.link, self.clock, self.name, self.incarnation, self.report, offload=inline)  # type: ignore[arg-type]
 
     def report(self, left: bool) -> LearnerReport:
         """What it says about itself."""
@@ -114,11 +115,12 @@ class WorldLearner(Party):
 
     async def live(self) -> None:
         """Join, train until the run drains or it is told to stop, leave."""
-        world, exchange, shared = self.world, self.exchange, self.exchange.shared
+        world = self.world
         self.values = [np.full(f.elements, INITIAL, np.float32) for f in world.layout.fragments]
-        await exchange.join(world.spec, world.layout, lambda p: self.values[p].copy())
-        running = asyncio.create_task(exchange.run())
-        exchange.stepped([], self._adopt())
+        exchange = await self.joining.join(world.spec, world.layout, lambda p: self.values[p].copy())
+        shared = exchange.shared
+        running = asyncio.create_task(exchange.work())
+        exchange.queue([], self._adopt(shared))
         shared.shards_wanted = BLOCKS, SHARD_BLOCKS
         exchange.claims.want()
         order: Iterator[tuple[int, int]] | None = None
@@ -135,13 +137,13 @@ class WorldLearner(Party):
                 if order is not None and self.rounds.steps % STEPS_A_BLOCK == 0:
                     world.oracle.read_block(*next(order))
                 self._train(drawn)
-                adopted = self._adopt()
+                adopted = self._adopt(shared)
                 if shared.republish:
                     shared.republish = False
                     self.rounds.republish()
-                exchange.stepped([self._made(one) for one in self.rounds.publications(shared.windows)], adopted)
+                exchange.queue([self._made(one) for one in self.rounds.publications(shared.windows)], adopted)
             due = shared.state is not None and shared.state.phase is not Phase.RUNNING
-            exchange.stepped([self._made(one) for one in self.rounds.last(shared.windows, due)], False)
+            exchange.queue([self._made(one) for one in self.rounds.last(shared.windows, due)], False)
             self.left = await exchange.leave(LEAVE_S)
         finally:
             running.cancel()
@@ -160,10 +162,10 @@ class WorldLearner(Party):
             values += TARGETS[(drawn >> 6 * p) % len(TARGETS), : len(values)]
         self.rounds.trained(self.step_tokens)
 
-    def _adopt(self) -> bool:
-        arrived = sorted(self.exchange.shared.adoptions)
+    def _adopt(self, shared: Shared) -> bool:
+        arrived = sorted(shared.adoptions)
         for p in arrived:
-            base = self.exchange.shared.adoptions.pop(p)
+            base = shared.adoptions.pop(p)
             self.world.oracle.adopted(self.name, base)
             self.values[p][:] = base.values
             self.rounds.adopt(base)

@@ -17,7 +17,7 @@ from pipeline.delta_messages import DeltaHeader
 from pipeline.keys import RunKeys
 from pipeline.memory_store import MemoryStore, Stream
 from pipeline.tape_messages import RefusalReason, Rejected
-from workers.exchange import DELTA_TTL_S
+from workers.publishing import DELTA_TTL_S
 
 from .link import Link
 from .surviving import Float64, Surviving

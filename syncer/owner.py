@@ -13,6 +13,7 @@ from pipeline.fragments import FragmentLayout
 from pipeline.globals import pull_state
 from pipeline.head_messages import Head
 from pipeline.pacing import Pace
+from pipeline.retry import Backoff
 from pipeline.tape_messages import Rewound
 from pipeline.waiting import first_of
 
@@ -24,7 +25,7 @@ from .session import OwnerState, Session
 from .window import State
 
 INITIAL_POLL_S = 0.1
-BACKOFF_S = (0.1, 2.0)
+BACKOFF = Backoff(0.1, 2.0)
 
 
 class FragmentOwner:
@@ -67,7 +68,7 @@ class FragmentOwner:
 
     async def run(self) -> None:
         """Serve until the run is frozen; survives lost leases, moved heads and bus outages."""
-        delay = BACKOFF_S[0]
+        waits = BACKOFF.waits()
         while not self._context.watch.frozen:
             await self._lease_or_freeze()
             if not self._serves():
@@ -89,10 +90,7 @@ class FragmentOwner:
                 self._context.metrics.bus_errors.inc()
             finally:
                 self.idle.set()
-            if self._clock.now() - began > BACKOFF_S[1]:  # it was well for a while
-                delay = BACKOFF_S[0]
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, BACKOFF_S[1])
+            await asyncio.sleep(waits.after(self._clock.now() - began))
 
     def forget(self) -> None:
         """Another syncer serves the fragment now: what is cached is of no more use."""

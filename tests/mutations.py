@@ -19,7 +19,9 @@ from syncer.leases import Leases
 from syncer.owner import FragmentOwner
 from syncer.session import Session
 from syncer.window import Window
-from workers.exchange import Exchange
+from workers.following import Following
+from workers.publishing import Publishing
+from workers.pulling import Pulling
 from workers.rounds import Rounds
 
 
@@ -103,23 +105,21 @@ MUTATIONS = [
     ),
     Mutation(
         "only higher versions are adopted",
-        Exchange,
-        "_look",
+        Pulling,
+        "look",
         (
             (
-                "if self._latest.get(p) != (head.version, head.digest):",
-                "if self._latest.get(p, (-1, b''))[0] < head.version:",
+                "if self.latest.get(p) != (head.version, head.digest):",
+                "if self.latest.get(p, (-1, b''))[0] < head.version:",
             ),
         ),
     ),
-    Mutation(
-        "after an outage nothing is offered again", Exchange, "_follow", (("self.shared.republish = True", "pass"),)
-    ),
+    Mutation("after an outage nothing is offered again", Following, "follow", (("if gap:", "if False:"),)),
     Mutation(
         "a header goes out before the report of its tokens",
-        Exchange,
+        Publishing,
         "_send_header",
-        (("await self._tell()", "self._report_now(self._left)"),),
+        (("await self._reporting.write()", "self._reporting._make(False)"),),
     ),
     Mutation(
         "payloads are named by base and attempt only",

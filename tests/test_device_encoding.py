@@ -27,7 +27,7 @@ from pipeline.settings import SyncerProcess, SyncSettings
 from pipeline.wire import Codec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers import device_encoding, exchange
+from workers import device_encoding, publishing
 from workers.device_encoding import OnDevice
 from workers.encoding import encode_delta
 from workers.feedback import grown
@@ -235,7 +235,7 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
     """Of a learner that moves its weights, publishes and adopts what comes of it, in turns."""
     model, rng, found = Net().to(device), np.random.default_rng(0), list[bytes]()
     sync = SyncSettings(fragments=1, sync_interval=1, first_interval=0, quorum=1, codec=kind, tokens=2**40)
-    push = exchange.push_growing
+    push = publishing.push_growing
 
     async def pushing(bus: Any, key: str, payload: Any, *rest: Any) -> Any:
         pushed = await push(bus, key, payload, *rest)
@@ -243,7 +243,7 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
         return pushed
 
     with pytest.MonkeyPatch.context() as patch, a_syncer(url, run):
-        patch.setattr(exchange, "push_growing", pushing)
+        patch.setattr(publishing, "push_growing", pushing)
         with Learner(model, run=run, redis_url=url, learner_id="l0", sync=sync, encode_on=encode_on) as learner:
             for _ in range(6):
                 with torch.no_grad():
@@ -252,12 +252,11 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
                         tensor.add_(torch.from_numpy(moved).to(device))
                 learner.step(tokens=1)  # publishes
                 until = time.monotonic() + 60
-                while not learner._exchange.shared.adoptions:  # type: ignore[union-attr]
-                    learner._check()
+                while not learner.joined.shared.adoptions:
                     assert time.monotonic() < until, "nothing was merged"
                     time.sleep(0.005)
                 learner.step(tokens=1)  # adopts
-            assert isinstance(learner._exchange._encoder, OnDevice) is (encode_on == "device")  # type: ignore[union-attr]
+            assert isinstance(learner.joined.exchange.member.encoder, OnDevice) is (encode_on == "device")
     return found
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from workers.baselines.data_parallel import block_order
-from workers.baselines.elastic import load_state, save_state
+from workers.baselines.elastic_rank import load_state, save_state
 from workers.models.gpt import build
 from workers.recipe import add_gradients, make_optimizer, update
 

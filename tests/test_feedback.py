@@ -249,11 +249,11 @@ def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkey
         learners = [Watched(f"l{i}", world, 0.1 + 0.07 * i, f"{i:016x}").start() for i in range(3)]
         await world.finish(*learners)
         tape = await world.tape()
-        for head, fragment in zip(await world.heads(), learners[0].exchange._fragments, strict=True):
+        for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
             values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
             assert np.all(np.abs(values - 1.0) < 0.1)
             for learner in learners:
-                residual = learner.exchange._feedback.residual(head.fragment)
+                residual = learner.exchange.feedback.residual(head.fragment)
                 assert (residual is not None) is (kind in KINDS)
                 owed = 0 if residual is None else residual
                 merged, made = sums[head.fragment, learner.name], learner.merged(tape)[head.fragment]
@@ -292,7 +292,7 @@ def test_a_rewind_and_a_new_incarnation_begin_at_zero(fed) -> None:
         world.store.restart(saved)
         fed.clear()
         async with asyncio.timeout(60):
-            while learner.exchange._latest[0][0] > 5:
+            while learner.exchange.pulling.latest[0][0] > 5:
                 await asyncio.sleep(0.02)
         before = len(fed)
         await world.until_version(8)
@@ -317,7 +317,7 @@ def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(fed) ->
         world.start_syncer()
         learner = VirtualLearner("l0", world).start()
         await world.until_version(0)
-        read, lost = learner.exchange._bus.read_tape, list[object]()
+        read, lost = learner.bus.read_tape, list[object]()
 
         async def failing(*given):
             entries = await read(*given)
@@ -327,7 +327,7 @@ def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(fed) ->
                 raise BusUnavailable("gone for a moment")
             return entries
 
-        learner.exchange._bus.read_tape = failing  # type: ignore[method-assign]
+        learner.bus.read_tape = failing  # type: ignore[method-assign]
         await world.until_version(3)
         assert lost
         assert fed[:3] == [False, True, True]
@@ -347,8 +347,8 @@ def test_deltas_that_are_never_merged_are_not_kept() -> None:
         train = learners[1].train
         learners[1].train = lambda: (train(), learners[1].values[0].fill(np.nan))  # type: ignore[assignment]
         await world.until_version(12)
-        assert 0 < len(learners[1].exchange._feedback._sent[0]) < MOST_SENT
-        residual = learners[1].exchange._feedback.residual(0)
+        assert 0 < len(learners[1].exchange.feedback._sent[0]) < MOST_SENT
+        residual = learners[1].exchange.feedback.residual(0)
         assert residual is not None
         assert np.isfinite(residual).all()
         for learner in learners:

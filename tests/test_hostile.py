@@ -43,12 +43,12 @@ def poisoned(value: float) -> Spoil:
 
 def damaged(learner: VirtualLearner) -> None:
     """Its chunks do not have the digests that they say."""
-    write = learner.exchange._bus.write_chunks
+    write = learner.bus.write_chunks
 
     async def spoiled(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
         await write(key, first, [chunk[:-20] + bytes(20) for chunk in chunks], ttl_s)
 
-    learner.exchange._bus.write_chunks = spoiled  # type: ignore[method-assign]
+    learner.bus.write_chunks = spoiled  # type: ignore[method-assign]
 
 
 def silent(learner: VirtualLearner) -> None:
@@ -57,7 +57,7 @@ def silent(learner: VirtualLearner) -> None:
     async def nothing(*_: Any) -> None:
         return None
 
-    learner.exchange._bus.write_chunks = nothing  # type: ignore[method-assign]
+    learner.bus.write_chunks = nothing  # type: ignore[method-assign]
 
 
 async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> list[Committed]:
@@ -82,7 +82,7 @@ def forged(scale: float) -> Spoil:
     """Sound chunks of sound digests, in which every scale is this."""
 
     def spoil(learner: VirtualLearner) -> None:
-        write = learner.exchange._bus.write_chunks
+        write = learner.bus.write_chunks
 
         async def forging(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
             data = np.frombuffer(b"".join(decode(Chunk, chunk).data for chunk in chunks), np.uint8).copy()  # one group
@@ -90,7 +90,7 @@ def forged(scale: float) -> Spoil:
             data[: 2 * blocks].view(ml_dtypes.bfloat16)[:] = scale
             await write(key, first, list(encode_chunks(data, learner.world.spec.sync.chunk_bytes)), ttl_s)
 
-        learner.exchange._bus.write_chunks = forging  # type: ignore[method-assign]
+        learner.bus.write_chunks = forging  # type: ignore[method-assign]
 
     return spoil
 
@@ -308,8 +308,8 @@ def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when
         assert most < 20_000
         assert await world.versions() == versions
         for learner in learners:
-            assert len(learner.exchange._headers) <= 2
-            assert learner.exchange._uploads.qsize() <= 2
+            assert len(learner.exchange.publishing._headers) <= 2
+            assert learner.exchange.publishing._uploads.qsize() <= 2
             assert learner.longest_step_s < 1.0
         world.start_syncer()
         async with asyncio.timeout(120):

@@ -319,8 +319,8 @@ async def held_up(run: RealRun, seconds: float) -> None:
 
     await run.until(trained, "each learner has made 20 steps")
     for learner in run.learners:
-        assert len(learner.exchange._headers) <= 2 * run.spec.sync.fragments
-        assert learner.exchange._uploads.qsize() <= 2 * run.spec.sync.fragments
+        assert len(learner.exchange.publishing._headers) <= 2 * run.spec.sync.fragments
+        assert learner.exchange.publishing._uploads.qsize() <= 2 * run.spec.sync.fragments
 
 
 async def test_a_server_whose_memory_is_full_stops_no_learner_and_says_what_to_do(
@@ -431,7 +431,7 @@ async def test_a_learner_whose_run_has_no_syncer_says_so(
     redis_binary: Path | None, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it publishes stays bounded; with a syncer it goes on by itself."""
-    monkeypatch.setattr("workers.joining.LOOK_FOR_SYNCERS_S", 0.5)
+    monkeypatch.setattr("workers.exchange.LOOK_FOR_SYNCERS_S", 0.5)
     async with real_run(redis_binary, 2) as run:
         assert run.syncer is not None
         run.syncer.cancel()

@@ -14,12 +14,13 @@ from pipeline.ledger_inputs import read_ledger_inputs
 from pipeline.memory import MemoryBus
 from pipeline.run_messages import LearnerReport
 from workers import joining
-from workers.exchange import CLAIM_TTL_S
 from workers.identity import SILENT_S
+from workers.version_0 import CLAIM_TTL_S
 
-from .virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+from .virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec, under_way
 
-A, B, C = ("a" * 16, "b" * 16, "c" * 16)
+A, B, C = ("0" * 16, "b" * 16, "c" * 16)
+"""Incarnations; A is that of the first learner under way."""
 
 
 class Pausable(MemoryBus):
@@ -66,7 +67,7 @@ def joins(world: VirtualRun, learner: VirtualLearner) -> "asyncio.Task[None]":
 
     async def join() -> None:
         began = asyncio.create_task(learner.live())
-        while not (getattr(learner, "exchange", None) and len(learner.exchange._latest) == world.spec.sync.fragments):
+        while not learner.joined:
             if began.done():
                 began.result()
             await asyncio.sleep(0.01)
@@ -79,10 +80,7 @@ def test_a_second_process_under_the_id_of_a_live_learner_is_refused_and_the_firs
     """It is told on which host the other one is and when it reported, and leaves no trace."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=4_000))
-        world.start_syncer()
-        first = Pausing("l0", world, incarnation=A).start()
-        await world.until_version(2)
+        world, (first,) = await under_way(2, Pausing, learners=1, tokens=4_000)
         second = Pausing("l0", world, incarnation=B).start()
         error = await failure(second)
         assert isinstance(error, IdTaken)
@@ -122,10 +120,7 @@ def test_a_killed_learner_is_back_at_once() -> None:
     """After a second of silence at most, long before it counts as gone."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        first = VirtualLearner("l0", world, incarnation=A).start()
-        await world.until_version(2)
+        world, (first,) = await under_way(2, learners=1)
         await first.kill()
         second, began = VirtualLearner("l0", world, incarnation=B), asyncio.get_running_loop().time()
         await joins(world, second)
@@ -147,10 +142,7 @@ def test_a_paused_learner_that_wakes_finds_its_successor_and_ends(bus: str) -> N
     """It says so; the books close on what both trained, and the successor is not disturbed."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=6_000))
-        world.start_syncer()
-        first = Pausing("l0", world, incarnation=A).start()
-        await world.until_version(3)
+        world, (first,) = await under_way(3, Pausing, learners=1, tokens=6_000)
         first.bus.goes_on.clear()
         saved = world.store.snapshot()
         await asyncio.sleep(0.5)
@@ -183,10 +175,7 @@ def test_a_late_call_of_a_dead_learner_does_not_make_it_live() -> None:
     """The next one waits a little longer, and joins."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        first = VirtualLearner("l0", world, incarnation=A).start()
-        await world.until_version(2)
+        world, (first,) = await under_way(2, learners=1)
         await first.kill()
         (seen,) = await world.bus.read_reports()
         second = VirtualLearner("l0", world, incarnation=B)
@@ -233,7 +222,7 @@ def test_a_learner_that_gives_up_joining_counts_as_gone_at_once() -> None:
         assert not seen.report.left
         assert seen.age_s < 0.5
         await learner.kill()
-        await learner.exchange.abandon()
+        await learner.joining.abandon()
         (seen,) = await world.bus.read_reports()
         assert seen.report.left
 

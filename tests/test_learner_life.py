@@ -82,7 +82,7 @@ def learner_of(url: str, run: str, **more: Any) -> Learner:
 
 def steps_of(learner: Learner, most: int, signalled: int, number: int) -> None:
     """A loop that gets a signal in one of its steps and does not ask."""
-    until(lambda: learner._exchange and learner._exchange.shared.state)  # without it no state is saved
+    until(lambda: learner.joined.shared.state)  # without it no state is saved
     for made in range(1, most + 1):
         if made == signalled:
             os.kill(os.getpid(), number)
@@ -232,7 +232,7 @@ def test_one_that_is_replaced_while_it_leaves_says_so(redis_server: str, monkeyp
             write(redis_server, "leaves", samples.report("l0", incarnation="f" * 16, generation=2, versions=(0,)))
 
         monkeypatch.setattr("workers.recovery.Recovery.close", close)
-        monkeypatch.setattr("workers.claims.ShardClaims.leave", lambda claims: None)  # it does not leave before
+        monkeypatch.setattr("workers.work_queue.ShardClaims.leave", lambda claims: None)  # it does not leave before
         with pytest.raises(LearnerReplaced), learner:
             learner.step(1)
         assert not threads()
@@ -358,12 +358,12 @@ def test_a_learner_that_was_replaced_after_its_last_step_says_so_on_leaving(redi
             with learner:
                 learner.step(1)
                 if busy_s:
-                    assert learner._loop is not None
-                    asyncio.run_coroutine_threadsafe(asyncio.to_thread(time.sleep, busy_s), learner._loop)
+                    learner.joined.thread.ask(asyncio.to_thread(time.sleep, busy_s))
                     time.sleep(0.1)
-                learner._exchange._identity.write = refused  # type: ignore[union-attr, method-assign, assignment]
+                thread = learner.joined.thread
+                learner.joined.exchange.reporting._identity.write = refused  # type: ignore[method-assign, assignment]
                 if not busy_s:
-                    until(lambda: learner._failure)
+                    until(lambda: thread.failure)
 
         with pytest.raises(LearnerReplaced):
             train()
@@ -375,14 +375,15 @@ def test_another_close_while_the_first_one_flushes_changes_nothing(redis_server:
         learner = learner_of(redis_server, "closed-twice")
         learner.__enter__()
         learner.step(1)
-        flush, flushing = learner._exchange.leave, threading.Event()  # type: ignore[union-attr]
+        exchange = learner.joined.exchange
+        flush, flushing = exchange.leave, threading.Event()
 
         async def leave(deadline_s: float) -> bool:
             flushing.set()
             await asyncio.sleep(0.5)
             return await flush(deadline_s)
 
-        learner._exchange.leave = leave  # type: ignore[union-attr, method-assign]
+        exchange.leave = leave  # type: ignore[method-assign]
         closing = threading.Thread(target=learner.close)
         closing.start()
         assert flushing.wait(10)

@@ -289,14 +289,14 @@ def test_a_learner_killed_while_it_publishes_and_started_again(tmp_path: Path) -
     async def story(run: Run) -> None:
         other, killed = run.learner(0), run.learner(1)
         await run.world.until_version(3)
-        write, begun = killed.exchange._bus.write_chunks, asyncio.Event()
+        write, begun = killed.bus.write_chunks, asyncio.Event()
 
         async def half(*args: Any) -> None:
             begun.set()
             await asyncio.Event().wait()
             await write(*args)
 
-        killed.exchange._bus.write_chunks = half  # type: ignore[method-assign]
+        killed.bus.write_chunks = half  # type: ignore[method-assign]
         await begun.wait()
         await killed.kill()
         again = run.learner(1, life=1)
@@ -369,14 +369,14 @@ def test_a_stale_delta_that_is_merged(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         learners = [run.learner(i) for i in range(3)]
         await run.world.until_version(3)
-        offer = learners[2].exchange._bus.offer
+        offer = learners[2].bus.offer
 
         async def slowly(header: Any) -> str:
             await asyncio.sleep(0.45)
             answer: str = await offer(header)
             return answer
 
-        learners[2].exchange._bus.offer = slowly  # type: ignore[method-assign]
+        learners[2].bus.offer = slowly  # type: ignore[method-assign]
         await asyncio.sleep(20.0)
         await run.drain(*learners)
         commits = [r for r in read_archive(run.folder) if isinstance(r, Committed)]
@@ -456,7 +456,7 @@ def test_headers_that_come_twice(tmp_path: Path) -> None:
         learners = [run.learner(i) for i in range(2)]
         await run.world.until_version(1)
         for learner in learners:
-            offer, seen = learner.exchange._bus.offer, set[int]()
+            offer, seen = learner.bus.offer, set[int]()
 
             async def twice(header: Any, offer: Any = offer, seen: set[int] = seen) -> str:
                 answer: str = await offer(header)
@@ -465,7 +465,7 @@ def test_headers_that_come_twice(tmp_path: Path) -> None:
                     raise BusUnavailable("the answer was lost")
                 return answer
 
-            learner.exchange._bus.offer = twice  # type: ignore[method-assign]
+            learner.bus.offer = twice  # type: ignore[method-assign]
         await asyncio.sleep(10.0)
         await run.drain(*learners)
         assert len(run.refusals(RefusalReason.DUPLICATE) + run.refusals(RefusalReason.ALREADY_MERGED)) > 4
@@ -482,7 +482,7 @@ def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
     async def story(run: Run) -> None:
         first, late = run.learner(0), run.learner(1)
         await run.world.until_version(2)
-        offer = late.exchange._bus.offer
+        offer = late.bus.offer
         over = asyncio.Event()
 
         async def much_later(header: Any) -> str:
@@ -490,7 +490,7 @@ def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
             answer: str = await offer(header)
             return answer
 
-        late.exchange._bus.offer = much_later  # type: ignore[method-assign]
+        late.bus.offer = much_later  # type: ignore[method-assign]
         await asyncio.sleep(1.0)
         state = await run.world.bus.read_state()
         assert state is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chaos.virtual_time import run_virtual
+from chaos.virtual_time import inline, run_virtual
 from pipeline.codec import decode, encode
 from pipeline.errors import BusUnavailable, SpecMismatch
 from pipeline.globals import pull_state
@@ -18,13 +18,9 @@ from pipeline.status import read_status
 from pipeline.tape_messages import Committed, Rewound
 from syncer.replay import replay
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way
 
 CODECS = ("fp32", "bf16", "int8")
-
-
-async def inline(fn, *args):
-    return fn(*args)
 
 
 def learners(world: VirtualRun, count: int = 2) -> list[VirtualLearner]:
@@ -36,11 +32,6 @@ async def rises(world: VirtualRun, within_s: float = 20.0, by: int = 2) -> None:
     before = await world.versions()
     assert len(before) == world.spec.sync.fragments
     await world.until_version(max(before) + by, within_s)
-
-
-async def end(*parties: VirtualLearner) -> None:
-    for party in parties:
-        await party.kill()
 
 
 def flush(world: VirtualRun) -> None:
@@ -93,10 +84,7 @@ def test_one_head_that_is_deleted_is_put_back_with_the_payloads_that_are_there(c
     """Nothing is uploaded again, nothing is left behind, and the fragment goes on."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, global_codec=codec, outer_momentum=0.5))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(4)
+        world, party = await under_way(4, quorum=2, global_codec=codec, outer_momentum=0.5)
         was = (await world.heads())[0]
         world.store.delete(world.bus.keys.head(0))
         async with asyncio.timeout(15):
@@ -115,10 +103,7 @@ def test_what_was_merged_into_a_version_that_was_put_back_is_not_merged_again() 
     """The learners offer all once more; each (learner, base) is in one merge of the tape's and the memory's history."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(4)
+        world, party = await under_way(4, quorum=2)
         merged: set[tuple[int, str, int]] = set()
         told: list[Committed] = []
         for _ in range(4):
@@ -141,10 +126,7 @@ def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back() -> No
     """Syncer and bus lose all at once: the run begins again with what was trained, and says so."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(5)
+        world, party = await under_way(5)
         trained = min(float(values.min()) for values in party[0].values)
         world.syncer.cancel()
         await asyncio.gather(world.syncer, return_exceptions=True)
@@ -209,7 +191,7 @@ def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_com
 
             bus._turn = gone
 
-        for bus in [*(service.bus for service in services), *(one.exchange._bus for one in party)]:
+        for bus in [*(service.bus for service in services), *(one.bus for one in party)]:
             unreachable(bus)
         await asyncio.sleep(10.0)
         flush(world)
@@ -296,10 +278,7 @@ def test_reports_that_claim_more_than_can_be_counted_stop_nobody() -> None:
     """The run ends, at its budget, in order."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(3)
+        world, party = await under_way(3)
         for number in range(3):
             await world.bus.write_report(samples.report(f"forger{number}", tokens=2**62, versions=(0, 0)))
         async with asyncio.timeout(120):
@@ -341,10 +320,7 @@ def test_a_spec_that_cannot_be_read_is_replaced_by_the_runs_own() -> None:
     """Junk that somebody put there after the bus was emptied keeps nobody out for ever."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(3)
+        world, party = await under_way(3)
         world.store.delete(world.bus.keys.spec)
         await world.bus.propose_spec(b"\xc1junk")
         await asyncio.sleep(20.0)
@@ -414,10 +390,7 @@ def test_a_key_of_a_fragment_that_is_deleted_freezes_nothing(name: str) -> None:
     """The fragment merges on."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(3)
+        world, party = await under_way(3, quorum=2)
         keys = world.bus.keys
         for _ in range(20):
             args = {"deltas": (0, "l0")}.get(name, (0,))
@@ -433,10 +406,7 @@ def test_reports_of_those_who_left_are_put_back_so_that_their_tokens_count() -> 
     """The count of trained tokens neither falls nor stands still when the bus has lost the reports."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(5)
+        world, party = await under_way(5)
         party[0].stop = True
         await party[0].task
         await asyncio.sleep(1.0)
@@ -512,10 +482,7 @@ def test_the_run_puts_its_spec_back_and_the_newcomer_with_another_one_is_refused
     """An emptied bus is first found by somebody with other settings: who served the run says what it is."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(3)
+        world, party = await under_way(3)
         before = await world.versions()
         flush(world)
         assert await world.bus.propose_spec(encode(other_spec())) == encode(other_spec())
@@ -579,10 +546,7 @@ def test_the_status_of_a_run_whose_heads_or_spec_are_gone_says_so_and_what_to_do
     """It does not say `running` as if all were well."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(2)
+        world, party = await under_way(2)
         assert not (await read_status(world.bus, world.clock))["warnings"]
         world.syncer.cancel()
         await asyncio.gather(world.syncer, return_exceptions=True)

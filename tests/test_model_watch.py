@@ -162,8 +162,7 @@ def test_a_learner_stops_at_a_changed_model(redis_server: str, change: Callable[
             for refused in ({"tokens": -1}, {"tokens": 1, "loss": torch.ones(2)}):
                 with pytest.raises(UsageError, match=r"step\("):
                     learner.step(**refused)  # type: ignore[arg-type]
-            assert learner._rounds is not None
-            assert learner._rounds.counts[:2] == (2, 1)
+            assert learner.joined.training.rounds.counts[:2] == (2, 1)
             change(model)
             with pytest.raises(UsageError, match=r"parameter \S+ (requires|was)"):
                 go_on(learner)

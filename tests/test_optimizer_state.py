@@ -12,7 +12,7 @@ from pipeline.errors import BadPayload
 from pipeline.fragments import Layout, layout_of
 from pipeline.settings import SyncSettings
 from workers.moments import Moments, check
-from workers.optimizer_state import OptimizerState
+from workers.optimizer_state import OptimizerState, recoverable_state
 from workers.parameters import tensor_table
 
 from .test_parameters import Net
@@ -48,10 +48,10 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> tup
 
 
 def taken(state: OptimizerState) -> Moments:
-    taking = state.begin()
-    while not taking.advance():
+    made = state.start_copy()
+    while not made.advance():
         pass
-    return taking.moments()
+    return made.moments()
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -75,7 +75,6 @@ def test_an_optimizer_goes_on_as_if_it_had_never_stopped(name: str) -> None:
 def test_what_is_a_moment_and_what_a_number() -> None:
     def kind_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
         state = OptimizerState(*trained(MAKERS[name], 0), layout(Net()))
-        assert state.kind is not None
         return state.kind.moments, state.kind.numbers, state.for_peers
 
     assert kind_of("AdamW") == (("exp_avg", "exp_avg_sq"), ("step",), True)
@@ -103,7 +102,7 @@ def test_asking_what_an_optimizer_keeps_leaves_it_as_it_was() -> None:
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     counted = optimizer._opt_called if hasattr(optimizer, "_opt_called") else None
-    assert OptimizerState(model, optimizer, layout(model)).kind is not None
+    assert recoverable_state(model, optimizer, layout(model)) is not None
     assert not called
     assert not optimizer.state
     assert len(optimizer.param_groups[0]["params"]) == len(before)
@@ -116,13 +115,13 @@ def test_a_copy_is_one_fragment_a_step_and_keeps_its_moment() -> None:
     model, optimizer = trained(MAKERS["AdamW"])
     state = OptimizerState(model, optimizer, layout(model))
     first = taken(state)
-    taking = state.begin()
-    assert not taking.advance()
+    made = state.start_copy()
+    assert not made.advance()
     step(model, optimizer)
-    assert taking.advance()
+    assert made.advance()
     second = taken(state)
     step(model, optimizer)
-    mixed = taking.moments()
+    mixed = made.moments()
     for p, source in enumerate((first, second)):
         for name in ("exp_avg", "exp_avg_sq"):
             np.testing.assert_array_equal(mixed.flats[p][name], source.flats[p][name])
@@ -147,9 +146,7 @@ def test_an_optimizer_that_cannot_be_known_is_left_alone() -> None:
             raise RuntimeError("not without my closure")
 
     model = Net()
-    state = OptimizerState(model, Strange(model.parameters(), lr=0.1), layout(model))
-    assert state.kind is None
-    assert not state.for_peers
+    assert recoverable_state(model, Strange(model.parameters(), lr=0.1), layout(model)) is None
 
 
 @pytest.mark.parametrize("keeps", ["a number that changes", "a tensor that changes in place", "a new one"])
@@ -171,7 +168,7 @@ def test_an_optimizer_that_keeps_its_step_for_a_whole_group_is_left_alone(
     optimizer = Grouped(model.parameters(), lr=0.1)
     if keeps != "a new one":
         optimizer.param_groups[0]["count"] = torch.zeros(1) if "tensor" in keeps else 0
-    assert OptimizerState(model, optimizer, layout(model)).kind is None
+    assert recoverable_state(model, optimizer, layout(model)) is None
     assert "changes ['count'] of a whole parameter group" in capsys.readouterr().out
     assert optimizer.param_groups[0].get("count", 0) == 0
 
@@ -180,11 +177,10 @@ def test_an_optimizer_whose_groups_keep_different_states_is_left_alone(capsys: p
     model = Net()
     first, *rest = model.parameters()
     groups = [{"params": [first]}, {"params": rest, "amsgrad": True}]
-    state = OptimizerState(model, torch.optim.AdamW(groups, lr=0.1), layout(model))
-    assert state.kind is None
+    assert recoverable_state(model, torch.optim.AdamW(groups, lr=0.1), layout(model)) is None
     assert "max_exp_avg_sq" in capsys.readouterr().out
-    same = OptimizerState(model, torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}]), layout(model))
-    assert same.kind is not None
+    same = torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}])
+    assert recoverable_state(model, same, layout(model)) is not None
 
 
 @pytest.mark.parametrize("fault", ["size", "not finite", "negative", "name", "step", "count", "fragments"])
@@ -221,13 +217,13 @@ def test_a_cuda_copy_is_of_its_step_and_goes_back_to_the_device() -> None:
     for count in range(1, 6):
         model(torch.ones(4, 1024, device="cuda")).square().mean().backward()
         optimizer.step()
-        taking = state.begin()
-        while not taking.advance():
+        made = state.start_copy()
+        while not made.advance():
             pass
         kept = {name: dict(optimizer.state[t]) for name, t in model.named_parameters()}
         kept = {name: {key: value.clone() for key, value in one.items()} for name, one in kept.items()}
         optimizer.step()
-        moments = taking.moments()
+        moments = made.moments()
         assert set(moments.numbers["step"]) == {float(2 * count - 1)}
         state.load(moments)
         for name, tensor in model.named_parameters():

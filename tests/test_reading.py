@@ -15,7 +15,7 @@ from pipeline.errors import BusUnavailable
 from pipeline.memory import MemoryBus
 from pipeline.shard_messages import Shard
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from workers.claims import SILENT_S
+from workers.work_queue import SILENT_S
 
 DATA = (64, 8)
 """Blocks in an epoch, blocks in a shard."""
@@ -197,13 +197,13 @@ def test_a_learner_killed_while_it_claims_leaves_nothing_unread() -> None:
         killed = learner_of(world, 0).start()
         other = learner_of(world, 1).start()
         await asyncio.sleep(1.0)
-        claim, unheard = killed.exchange._bus.claim_shard, []
+        claim, unheard = killed.bus.claim_shard, []
 
         async def mute(*args: Any) -> Any:
             unheard.append(await claim(*args))
             await asyncio.Event().wait()
 
-        killed.exchange._bus.claim_shard = mute  # type: ignore[method-assign]
+        killed.bus.claim_shard = mute  # type: ignore[method-assign]
         async with asyncio.timeout(20):
             while not unheard:
                 await asyncio.sleep(0.01)
@@ -223,7 +223,7 @@ def test_a_claim_whose_answer_was_lost_loses_no_shard_of_a_living_learner() -> N
         world.start_syncer()
         learner = learner_of(world, 0).start()
         await asyncio.sleep(1.0)
-        claim, unheard = learner.exchange._bus.claim_shard, []
+        claim, unheard = learner.bus.claim_shard, []
 
         async def once(*args: Any) -> Any:
             claimed = await claim(*args)
@@ -232,7 +232,7 @@ def test_a_claim_whose_answer_was_lost_loses_no_shard_of_a_living_learner() -> N
                 raise BusUnavailable("the answer was lost")
             return claimed
 
-        learner.exchange._bus.claim_shard = once  # type: ignore[method-assign]
+        learner.bus.claim_shard = once  # type: ignore[method-assign]
         await until_epoch(world, 1)
         assert len(unheard) == 2
         assert times_read(2, learner.read) == {1: 2 * DATA[0]}
@@ -252,7 +252,7 @@ def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> None:
         await asyncio.sleep(3.0)
         position = paused.exchange.shared.shard_position
         assert position is not None
-        bus, again = paused.exchange._bus, asyncio.Event()
+        bus, again = paused.bus, asyncio.Event()
         write, finish = bus.write_report, bus.finish_shard
         held = world.store.stream(world.bus.keys.shards).held
         finished: list[str] = []
@@ -323,7 +323,7 @@ def test_whatever_happens_no_block_is_left_out(seed: int) -> None:
 
 def lose_an_answer(learner: VirtualLearner, name: str) -> None:
     """The next such call acts on the bus, and the learner never knows."""
-    bus = learner.exchange._bus
+    bus = learner.bus
     act, lost = getattr(bus, name), []
 
     async def once(*args: Any) -> Any:

@@ -414,7 +414,7 @@ def test_no_wish_for_a_copy_takes_the_place_of_another() -> None:
     answered: list[str] = []
 
     async def ask(name: str) -> None:
-        await party.recovery.take()
+        await party.recovery.copy()
         answered.append(name)
 
     async def play() -> None:
@@ -434,7 +434,7 @@ def test_a_copy_with_moments_gone_wrong_is_given_to_nobody() -> None:
     party.optimizer.state[party.model.body.weight]["exp_avg"][0] = torch.nan
 
     async def play() -> None:
-        asking = asyncio.ensure_future(party.recovery.take())
+        asking = asyncio.ensure_future(party.recovery.copy())
         await asyncio.sleep(0)
         party.train(2)
         with pytest.raises(BadPayload, match="not finite"):
@@ -478,7 +478,7 @@ def test_a_copy_for_a_peer_is_made_at_the_next_steps(tmp_path: Path) -> None:
     found: list[Moments] = []
 
     async def ask() -> None:
-        found.append(await party.recovery.take())
+        found.append(await party.recovery.copy())
 
     asking = threading.Thread(target=lambda: asyncio.run(ask()))
     asking.start()

@@ -28,7 +28,7 @@ from syncer.running_sum import RunningSum
 from syncer.service import SyncerService
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from workers.exchange import Exchange
+from workers.joining import Joining
 from workers.rounds import Rounds
 
 LAYOUT = layout_of(
@@ -228,16 +228,16 @@ class ByHand(VirtualLearner):
             await write(*args)
 
         bus.write_chunks = held  # type: ignore[method-assign]
-        self.exchange = Exchange(bus, VirtualClock(), self.name, self.incarnation, self.report, offload=inline)
-        await self.exchange.join(self.world.spec, layout, lambda p: self.values[p].copy())
-        await self.exchange.run()
+        joining = Joining(bus, VirtualClock(), self.name, self.incarnation, self.report, offload=inline)
+        self.exchange = await joining.join(self.world.spec, layout, lambda p: self.values[p].copy())
+        await self.exchange.work()
 
     async def at(self, version: int) -> None:
         """Adopt it as soon as it is here."""
         async with asyncio.timeout(30):
             while self.rounds_version != version:
                 await asyncio.sleep(0.01)
-                if hasattr(self, "exchange"):
+                if self.joined:
                     self.adopt()
 
     @property

@@ -43,7 +43,7 @@ def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
         assert all(learner.left for learner in learners)
         heads = await world.heads()
         assert [(h.version, h.digest) for h in heads] == list(state.manifest)
-        elements = [f.elements for f in learners[0].exchange._fragments]
+        elements = [f.elements for f in learners[0].exchange.member.layout.fragments]
         trained = sum(learner.rounds.tokens for learner in learners) * sum(elements)
         overwritten = sum(learner.rounds.overwritten for learner in learners)
         merged = sum(h.merged_tokens * n for h, n in zip(heads, elements, strict=True))
@@ -173,7 +173,7 @@ def test_the_merged_model_learns() -> None:
         world.start_syncer()
         learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
         await world.finish(*learners)
-        for head, fragment in zip(await world.heads(), learners[0].exchange._fragments, strict=True):
+        for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
             values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
             assert np.all(np.abs(values - 1.0) < 0.1)
 
@@ -208,11 +208,11 @@ def test_a_half_delta_of_the_dead_is_never_merged() -> None:
         await world.until_version(2)
         ghost = VirtualLearner("ghost", world, 0.1, "b" * 16).start()
 
-        async def never() -> None:
+        async def never(*_: Any) -> None:
             await asyncio.Event().wait()
 
         await asyncio.sleep(0)
-        ghost.exchange._upload = never  # type: ignore[method-assign]
+        ghost.bus.write_chunks = never  # type: ignore[method-assign]
         await asyncio.sleep(3.0)
         await ghost.kill()
         await world.finish(learner)

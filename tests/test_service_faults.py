@@ -38,7 +38,7 @@ def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() ->
         await world.until_version(3)
         slowed = 0
         for learner in learners:
-            write = learner.exchange._bus.write_chunks
+            write = learner.bus.write_chunks
 
             async def slowly(key: str, *more: Any, write: Any = write) -> None:
                 nonlocal slowed
@@ -46,12 +46,12 @@ def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() ->
                 await asyncio.sleep(1.5)
                 await write(key, *more)
 
-            learner.exchange._bus.write_chunks = slowly  # type: ignore[method-assign]
+            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
         await asyncio.sleep(30.0)
         assert slowed > 4
         assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
         assert await rises(world, 30.0)
-        assert max(learner.exchange._uploads.qsize() for learner in learners) <= 4
+        assert max(learner.exchange.publishing._uploads.qsize() for learner in learners) <= 4
         for party in learners:
             await party.kill()
 
@@ -108,7 +108,7 @@ def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it(loses: boo
 
 def disconnect(learner: VirtualLearner) -> None:
     """Its next read of the tape fails, as when the server is restarted."""
-    bus, failed = learner.exchange._bus, []
+    bus, failed = learner.bus, []
     read = bus.read_tape
 
     async def once(*args: Any, **more: Any) -> Any:
@@ -129,13 +129,13 @@ def test_headers_lost_with_the_bus_are_offered_again() -> None:
         learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
         await world.until_version(2)
         for learner in learners:
-            write = learner.exchange._bus.write_chunks
+            write = learner.bus.write_chunks
 
             async def slowly(*args: Any, write: Any = write) -> None:
                 await asyncio.sleep(0.4)
                 await write(*args)
 
-            learner.exchange._bus.write_chunks = slowly  # type: ignore[method-assign]
+            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
         headers = [world.store.stream(world.bus.keys.deltas(0, f"l{i}")) for i in range(2)]
         saved = world.store.snapshot()
         async with asyncio.timeout(30):
@@ -240,7 +240,7 @@ def test_a_huge_delta_is_refused_even_before_any_was_merged() -> None:
         await asyncio.sleep(3.0)
         reasons = [r.reason for r in await world.tape() if isinstance(r, Rejected)]
         assert RefusalReason.ABSURD_NORM in reasons or RefusalReason.NON_FINITE in reasons
-        for head, fragment in zip(await world.heads(), learner.exchange._fragments, strict=True):
+        for head, fragment in zip(await world.heads(), learner.exchange.member.layout.fragments, strict=True):
             values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
             assert np.all(np.abs(values) < 10)
         await learner.kill()
@@ -258,7 +258,7 @@ def test_a_read_lost_while_joining_is_made_again() -> None:
         await world.until_version(1)
         late = VirtualLearner("l1", world, 0.1, "b" * 16).start()
         await asyncio.sleep(0)
-        read, failed = late.exchange._bus.read_chunks, []
+        read, failed = late.bus.read_chunks, []
 
         async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
             if not failed:
@@ -266,7 +266,7 @@ def test_a_read_lost_while_joining_is_made_again() -> None:
                 raise BusUnavailable("one read was lost")
             return await read(*args, **more)
 
-        late.exchange._bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
+        late.bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
         await asyncio.sleep(3.0)
         assert failed
         assert late.rounds.steps > 10
@@ -284,7 +284,7 @@ def test_a_pull_that_failed_is_made_again() -> None:
         world.start_syncer()
         learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
         await world.until_version(2)
-        read, failed = learner.exchange._bus.read_chunks, []
+        read, failed = learner.bus.read_chunks, []
 
         async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
             if not failed:
@@ -292,7 +292,7 @@ def test_a_pull_that_failed_is_made_again() -> None:
                 raise BusUnavailable("one read was lost")
             return await read(*args, **more)
 
-        learner.exchange._bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
+        learner.bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
         await asyncio.sleep(1.0)
         assert failed
         assert await rises(world, 4.0)
@@ -314,7 +314,7 @@ def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
             raise BusUnavailable("gone")
 
         for name in ("write_report", "finish_shard", "offer", "add_event"):
-            setattr(learner.exchange._bus, name, away)
+            setattr(learner.bus, name, away)
         learner.exchange.claims.finish("1-0")
         async with asyncio.timeout(30):
             assert not await learner.exchange.leave(3.0)
@@ -439,7 +439,7 @@ def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
         service = world.start_syncer()
         learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
         await world.until_version(2)
-        away: set[Bus] = {service.bus, *(learner.exchange._bus for learner in learners)}
+        away: set[Bus] = {service.bus, *(learner.bus for learner in learners)}
         refused = []
         for bus in list(away):
             for name in (n for n in dir(Bus) if inspect.iscoroutinefunction(getattr(Bus, n))):
@@ -518,7 +518,7 @@ def test_only_outages_after_joining_count_in_the_reports(monkeypatch: pytest.Mon
         assert refused
         (seen,) = await world.bus.read_reports()
         assert seen.report.outages == 0
-        monkeypatch.setattr(learner.exchange._bus, "read_tape", AsyncMock(side_effect=BusUnavailable("away")))
+        monkeypatch.setattr(learner.bus, "read_tape", AsyncMock(side_effect=BusUnavailable("away")))
         await asyncio.sleep(5)
         (seen,) = await world.bus.read_reports()
         assert seen.report.outages > 0

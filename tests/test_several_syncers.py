@@ -132,7 +132,7 @@ def learners_of(world: VirtualRun, n: int = 2) -> list[VirtualLearner]:
 
 def check_books(world: VirtualRun, heads: list[Any], learners: list[VirtualLearner]) -> None:
     """Trained = merged + overwritten + rejected, to the token-element."""
-    elements = [f.elements for f in learners[0].exchange._fragments]
+    elements = [f.elements for f in learners[0].exchange.member.layout.fragments]
     trained = sum(learner.rounds.tokens for learner in learners) * sum(elements)
     overwritten = sum(learner.rounds.overwritten for learner in learners)
     merged = sum(h.merged_tokens * n for h, n in zip(heads, elements, strict=True))
@@ -416,14 +416,14 @@ def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
         await world.until_version(1)
         offered: set[tuple[int, str]] = set()
         for learner in learners:
-            offer = learner.exchange._bus.offer
+            offer = learner.bus.offer
 
             async def noted(header: Any, offer: Any = offer) -> str:
                 entry: str = await offer(header)
                 offered.add((header.fragment, entry))
                 return entry
 
-            learner.exchange._bus.offer = noted  # type: ignore[method-assign]
+            learner.bus.offer = noted  # type: ignore[method-assign]
         taken: set[tuple[int, str]] = set()
 
         def note(syncer: Syncer) -> None:

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from pipeline.shard_messages import ClaimedShard, Shard
-from workers.claims import MAX_SHARDS, cut_epoch
-from workers.shards import read_blocks
 from workers.shared import Shared
+from workers.work_queue import MAX_SHARDS, cut_epoch, read_blocks
 
 
 def claimed(index: int, position: int = 0) -> ClaimedShard:

@@ -15,8 +15,7 @@ from torch import nn
 
 from pipeline.cores import usable_cores
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
-from pipeline.fragments import layout_of
-from pipeline.settings import LearnerProcess, load
+from pipeline.settings import LearnerProcess, SyncSettings, load
 from pipeline.shard_messages import ClaimedShard, Shard
 from pipeline.spec_messages import Spec
 from workers import trainer
@@ -35,10 +34,7 @@ from workers.recipe import (
     trainer_spec,
     update,
 )
-from workers.rounds import Rounds
 from workers.shared import Shared
-
-from . import samples
 
 
 class FakeLearner:
@@ -285,18 +281,18 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
     shared, checked = Shared(), []
     shard = ClaimedShard(entry_id="1-0", shard=Shard(epoch=0, index=0, start=0, stop=8), position=0)
 
-    def check() -> None:
+    def look() -> None:
         checked.append(shared.shards_wanted)
         shared.shards.put(shard)
 
-    learner: Any = SimpleNamespace(
-        _exchange=SimpleNamespace(shared=shared, claims=SimpleNamespace(want=None, finish=None)),
-        _tell=lambda call, *args: checked.append(call),
-        _check=lambda: check() if shared.shards_wanted else None,
-        _rounds=None,
-        _stopping=SimpleNamespace(leave_if_asked=lambda: None),
-        incarnation="00",
+    joined = SimpleNamespace(
+        shared=shared,
+        exchange=SimpleNamespace(claims=SimpleNamespace(want=None, finish=None)),
+        thread=SimpleNamespace(call=lambda what, *args: checked.append(what)),
+        training=SimpleNamespace(rounds=SimpleNamespace(steps=1)),
     )
+    stopping = SimpleNamespace(leave_if_asked=look)
+    learner: Any = SimpleNamespace(joined=joined, _stopping=stopping, incarnation="00")
     order = Learner.blocks(learner, 16, 8)
     assert checked == [None, (16, 8)]
     assert shared.shards.empty()
@@ -406,11 +402,10 @@ def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
     had = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere")
-        spec = samples.spec()
-        learner._rounds = Rounds(layout_of(spec.tensors), spec.sync)
+        learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere", sync=SyncSettings(fragments=1))
+        training = learner._training(learner._proposal())
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(learner._report, False).result().threads == (3, usable_cores())
+            assert pool.submit(training.report, False).result().threads == (3, usable_cores())
     finally:
         torch.set_num_threads(had)
 

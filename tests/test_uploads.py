@@ -179,7 +179,7 @@ def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died(
             announced.set()
             await asyncio.sleep(1e6)
 
-        dying.exchange._bus.write_chunks = hangs  # type: ignore[method-assign]
+        dying.bus.write_chunks = hangs  # type: ignore[method-assign]
         await announced.wait()
         assert world.syncer is not None
         world.syncer.cancel()

@@ -10,7 +10,7 @@ import pytest
 from pipeline.errors import BadMessage, UsageError
 from pipeline.ports import Bus
 from pipeline.shard_messages import ClaimedShard, Shard, ShardQueue
-from workers.claims import MAX_SHARDS, cut_epoch
+from workers.work_queue import MAX_SHARDS, cut_epoch
 
 from . import samples
 from .backdoor import Backdoor, MemoryBackdoor, RedisBackdoor

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from pipeline.settings import SyncerProcess, SyncSettings
 from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
 from syncer.metrics import Metrics
 from syncer.service import SyncerService
-from workers.exchange import Exchange
+from workers.joining import Joining
 from workers.rounds import Publication, Rounds
-from workers.shards import read_blocks
+from workers.work_queue import read_blocks
 
 RUN = "virtual"
 
@@ -84,17 +84,21 @@ class VirtualLearner:
         """A connection of its own."""
         return MemoryBus(RUN, self.world.clock, self.world.store)
 
+    @property
+    def joined(self) -> bool:
+        return hasattr(self, "exchange")
+
     async def live(self) -> None:
         """Join, train until the run drains, leave."""
         spec = self.world.spec
         layout = layout_of(spec.tensors)
         self.values = [self.begin(f.elements) for f in layout.fragments]
         self.rounds = Rounds(layout, spec.sync)
-        bus = self.connect()
-        self.exchange = Exchange(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
-        await self.exchange.join(spec, layout, lambda p: self.values[p].copy())
+        self.bus = self.connect()
+        self.joining = Joining(self.bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
+        self.exchange = await self.joining.join(spec, layout, lambda p: self.values[p].copy())
         self.adopt()
-        running = asyncio.create_task(self.exchange.run())
+        running = asyncio.create_task(self.exchange.work())
         loop = asyncio.get_running_loop()
         try:
             blocks = await self.blocks() if self.data else None
@@ -150,11 +154,11 @@ class VirtualLearner:
             base = self.exchange.shared.adoptions.pop(p)
             self.values[p][:] = base.values
             self.rounds.adopt(base)
-            self.exchange.stepped([], True)
+            self.exchange.queue([], True)
 
     def publish(self, publication: Publication) -> None:
         snapshot = self.values[publication.base.fragment].copy()
-        self.exchange.stepped([(publication, lambda: snapshot)], False)
+        self.exchange.queue([(publication, lambda: snapshot)], False)
 
     def start(self) -> "VirtualLearner":
         self.task = asyncio.create_task(self.live())
@@ -212,3 +216,24 @@ class VirtualRun:
         assert self.syncer is not None
         async with asyncio.timeout(600):
             await asyncio.gather(self.syncer, *(learner.task for learner in learners if learner.task))
+
+
+Kind = TypeVar("Kind", bound=VirtualLearner)
+
+
+async def under_way(
+    version: int, kind: type[Kind] = VirtualLearner, learners: int = 2, **changes: Any
+) -> tuple[VirtualRun, list[Kind]]:
+    """A run with a syncer and learners l0, l1 ..., once every fragment has reached a version; endless unless told."""
+    world = VirtualRun(sync_spec(**{"tokens": 10**9, **changes}))
+    world.start_syncer()
+    party = [kind(f"l{i}", world, 0.1, f"{i:016x}") for i in range(learners)]
+    for learner in party:
+        learner.start()
+    await world.until_version(version)
+    return world, party
+
+
+async def end(*parties: VirtualLearner) -> None:
+    for party in parties:
+        await party.kill()

@@ -6,17 +6,16 @@ somebody new another one. A syncer that served the run then puts the run's back;
 
 import asyncio
 
-import structlog
-
 from pipeline import codec
 from pipeline.agreement import PATIENCE_S, differences
 from pipeline.errors import SpecMismatch
-from pipeline.ports import Bus, Clock
 from pipeline.spec_messages import Spec
+
+from .member import Member
 
 LOOK_S = 5.0
 OTHERS_S = 40.0
-"""Learners that have trained put back what they have after `exchange.LOST_HEADS_S`."""
+"""Learners that have trained put back what they have after `following.LOST_HEADS_S`."""
 LIVE_S = 10.0
 """A learner that reported within this may put back what it has trained."""
 
@@ -39,9 +38,10 @@ def compare(spec: Spec, held: Spec) -> None:
 class Agreement:
     """One learner's spec beside the bus's."""
 
-    def __init__(self, bus: Bus, clock: Clock, learner: str, spec: Spec) -> None:
-        self._bus, self._clock, self._learner = bus, clock, learner
-        self._spec, self._encoded = spec, codec.encode(spec)
+    def __init__(self, member: Member) -> None:
+        self._bus, self._clock, self._learner = member.bus, member.clock, member.learner
+        self._log = member.log
+        self._spec, self._encoded = member.spec, codec.encode(member.spec)
         self._other_since_s: float | None = None
         self._asked_since_s: float | None = None
 
@@ -71,7 +71,7 @@ class Agreement:
         if self._other_since_s is None:
             self._other_since_s = now
             detail = "the bus has another spec under this run's name; unless a syncer puts it back, this learner ends"
-            structlog.get_logger().warning("spec_replaced", learner=self._learner, detail=detail)
+            self._log.warning("spec_replaced", detail=detail)
         if now - self._other_since_s >= patience_s:
             compare(self._spec, held)
 

@@ -17,10 +17,10 @@ MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Arguments(BaseModel):
+class Arguments(BaseModel):
     """The plain arguments of a `Learner`."""
 
-    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
+    model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True, extra="forbid")
 
     run: PartyId
     redis_url: str | None
@@ -36,14 +36,14 @@ class _Arguments(BaseModel):
     same_frozen: bool
 
 
-def check_arguments(**given: Any) -> None:
+def check_arguments(**given: Any) -> Arguments:
     """Judge what a `Learner` was called with.
 
     Raises:
         UsageError: naming the argument, its value and what is allowed.
     """
     try:
-        _Arguments(**given)
+        return Arguments(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = problems[0]

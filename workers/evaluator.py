@@ -17,6 +17,7 @@ from pipeline.head_messages import Head
 from pipeline.lifecycle import stop_event
 from pipeline.ports import Bus
 from pipeline.redis_streams import connect
+from pipeline.retry import Backoff
 from pipeline.run_messages import Evaluation, Phase, RunState
 from pipeline.settings import EvaluatorProcess
 from pipeline.spec_messages import Spec
@@ -31,7 +32,7 @@ from .sample import model_of
 POLL_S = 0.5
 """How often the run's state is looked at: one small read."""
 
-BACKOFF_S = (0.2, 5.0)
+BACKOFF = Backoff(0.2, 5.0)
 
 log = structlog.get_logger()
 
@@ -130,7 +131,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
         raise UsageError("an evaluator needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
     bus: Bus | None = None
     evaluator: Evaluator | None = None
-    backoff_s = BACKOFF_S[0]
+    waits = BACKOFF.waits()
     try:
         while not stop.is_set():
             pause_s = POLL_S
@@ -142,10 +143,10 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
                     evaluator = Evaluator(bus, spec, settings.eval_every, settings.eval_tokens, settings.data)
                 if evaluator is not None and await evaluator.look():
                     return
-                backoff_s = BACKOFF_S[0]
+                waits = BACKOFF.waits()
             except BusError as error:
-                log.warning(outage_event(error), error=str(error), retry_s=backoff_s)
-                pause_s, backoff_s = backoff_s, min(2 * backoff_s, BACKOFF_S[1])
+                pause_s = next(waits)
+                log.warning(outage_event(error), error=str(error), retry_s=pause_s)
             try:
                 await asyncio.wait_for(stop.wait(), pause_s)
             except TimeoutError:

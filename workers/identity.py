@@ -40,10 +40,10 @@ class Identity:
         self._retry = retry
         self._generation, self._taken = 0, False
 
-    async def take(self, tell: Callable[[], Awaitable[Any]]) -> None:
+    async def acquire(self, write: Callable[[], Awaitable[Any]]) -> None:
         """Wait until it is clear that nobody uses the id, and take it.
 
-        tell: writes a report, by `write`. Of two that begin at once one is refused it, and looks again who there is.
+        write: writes a report, by `self.write`. Of two that begin at once one is refused it, and looks again.
 
         Raises:
             IdTaken: somebody uses it.
@@ -52,7 +52,7 @@ class Identity:
         while not self._taken:
             self._generation = max(least, await self._next_generation())
             try:
-                await self._retry(tell)
+                await self._retry(write)
                 self._taken = True
             except LearnerReplaced as quicker:
                 least = quicker.generation + 1

@@ -1,16 +1,128 @@
-"""What goes on beside a learner's joining; what is said where that takes long, or later nobody merges. asyncio."""
+"""How a learner joins its run: it takes its id, agrees on the spec, sees to version 0, pulls every fragment. asyncio.
+
+Learners wait here only. What joining waits for is said where that takes long.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from pipeline.errors import BusError
-from pipeline.ports import Bus, SyncerBoard
+import numpy as np
+import numpy.typing as npt
+import structlog
 
+from pipeline import codec
+from pipeline.errors import BusError, DilocoError
+from pipeline.fragments import Layout
+from pipeline.ports import Bus, Clock
+from pipeline.run_messages import Event, LearnerReport
+from pipeline.spec_messages import Spec
+
+from .agreement import Agreement, compare
+from .encoding import Encoder, OnHost
+from .exchange import Exchange
+from .feedback import ErrorFeedback
+from .identity import Identity
+from .member import Member, Offload
+from .outages import Outages
+from .pulling import Pulling
+from .reporting import Reporting
+from .shared import Shared
+from .version_0 import CLAIM_TTL_S, Version0
+from .work_queue import ShardClaims
+
+Float32 = npt.NDArray[np.float32]
+
+POLL_S = 0.05
+ABANDON_S = 2.0
 PATIENCE_S = 3.0
 """After so long it is said what is waited for."""
-LOOK_FOR_SYNCERS_S = 10.0
+
+
+class Joining:
+    """One incarnation of a learner before it is in its run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        learner: str,
+        incarnation: str,
+        report: Callable[[bool], LearnerReport],
+        *,
+        offload: Offload = asyncio.to_thread,
+        encoder: Encoder | None = None,
+    ) -> None:
+        """report: called with `left` whenever a report is due; must not block. encoder: None: `OnHost`."""
+        self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
+        self._offload, self._encoder = offload, encoder or OnHost()
+        self._log = structlog.get_logger().bind(learner=learner)
+        self._shared, self._outages = Shared(), Outages(self._log)
+        self._identity = Identity(bus, clock, learner, incarnation, self._outages.retry)
+        self._claims = ShardClaims(bus, f"{learner}.{incarnation}", self._shared)
+        self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
+
+    async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange:
+        """Agree on the spec and fetch every fragment; upload version 0 if nobody has.
+
+        Args:
+            spec: this learner's proposal.
+            layout: of its model.
+            initial: fragment -> flat float32 vector (elements,) of the initial parameters.
+
+        Raises:
+            SpecMismatch: the run was set up otherwise.
+            IdTaken: another process is this learner.
+        """
+        retry = self._outages.retry
+        held = codec.decode(Spec, await retry(self._bus.propose_spec, codec.encode(spec)))
+        compare(spec, held)
+        if spec.frozen and held.frozen is None:
+            self._log.warning("frozen_not_compared", detail="the run lets frozen parameters differ (same_frozen=False)")
+        member = Member(
+            self._bus,
+            self._clock,
+            self._learner,
+            self._incarnation,
+            held,
+            layout,
+            self._shared,
+            self._encoder,
+            self._offload,
+            self._outages,
+            self._log,
+        )
+        agreement = Agreement(member)
+        version_0 = Version0(member, agreement)
+        feedback = ErrorFeedback(self._learner, self._incarnation, self._encoder.grown)
+        pulling = Pulling(member, feedback)
+        self._bus.use_groups(held.sync.groups)
+        fragments = range(len(layout.fragments))
+        await self._identity.acquire(self._reporting.write)
+        reporting = self._outages.forever(self._reporting.keep_reporting)
+        async with meanwhile(reporting, say_why(self._bus, fragments, self._log)):
+            await version_0.ensure(self._incarnation, initial, trained=False)
+            while missing := [p for p in fragments if p not in pulling.latest]:
+                for head in await retry(self._bus.read_heads, missing):
+                    if head is not None and not await retry(pulling.pull, head):
+                        await retry(self._reporting.write)  # its owner sees that there is somebody who cannot
+                        await asyncio.sleep(POLL_S)
+        unix_s = self._clock.unix()
+        joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
+        await retry(self._bus.add_event, joined)
+        self._outages.count = 0  # those until here lost nothing: nothing was published
+        versions = [version for version, _ in pulling.latest.values()]
+        self._log.info("learner_joined", incarnation=self._incarnation, versions=versions)
+        return Exchange(member, agreement, version_0, feedback, pulling, self._reporting, self._claims)
+
+    async def abandon(self) -> None:
+        """Joining came to nothing: nobody must wait for this learner. Instead of `leave`, with nothing running."""
+        if self._reporting.written:
+            self._reporting.left = True
+            with suppress(TimeoutError, DilocoError):
+                async with asyncio.timeout(ABANDON_S):
+                    await self._reporting.write()
 
 
 @asynccontextmanager
@@ -26,19 +138,19 @@ async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         raise errors.exceptions[0] from None
 
 
-async def say_why(bus: Bus, fragments: Sequence[int], claim_s: float, log: Any) -> None:
+async def say_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
     """Say what joining waits for where it takes long, once for each reason, until cancelled."""
     said = ""
     while True:
         await asyncio.sleep(PATIENCE_S)
         with suppress(BusError):  # which is told by whoever needs the bus
-            why = await reason(bus, fragments, claim_s)
+            why = await reason(bus, fragments)
             if why and why != said:
                 log.warning("joining_delayed", detail=why)
             said = why
 
 
-async def reason(bus: Bus, fragments: Sequence[int], claim_s: float) -> str:
+async def reason(bus: Bus, fragments: Sequence[int]) -> str:
     """What a learner that joins waits for, and what to do; empty where it is for its own pulls.
 
     Raises:
@@ -52,26 +164,6 @@ async def reason(bus: Bus, fragments: Sequence[int], claim_s: float) -> str:
     if await bus.read_initial() is None:
         return (
             "a learner uploads the first parameters, and the others wait for it; if it has died, another one begins "
-            f"within {claim_s:g} s"
+            f"within {CLAIM_TTL_S:g} s"
         )
     return f"syncer {', '.join(sorted(set(syncers.values())))} has yet to take over the first parameters"
-
-
-async def look_for_syncers(bus: SyncerBoard, log: Any) -> None:
-    """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use.
-
-    Until cancelled.
-
-    Raises:
-        BusError: the bus cannot be read.
-    """
-    missed = 0
-    while True:
-        await asyncio.sleep(LOOK_FOR_SYNCERS_S)
-        here = await bus.read_syncers()
-        if here and missed > 1:
-            log.info("syncer_found", syncers=list(here.values()))
-        missed = 0 if here else missed + 1
-        if missed == 2:
-            remedy = "start `diloco syncer` for this run; training goes on, and all that is published is offered again"
-            log.warning("no_syncer", detail=f"nothing is merged: {remedy}")

@@ -7,12 +7,11 @@
             if learner.finished:
                 break
 
-The training thread calls `step`; a thread of its own (`exchange`) does all I/O. Between them lie only queues
-and dictionaries that neither side waits on. Only parameters that require a gradient are synchronised; the
-inner optimizer's moments are kept across adoptions (paper, learner).
+The training thread calls `step`; a thread of its own (`exchange_thread`) does all I/O. What the first one owns is
+`training`; what both see is `shared`: queues and dictionaries that neither side waits on. Only parameters that require
+a gradient are synchronised; the inner optimizer's moments are kept across adoptions (paper, learner).
 """
 
-import asyncio
 import os
 import queue
 import random
@@ -20,9 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,35 +30,28 @@ import torch
 from torch import nn
 
 from pipeline import logs
-from pipeline.clock import LoopClock, fast_loop
-from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.ports import Bus
-from pipeline.run_messages import LearnerReport, Phase
 from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
 from pipeline.spec_messages import Spec
 
 from . import reaching
 from .arguments import check_arguments, one_loss, whole_tokens
-from .background import yield_core
-from .device_encoding import OnDevice
-from .encoding import AT_ONCE, OnHost
-from .exchange import Exchange
+from .exchange_thread import ExchangeThread
 from .frozen_digests import check_frozen
-from .joining import meanwhile
+from .joined import JoinedLearner
 from .model_checks import check_model, check_optimizer
 from .model_watch import ModelWatch
-from .other_thread import ask, result_of
 from .parameters import FragmentParameters, tensor_table
 from .proposal import proposal
 from .recovery import Recover, Recovery, RecoveryOptions, Source
-from .rounds import Publication, Rounds
-from .shards import read_blocks
+from .rounds import Rounds
 from .step_times import StepTimes
 from .stopping import Stopped, Stopping
+from .training import Training
+from .work_queue import read_blocks
 
-LOOK_FOR_SIGNAL_S = 0.2
+LOOK_FOR_FAILURE_S = 0.5
 
 
 class Learner:
@@ -111,7 +101,7 @@ class Learner:
             UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that
                 cannot be used, by name.
         """
-        check_arguments(
+        self._given = given = check_arguments(
             run=run,
             redis_url=redis_url,
             learner_id=learner_id,
@@ -125,51 +115,34 @@ class Learner:
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
-        if log_losses and state_dir is None:
+        if given.log_losses and given.state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
         if not structlog.is_configured():
             logs.configure("warning")  # in somebody else's program, only what needs attention
         for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
             structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = load(BusSettings, {"redis_url": redis_url or None}).bus_url()
+        url = load(BusSettings, {"redis_url": given.redis_url or None}).bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self._url = model, optimizer, url
         self.incarnation = secrets.token_hex(8)
-        self.id = learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
+        self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
-        if sync is not None:
-            tensor_table(model, sync)
+        if given.sync is not None:
+            tensor_table(model, given.sync)
         self._inner_optimizer = check_optimizer(model, optimizer)
-        if same_frozen:
+        if given.same_frozen:
             check_frozen(model)
-        self._same_frozen = same_frozen
-        self._watch: ModelWatch | None = None
-        self._encode_on, self._on_device = encode_on, False
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
-        self._url, self._run, self._leave_s = url, run, leave_s
-        self._sync, self._trainer = sync, dict(trainer or {})
-        self._spec: Spec | None = None
-        folder = None if state_dir is None else Path(state_dir)
-        self._recovery_options = RecoveryOptions(recover, folder, state_every_s, log_losses)
-        self._recovery: Recovery | None = None
-        self._rounds: Rounds | None = None
-        self._parameters: FragmentParameters | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._exchange: Exchange | None = None
-        self._thread: threading.Thread | None = None
+        self.times = StepTimes()
         self._entered = threading.Lock()
         """Taken for good on entering."""
         self._pid = os.getpid()
         self._stopping = Stopping()
-        self._joined = threading.Event()
-        self._abandoned = False
-        """Joining came to nothing."""
-        self._ended: asyncio.Event | None = None
-        self._failure: BaseException | None = None
-        self._loss: float | torch.Tensor | None = None
-        self.times = StepTimes()
+        self._joined: JoinedLearner | None = None
+        self._in_run = False
+        """It has joined, and not begun to leave."""
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -185,51 +158,63 @@ class Learner:
             UsageError: an argument that is none of that, or the model is no longer the one that is synchronised.
         """
         entered = time.perf_counter()
-        self._check()
+        joined = self.joined
         tokens, loss = whole_tokens(tokens), one_loss(loss)
-        rounds, exchange, recovery = self._rounds, self._exchange, self._recovery
-        assert rounds is not None and exchange is not None and recovery is not None  # noqa: S101, PT018  # _check
-        assert self._watch is not None  # noqa: S101  # set with the rounds
-        self._watch.look(entered)
+        training, shared = joined.training, joined.shared
+        training.watch.look(entered)
         self.times.entered(entered)
-        rounds.trained(tokens)
-        adopted = self._adopt()
-        if exchange.shared.republish:
-            exchange.shared.republish = False
-            rounds.republish()
-        self._hand_over(rounds.publications(exchange.shared.windows), adopted)
-        self._loss = self._loss if loss is None else loss
-        recovery.stepped(exchange.shared, self.progress, loss)
+        training.rounds.trained(tokens)
+        adopted = joined.adopt()
+        if shared.republish:
+            shared.republish = False
+            training.rounds.republish()
+        joined.hand_over(training.rounds.publications(shared.windows), adopted)
+        training.loss = training.loss if loss is None else loss
+        training.recovery.stepped(shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
 
     @property
     def finished(self) -> bool:
         """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
-        return self._stopping.asked or self._run_is_over()
+        return self._stopping.asked or (self._joined is not None and self._joined.over)
 
     @property
     def progress(self) -> float:
         """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
-        state = self._exchange.shared.state if self._exchange else None
-        return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+        return self._joined.progress if self._joined else 0.0
 
     @property
     def recovered(self) -> Source:
         """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
-        return self._recovery.source if self._recovery else "start"
+        return self._joined.training.recovery.source if self._joined else "start"
 
     @property
     def earlier_steps(self) -> int:
         """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
-        return self._recovery.earlier_steps if self._recovery else 0
+        return self._joined.training.recovery.earlier_steps if self._joined else 0
 
     @property
     def spec(self) -> Spec:
         """What the run has agreed on."""
-        if self._spec is None:
+        if self._joined is None:
             raise UsageError("the learner has not joined yet: use it in a `with` block")
-        return self._spec
+        return self._joined.training.spec
+
+    @property
+    def joined(self) -> JoinedLearner:
+        """Its parts, while it is in its run: for this class, and for whoever measures or tests it.
+
+        Raises:
+            UsageError: it is not in a run, or not of this process.
+            DilocoError: what its other thread has ended by.
+        """
+        self._check_process()
+        if self._joined is not None and self._joined.thread.failure is not None:
+            raise self._joined.thread.failure
+        if self._joined is None or not self._in_run:
+            raise UsageError("the learner is not in a run: use it in a `with` block")
+        return self._joined
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
@@ -240,23 +225,20 @@ class Learner:
             total: blocks in an epoch; every learner must say the same.
             per_shard: blocks handed out at a time.
         """
-        exchange = self._exchange
-        self._check()
-        assert exchange is not None  # noqa: S101  # _check
-        exchange.shared.shards_wanted = (total, per_shard)
-        self._tell(exchange.claims.want)
+        joined = self.joined
+        shared, claims, call = joined.shared, joined.exchange.claims, joined.thread.call
+        shared.shards_wanted = (total, per_shard)
+        call(claims.want)
         while True:
             try:
-                first = exchange.shared.shards.get(timeout=0.5)
+                first = shared.shards.get(timeout=LOOK_FOR_FAILURE_S)
                 break
             except queue.Empty:
-                self._check()
+                joined = self.joined
                 self._stopping.leave_if_asked()
-        if self._rounds is not None and not self._rounds.steps:
-            self.times.begin(time.perf_counter())
-
-        finished = partial(self._tell, exchange.claims.finish)
-        return read_blocks(exchange.shared, first, finished, random.Random(self.incarnation))
+        if not joined.training.rounds.steps:
+            self.times.training_begins(time.perf_counter())
+        return read_blocks(shared, first, partial(call, claims.finish), random.Random(self.incarnation))
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
@@ -281,57 +263,65 @@ class Learner:
             self._stopping.install()
             self._join()
         except BaseException:  # KeyboardInterrupt above all
-            self._abandon()
+            self._stopping.restore()
             raise
         return self
 
     def _join(self) -> None:
-        if self._sync is None:
-            read = partial(self.read_spec, self._url, self._run)
+        training = self._training(self._proposal())
+        thread = ExchangeThread(self._url, self._given.run, training)
+        try:
+            exchange = thread.join_run(self._stopping.leave_if_asked)
+            joined = JoinedLearner(training, exchange, thread)
+            training.recovery.restore()
+            joined.hand_over((), joined.adopt())
+            self.times.training_begins(time.perf_counter())
+            self._joined, self._in_run = joined, True
+        except BaseException:
+            self._joined, self._in_run = None, False
+            thread.abandon()
+            self._stopping.restore()
+            thread.join()
+            raise
+
+    def _proposal(self) -> Spec:
+        """The spec as this learner would have it; it follows the run where it has no settings of its own."""
+        sync, trainer = self._given.sync, self._given.trainer or {}
+        held = None
+        if sync is None:
+            read = partial(self.read_spec, self._url, self._given.run)
             held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
-            sync = held.sync if held else SyncSettings().sync_spec()
-            self._trainer = self._trainer or (dict(held.trainer) if held else {})
+        if held is not None:
+            sync_spec, trainer = held.sync, trainer or held.trainer
         else:
-            sync = self._sync.sync_spec()
+            sync_spec = (sync or SyncSettings()).sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        self._on_device = self._encode_on == "device" or (self._encode_on == "auto" and self.device.type == "cuda")
-        spec = proposal(self.model, sync, self._trainer, self._same_frozen)
-        layout = layout_of(spec.tensors)
-        self._rounds = Rounds(layout, sync)
-        self._parameters = FragmentParameters(self.model, layout)
-        self._watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
-        self._recovery = Recovery(
+        return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
+
+    def _training(self, spec: Spec) -> Training:
+        given, layout = self._given, layout_of(spec.tensors)
+        rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
+        folder = None if given.state_dir is None else Path(given.state_dir)
+        recovery = Recovery(
             self.model,
             self._inner_optimizer,
             layout,
-            self._rounds,
-            run=self._run,
+            rounds,
+            run=given.run,
             learner=self.id,
             incarnation=self.incarnation,
-            options=self._recovery_options,
+            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
         )
-        self._thread = threading.Thread(target=self._exchange_thread, args=(spec,), name="exchange", daemon=True)
-        self._thread.start()
-        while not self._joined.wait(LOOK_FOR_SIGNAL_S):
-            self._stopping.leave_if_asked()
-        self._check()
-        self._spec = spec
-        self._recovery.restore()
-        self._hand_over((), self._adopt())
-        self.times.begin(time.perf_counter())
-
-    def _abandon(self) -> None:
-        """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
-        self._abandoned, thread, self._thread = True, self._thread, None
-        self._end_thread()
-        self._stopping.restore()
-        if thread is not None and thread.ident:
-            thread.join(timeout=10)
+        on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
+        watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
+        return Training(
+            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, self.times
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure = self._failure if self._thread is not None else None
+        failure = self._joined.thread.failure if self._joined is not None and self._in_run else None
         self.close(save_state=error is None or isinstance(error, Stopped))
         if error is None:
             if failure is not None:  # since the last step, which could not tell
@@ -348,153 +338,18 @@ class Learner:
         """
         if os.getpid() != self._pid:
             return  # forked inside the `with` block: the run is the parent's
-        thread, self._thread = self._thread, None
-        if thread is None:  # it is closed, or being closed
+        joined, in_run = self._joined, self._in_run
+        self._in_run = False
+        if joined is None or not in_run:  # it is closed, or being closed
             return
         try:
-            if thread.is_alive() and self._failure is None:
-                self._leave(thread, save_state)
+            if joined.thread.works:
+                self.left_in_order = joined.leave(self._given.leave_s, save_state)
         finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
-            self._end_thread()
+            joined.thread.end()
             self._stopping.restore()
-        thread.join(timeout=10)
-
-    def _leave(self, thread: threading.Thread, save_state: bool) -> None:
-        loop, exchange, rounds, recovery = self._loop, self._exchange, self._rounds, self._recovery
-        assert loop is not None and exchange is not None  # noqa: S101, PT018  # _thread
-        assert rounds is not None and recovery is not None  # noqa: S101, PT018  # _thread
-        over = self._run_is_over()
-        for publication in rounds.last(exchange.shared.windows, due=over):
-            try:
-                self._hand_over([publication], adopted=False)
-            except UsageError as error:  # the model has changed
-                structlog.get_logger().warning("last_delta_withheld", learner=self.id, error=str(error))
-        leaving = ask(loop, exchange.leave(self._leave_s))
-        recovery.close(exchange.shared, save_state and not over, self._leave_s)
-        try:
-            self.left_in_order = result_of(leaving, thread)
-        except CancelledError:  # the thread failed meanwhile
-            thread.join(timeout=10)
-            raise self._failure or UsageError("the learner's own thread ended before it had left") from None
-        if not self.left_in_order:
-            structlog.get_logger().warning("leave_overrun", learner=self.id, safe="all that was uploaded")
-
-    # --- inside: the training thread --------------------------------------------------------------------
-
-    def _check(self) -> None:
-        self._check_process()
-        if self._failure is not None:
-            raise self._failure
-        if not self._joined.is_set() or self._thread is None:
-            raise UsageError("the learner is not in a run: use it in a `with` block")
+        joined.thread.join()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError("this Learner was made in another process, which this one was forked from: make one here")
-
-    def _run_is_over(self) -> bool:
-        state = self._exchange.shared.state if self._exchange else None
-        return state is not None and state.phase is not Phase.RUNNING
-
-    def _adopt(self) -> bool:
-        exchange, rounds, parameters = self._exchange, self._rounds, self._parameters
-        assert exchange is not None and rounds is not None and parameters is not None  # noqa: S101, PT018
-        arrived = sorted(exchange.shared.adoptions)
-        for p in arrived:
-            base = exchange.shared.adoptions.pop(p)
-            parameters.overwrite(p, base.values)
-            rounds.adopt(base)
-        return bool(arrived)
-
-    def _hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
-        """Snapshot what is to be published and tell the exchange; waking its thread costs, so once a step."""
-        exchange = self._exchange
-        assert exchange is not None  # noqa: S101
-        items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
-        if items or adopted:
-            self._tell(exchange.stepped, items, adopted)
-
-    def _snapshot(self, p: int) -> Callable[[], Any]:
-        """What the encoder takes."""
-        assert self._parameters is not None  # noqa: S101  # set with the rounds
-        return self._parameters.on_device(p) if self._on_device else self._parameters.snapshot(p).numpy
-
-    def _tell(self, what: Callable[..., None], *args: Any) -> None:
-        """Have the exchange do something. One that has failed meanwhile does no more: the next step says why."""
-        assert self._loop is not None  # noqa: S101
-        with suppress(RuntimeError):  # its loop is closed
-            self._loop.call_soon_threadsafe(what, *args)
-
-    def _end_thread(self) -> None:
-        """Have the exchange thread end; one that has not begun yet finds `_abandoned`."""
-        if self._ended is not None:
-            self._tell(self._ended.set)
-
-    # --- inside: the exchange thread ----------------------------------------------------------------------
-
-    def _exchange_thread(self, spec: Spec) -> None:
-        try:
-            with asyncio.Runner(loop_factory=fast_loop) as runner:
-                runner.run(self._exchange_main(spec))
-        except BaseException as error:  # shown to the training thread at its next call
-            self._failure = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-        finally:
-            self._joined.set()
-
-    async def _exchange_main(self, spec: Spec) -> None:
-        yield_core()
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        if self._abandoned:
-            return
-        work, ended = asyncio.create_task(self._take_part(spec)), asyncio.create_task(self._ended.wait())
-        await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
-        work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
-
-    async def _take_part(self, spec: Spec) -> None:
-        """Until cancelled."""
-        parameters, recovery = self._parameters, self._recovery
-        assert parameters is not None and recovery is not None  # noqa: S101, PT018  # set before the thread starts
-        bus = await reaching.reach(self._url, self._run, self.id)
-        encoder = OnDevice(self.device) if self._on_device else OnHost(AT_ONCE)
-        self._exchange = exchange = Exchange(bus, LoopClock(), self.id, self.incarnation, self._report, encoder=encoder)
-        try:
-            await exchange.join(spec, layout_of(spec.tensors), lambda p: parameters.snapshot(p).numpy())
-            async with meanwhile(exchange.run()):
-                await self._recover_and_help(spec, bus, exchange, recovery)
-        finally:
-            if self._abandoned or not self._joined.is_set():
-                await exchange.abandon()
-            await bus.close()
-
-    async def _recover_and_help(self, spec: Spec, bus: Bus, exchange: Exchange, recovery: Recovery) -> None:
-        """The last part of joining, while the exchange follows the heads already; then the same for others."""
-        assert self._rounds is not None  # noqa: S101  # set before the thread starts
-        rounds, shared = self._rounds, exchange.shared
-        peers = recovery.peers(bus, LoopClock(), spec.sync.chunk_bytes)
-        await recovery.find(peers, tuple(base.version for base in shared.adoptions.values()), shared.state)
-        self._joined.set()
-        if peers is not None:
-            await peers.answer(lambda: rounds.steps, recovery.take)
-        await asyncio.Event().wait()
-
-    def _report(self, left: bool) -> LearnerReport:
-        rounds, loss = self._rounds, self._loss
-        assert rounds is not None  # noqa: S101  # set before the thread starts
-        counts = rounds.counts
-        return LearnerReport(
-            learner=self.id,
-            incarnation=self.incarnation,
-            step=counts.steps,
-            tokens=counts.tokens,
-            overwritten=counts.overwritten,
-            published=counts.published,
-            versions=rounds.versions,
-            loss=None if loss is None else float(loss),
-            left=left,
-            **self.times.reported(time.perf_counter(), left),
-            host=socket.gethostname(),
-            device=str(self.device),
-            threads=(torch.get_num_threads(), usable_cores()) if self.device.type == "cpu" else (0, 0),
-        )

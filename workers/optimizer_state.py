@@ -98,31 +98,44 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
 
 
+def recoverable_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
+) -> "OptimizerState | None":
+    """The state of an optimizer; None where there is none, or it cannot be told what it keeps, which is said."""
+    if optimizer is None:
+        return None
+    try:
+        return OptimizerState(model, optimizer, layout)
+    except Exception as error:  # an optimizer of the user's own may do anything in its step
+        structlog.get_logger().warning(
+            "moments_not_recoverable", optimizer=type(optimizer).__qualname__, error=str(error)[:200]
+        )
+        return None
+
+
 class OptimizerState:
     """The state of one optimizer, seen through the layout of the model that it trains."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+        """By a trial for each number of dimensions: some optimizers keep other things for vectors.
+
+        Raises:
+            TypeError: what the optimizer keeps cannot be known, or is no tensors and numbers.
+            Exception: whatever the optimizer's step raises.
+        """
         self._optimizer, self._layout = optimizer, layout
         self._parameters = dict(model.named_parameters())
-        self._forms: dict[str, Any] = {}
-        """A value of each state, for its type."""
-        self._kept: dict[int, frozenset[str]] = {}
-        """Names of the states by a tensor's number of dimensions."""
-        self.kind: OptimizerKind | None = None
-        """What the optimizer keeps; None: it cannot be known, or is no tensors and numbers."""
-        try:
-            self.kind = self._find_kind({len(slot.tensor.shape) or 1 for _, slot in slots(layout)})
-        except Exception as error:  # an optimizer of the user's own may do anything in its step
-            structlog.get_logger().warning(
-                "moments_not_recoverable", optimizer=type(optimizer).__qualname__, error=str(error)[:200]
-            )
-
-    def _find_kind(self, dims: set[int]) -> OptimizerKind:
-        """By a trial for each number of dimensions: some optimizers keep other things for vectors."""
-        kind = type(self._optimizer)
+        dims = {len(slot.tensor.shape) or 1 for _, slot in slots(layout)}
         trials = {trial_shape(n): self._trial(n) for n in sorted(dims)}
         self._kept = {len(shape): frozenset(state) for shape, state in trials.items()}
+        """Names of the states by a tensor's number of dimensions."""
         self._forms = {name: value for state in trials.values() for name, value in state.items()}
+        """A value of each state, for its type."""
+        self.kind = self._kind(trials)
+        """What the optimizer keeps."""
+
+    def _kind(self, trials: Mapping[tuple[int, ...], Mapping[str, Any]]) -> OptimizerKind:
+        kind = type(self._optimizer)
         for name, value in self._forms.items():
             if not isinstance(value, (torch.Tensor, int, float)):
                 raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number")
@@ -157,17 +170,15 @@ class OptimizerState:
     @property
     def for_peers(self) -> bool:
         """Peers can give and take all that this optimizer needs."""
-        return self.kind is not None and bool(self.kind.moments) and not self._others()
+        return bool(self.kind.moments) and not self._others()
 
     def _others(self) -> list[str]:
-        assert self.kind is not None  # noqa: S101  # checked by the callers
         return sorted(set(self._forms) - {*self.kind.moments, *self.kind.numbers})
 
-    def begin(self) -> "Taking":
-        """Start to copy the state."""
-        assert self.kind is not None  # noqa: S101  # asked by the callers before
+    def start_copy(self) -> "StateCopy":
+        """A copy with nothing in it yet."""
         state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
-        return Taking(self.kind, self._layout, self._parameters, state, self._others())
+        return StateCopy(self.kind, self._layout, self._parameters, state, self._others())
 
     def check(self, moments: Moments) -> None:
         """Refuse a checkpoint whose other tensors are not those that the optimizer would go on from.
@@ -175,7 +186,6 @@ class OptimizerState:
         Raises:
             BadPayload: naming the tensor.
         """
-        assert self.kind is not None  # noqa: S101  # asked by the callers before
         found: dict[str, set[str]] = {}
         for name, tensor in moments.others:
             found.setdefault(tensor, set()).add(name)
@@ -226,7 +236,7 @@ class OptimizerState:
         return torch.tensor(value, dtype=form.dtype) if isinstance(form, torch.Tensor) else type(form)(value)
 
 
-class Taking:
+class StateCopy:
     """A copy of an optimizer's state in the making: one fragment at each step boundary.
 
     So no step is held up by more than one fragment's copy, and a device never holds two copies of all moments. The

@@ -122,19 +122,19 @@ class Peers:
 
     # --- answering ----------------------------------------------------------------------------------
 
-    async def answer(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
+    async def answer(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments]]) -> None:
         """Look for wishes and fulfil them, until cancelled.
 
         Args:
             steps: inner steps this learner has made.
-            take: a copy of its moments, when the training thread next has made one.
+            copy: one of its moments, when the training thread next has made one.
         """
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 board = await self._bus.read_moments()
                 if self._can_help(board) and steps() >= USEFUL_STEPS:
-                    await self._donate(steps, take)
+                    await self._donate(steps, copy)
             except (BusError, TimeoutError):
                 pass  # somebody else may, or the asker begins fresh
             except Exception as error:  # whatever it is: who helps must not come to harm by it
@@ -148,14 +148,14 @@ class Peers:
             return False
         return offer is None or offer.kind != self._kind
 
-    async def _donate(self, steps: Callable[[], int], take: Callable[[], Awaitable[Moments]]) -> None:
+    async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments]]) -> None:
         nonce = secrets.token_hex(8)
         if not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
             return
         holding = asyncio.create_task(self._hold(nonce))
         try:
             async with asyncio.timeout(UPLOAD_S):
-                moments = await take()
+                moments = await copy()
                 for p, flats in enumerate(moments.flats):
                     for name, flat in flats.items():
                         key = self._bus.keys.moments_payload(p, name, nonce)

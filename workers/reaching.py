@@ -2,17 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from pipeline import codec
 from pipeline.errors import BusUnavailable, outage_event
+from pipeline.ports import Bus
 from pipeline.redis_streams import connect
+from pipeline.retry import Backoff, retry
 from pipeline.spec_messages import Spec
 
-FIRST_S, MOST_S = 0.1, 5.0
+BACKOFF = Backoff(0.1, 5.0)
 
 
 def read_spec(url: str, run: str) -> Spec | None:
@@ -33,37 +35,31 @@ def read_spec(url: str, run: str) -> Spec | None:
     return None if data is None else codec.decode(Spec, data)
 
 
-def wait_for_spec(read: Callable[[], Spec | None], learner: str, check: Callable[[], None]) -> Spec | None:
+def wait_for_spec(
+    read: Callable[[], Spec | None], learner: str | None, check: Callable[[], None] = lambda: None
+) -> Spec | None:
     """The spec of a run, once its Redis is there.
 
-    check: called before each try; may raise.
+    Args:
+        read: as `read_spec`.
+        learner: its id, if it has one yet.
+        check: called before each try; may raise.
     """
-    pauses = _pauses()
+    waits = BACKOFF.waits()
     while True:
         check()
         try:
             return read()
         except BusUnavailable as error:
-            time.sleep(_said(error, learner, next(pauses)))
+            wait_s = next(waits)
+            _say(error, wait_s, learner)
+            time.sleep(wait_s)
 
 
-async def reach(url: str, run: str, learner: str) -> Any:
+async def reach(url: str, run: str, learner: str) -> Bus:
     """A bus, once its Redis is there."""
-    pauses = _pauses()
-    while True:
-        try:
-            return await connect(url, run)
-        except BusUnavailable as error:
-            await asyncio.sleep(_said(error, learner, next(pauses)))
+    return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
 
 
-def _pauses() -> Iterator[float]:
-    pause_s = FIRST_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, MOST_S)
-
-
-def _said(error: BusUnavailable, learner: str, retry_s: float) -> float:
-    structlog.get_logger().warning(outage_event(error), learner=learner, error=str(error), retry_s=retry_s)
-    return retry_s
+def _say(error: BaseException, wait_s: float, learner: str | None) -> None:
+    structlog.get_logger().warning(outage_event(error), learner=learner, error=str(error), retry_s=wait_s)

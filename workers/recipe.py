@@ -16,7 +16,7 @@ from pipeline.lifecycle import end_signals, exit_at_once, two_phases
 from pipeline.settings import TrainerSettings
 
 from .data.blocks import Blocks
-from .data.text import BYTES, TextData, Tokens
+from .data.tokens import BYTES, TextData, Tokens
 
 EVAL_BATCH_TOKENS = 4096
 """Tokens in one forward pass of an evaluation: bounds its memory."""

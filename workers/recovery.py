@@ -29,7 +29,7 @@ from pipeline.run_messages import RunState
 from pipeline.strict_json import dumps
 
 from .moments import Moments, check
-from .optimizer_state import OptimizerState, Taking
+from .optimizer_state import OptimizerState, StateCopy, recoverable_state
 from .peers import Peers
 from .rounds import Rounds
 from .shared import Shared
@@ -73,15 +73,16 @@ class Recovery:
     ) -> None:
         self._layout, self._rounds, self._options = layout, rounds, options
         self._run, self._learner, self._incarnation = run, learner, incarnation
-        self._state = None if optimizer is None else OptimizerState(model, optimizer, layout)
+        self._state = recoverable_state(model, optimizer, layout)
         self._folder = None if options.state_dir is None else StateFolder(options.state_dir, layout)
         self.source: Source = "start"
         self.earlier_steps = self.earlier_tokens = 0
         """Of the incarnations before this one."""
         self._found: tuple[SavedState | None, Moments] | None = None
-        self._taking: Taking | None = None
+        self._copy: StateCopy | None = None
+        """In the making."""
         self._next_save_s = self._next_losses_s = 0.0
-        self._wishes: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[Taking]]] = deque()
+        self._wishes: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[StateCopy]]] = deque()
         """Added by the exchange thread, taken by the training thread."""
         self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
 
@@ -97,12 +98,12 @@ class Recovery:
         self._found = found
 
     async def _look(self, peers: Peers | None, state: RunState | None) -> tuple[SavedState | None, Moments] | None:
-        kind = None if self._state is None else self._state.kind
-        if kind is None or self._options.recover == "fresh":
+        own = self._state
+        if own is None or self._options.recover == "fresh":
             return None
         if self._folder is not None and self._options.recover == "auto":
             try:
-                saved = await asyncio.to_thread(self._load, self._folder, self._identity(state), kind)
+                saved = await asyncio.to_thread(_load, self._folder, self._identity(state), own)
             except StateRefused as error:
                 structlog.get_logger().warning("state_refused", learner=self._learner, reason=str(error))
             else:
@@ -115,42 +116,21 @@ class Recovery:
         self.source = "peer"
         return None, moments
 
-    def _load(
-        self, folder: StateFolder, identity: RunIdentity | None, kind: OptimizerKind
-    ) -> tuple[SavedState, Moments] | None:
-        """What was saved, if all of it can be put back; None where nothing was.
-
-        Raises:
-            StateRefused: it cannot.
-        """
-        found = folder.load(identity, kind)
-        if found is not None and self._state is not None:
-            saved, moments = found
-            try:
-                self._state.check(moments)
-                torch.Generator().set_state(_torch_rng(saved))
-                random.Random().setstate(saved.python_rng)
-            except BadPayload as error:
-                raise StateRefused(f"{folder.path} does not fit this optimizer: {error}") from error
-            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-                raise StateRefused(f"{folder.path} holds no random state that can be set: {error}") from error
-        return found
-
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
         """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it."""
-        if self._state is None or self._state.kind is None or not self._state.for_peers:
+        if self._state is None or not self._state.for_peers:
             return None
         return Peers(bus, clock, self._learner, self._layout, self._state.kind, chunk_bytes)
 
-    async def take(self) -> Moments:
+    async def copy(self) -> Moments:
         """A copy of the moments, once the training thread has made it."""
         loop = asyncio.get_running_loop()
-        taken: asyncio.Future[Taking] = loop.create_future()
-        self._wishes.append((loop, taken))
-        return await asyncio.to_thread(self._checked, await taken)
+        wish: asyncio.Future[StateCopy] = loop.create_future()
+        self._wishes.append((loop, wish))
+        return await asyncio.to_thread(self._checked, await wish)
 
-    def _checked(self, taking: Taking) -> Moments:
-        moments = taking.moments()
+    def _checked(self, copy: StateCopy) -> Moments:
+        moments = copy.moments()
         check(moments, self._layout)
         return moments
 
@@ -181,16 +161,18 @@ class Recovery:
             if now >= self._next_losses_s and not self._folder.busy:
                 self._next_losses_s = now + LOSSES_EVERY_S
                 self._folder.append_losses(self._loss_lines)
-        if self._taking is None:
+        if self._state is None:
+            return
+        if self._copy is None:
             due = self._folder is not None and now >= self._next_save_s and not self._folder.busy
-            if (due or self._wishes) and self._state is not None and self._state.kind is not None:
-                self._taking = self._state.begin()
-        if self._taking is not None and self._taking.advance():
-            taking, self._taking = self._taking, None
-            self._hand_out(taking)
+            if due or self._wishes:
+                self._copy = self._state.start_copy()
+        if self._copy is not None and self._copy.advance():
+            copy, self._copy = self._copy, None
+            self._hand_out(copy)
             if now >= self._next_save_s:
                 self._next_save_s = now + self._options.state_every_s
-                self._save(taking, shared)
+                self._save(self._state.kind, copy, shared)
 
     def close(self, shared: Shared, save: bool, within_s: float) -> None:
         """Training has ended; save once more if this learner may come back, and wait a while for what is written."""
@@ -198,28 +180,28 @@ class Recovery:
             return
         if self._options.log_losses:
             self._folder.append_losses(self._loss_lines)
-        if save and self._state is not None and self._state.kind is not None and self._rounds.steps:
-            taking = self._state.begin()
-            while not taking.advance():
+        if save and self._state is not None and self._rounds.steps:
+            copy = self._state.start_copy()
+            while not copy.advance():
                 pass
-            self._save(taking, shared)
+            self._save(self._state.kind, copy, shared)
         self._folder.close(within_s)
 
-    def _hand_out(self, taking: Taking) -> None:
+    def _hand_out(self, copy: StateCopy) -> None:
         while self._wishes:
-            loop, taken = self._wishes.popleft()
-            loop.call_soon_threadsafe(_answer, taken, taking)
+            loop, wish = self._wishes.popleft()
+            loop.call_soon_threadsafe(_answer, wish, copy)
 
-    def _save(self, taking: Taking, shared: Shared) -> None:
+    def _save(self, kind: OptimizerKind, copy: StateCopy, shared: Shared) -> None:
         identity = self._identity(shared.state)
-        if self._folder is None or self._state is None or self._state.kind is None or identity is None:
+        if self._folder is None or identity is None:
             return
-        kind, steps = self._state.kind, self.earlier_steps + self._rounds.steps
+        steps = self.earlier_steps + self._rounds.steps
         tokens, shard = self.earlier_tokens + self._rounds.tokens, shared.shard_position
         torch_rng, python_rng = torch.get_rng_state(), random.getstate()
 
         def make() -> tuple[SavedState, Moments]:
-            moments = taking.moments()
+            moments = copy.moments()
             state = SavedState(
                 identity=identity,
                 learner=self._learner,
@@ -257,6 +239,26 @@ def _torch_rng(saved: SavedState) -> torch.Tensor:
     return torch.tensor(list(saved.torch_rng), dtype=torch.uint8)
 
 
-def _answer(taken: "asyncio.Future[Taking]", taking: Taking) -> None:
-    if not taken.done():  # who asked may have given up
-        taken.set_result(taking)
+def _load(folder: StateFolder, identity: RunIdentity | None, own: OptimizerState) -> tuple[SavedState, Moments] | None:
+    """What was saved, if all of it can be put back; None where nothing was.
+
+    Raises:
+        StateRefused: it cannot.
+    """
+    found = folder.load(identity, own.kind)
+    if found is not None:
+        saved, moments = found
+        try:
+            own.check(moments)
+            torch.Generator().set_state(_torch_rng(saved))
+            random.Random().setstate(saved.python_rng)
+        except BadPayload as error:
+            raise StateRefused(f"{folder.path} does not fit this optimizer: {error}") from error
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise StateRefused(f"{folder.path} holds no random state that can be set: {error}") from error
+    return found
+
+
+def _answer(wish: "asyncio.Future[StateCopy]", copy: StateCopy) -> None:
+    if not wish.done():  # who asked may have given up
+        wish.set_result(copy)

@@ -84,7 +84,8 @@ class Rounds:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
         self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
-        self._serial = 0
+        self.deltas = 0
+        """Published so far."""
         self.steps = 0
         self.tokens = 0
         self.overwritten = 0
@@ -129,18 +130,19 @@ class Rounds:
     def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
         """What to publish after this step; each is counted as published once it is taken from here."""
         for p, counters in enumerate(self._fragments):
-            if counters.base is None or counters.tokens == 0:
+            base = counters.base
+            if base is None or counters.tokens == 0:
                 continue
             window = windows.get(p)
-            if window is not None and window.version != counters.base.version:
+            if window is not None and window.version != base.version:
                 window = None
             due = counters.steps >= self._due_after(counters)
             reopened = window is not None and window.attempt > counters.window_attempt and not window.member
             if counters.published_attempt is None:
                 if due or (window is not None and not window.member):
-                    yield self._publish(counters, window, due)
+                    yield self._publication(counters, base, window, due)
             elif counters.again or reopened:
-                yield self._publish(counters, window, due)
+                yield self._publication(counters, base, window, due)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
@@ -149,10 +151,11 @@ class Rounds:
         the same base can never be merged: it counts as overwritten.
         """
         for p, counters in enumerate(self._fragments):
-            if counters.base is not None and counters.tokens > 0 and counters.published_attempt is None:
+            base = counters.base
+            if base is not None and counters.tokens > 0 and counters.published_attempt is None:
                 window = windows.get(p)
-                same = window is not None and window.version == counters.base.version
-                yield self._publish(counters, window if same else None, due)
+                same = window is not None and window.version == base.version
+                yield self._publication(counters, base, window if same else None, due)
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
         self._count()
@@ -168,8 +171,7 @@ class Rounds:
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
         return counters.first_due if counters.base.version == 0 else interval + counters.first_due
 
-    def _publish(self, counters: _Counters, window: OpenWindow | None, due: bool) -> Publication:
-        assert counters.base is not None  # noqa: S101  # checked by the callers
+    def _publication(self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool) -> Publication:
         counters.window_attempt = window.attempt if window else 0
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
         attempt = max(counters.window_attempt, next_attempt)
@@ -177,5 +179,5 @@ class Rounds:
         self.published += (counters.tokens - counters.published_tokens) * counters.elements
         counters.published_tokens = counters.tokens
         self._count()
-        self._serial += 1
-        return Publication(counters.base, attempt, self._serial, counters.steps, counters.tokens, due)
+        self.deltas += 1
+        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from pipeline.errors import UsageError
 from pipeline.sums import check_sums
 
-from .data.text import BOUNDARY, BYTES
+from .data.tokens import BOUNDARY, BYTES
 from .models.gpt import GPT, build
 from .recipe import TrainerSpec
 

@@ -26,8 +26,8 @@ class StepTimes:
         """Time inside the library's own calls: not what its other thread costs beside it."""
         self._began = self._returned = 0.0
 
-    def begin(self, now: float) -> None:
-        """Training begins: what came before was joining."""
+    def training_begins(self, now: float) -> None:
+        """What came before was joining."""
         self._began = self._returned = now
 
     def entered(self, now: float) -> None:

@@ -1,10 +1,11 @@
 """The built-in trainer: one loop over the `Learner` library, with nothing that a user's own loop could not do."""
 
 import time
+from functools import partial
 
 import structlog
 
-from pipeline.errors import BusUnavailable, SpecMismatch, UsageError, outage_event
+from pipeline.errors import SpecMismatch, UsageError
 from pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 from pipeline.spec_messages import Spec
 
@@ -12,6 +13,7 @@ from .data.blocks import Blocks
 from .data.text import open_text
 from .learner import Learner
 from .models.gpt import build
+from .reaching import wait_for_spec
 from .recipe import (
     StopFlag,
     add_gradients,
@@ -46,18 +48,6 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
     return agree(settings, run, TrainerSettings)
 
 
-def wait_for_bus(redis_url: str, run: str) -> Spec | None:
-    """The run's spec, or None if this learner is the first; waits for a Redis that is not there yet."""
-    delay_s = 0.2
-    while True:
-        try:
-            return Learner.read_spec(redis_url, run)
-        except BusUnavailable as error:
-            log.warning(outage_event(error), error=str(error), retry_s=delay_s)
-            time.sleep(delay_s)
-            delay_s = min(2 * delay_s, 5.0)
-
-
 def train(settings: LearnerProcess) -> int:
     """Train as one learner until the run's budget is spent or a signal comes; returns the exit status.
 
@@ -69,14 +59,15 @@ def train(settings: LearnerProcess) -> int:
     redis_url = settings.bus_url()
     if redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
-    spec = wait_for_bus(redis_url, settings.run)
+    read = partial(Learner.read_spec, redis_url, settings.run)
+    spec = wait_for_spec(read, settings.learner_id)
     try:
         return train_once(settings, spec, redis_url, stop)
     except SpecMismatch:
         if spec is not None:
             raise
         # Another learner was quicker to propose the spec: follow it, or be refused for what was asked for.
-        return train_once(settings, wait_for_bus(redis_url, settings.run), redis_url, stop)
+        return train_once(settings, wait_for_spec(read, settings.learner_id), redis_url, stop)
 
 
 def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop: StopFlag) -> int:

@@ -4,22 +4,19 @@ Also of a run that has lost its heads for good: it begins again with what a lear
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
 from pipeline.agreement import PATIENCE_S
 from pipeline.errors import BusError, UsageError
-from pipeline.fragments import Layout
 from pipeline.payloads import push
-from pipeline.ports import Bus
 from pipeline.run_messages import InitialUpload
 
 from .agreement import Agreement
+from .member import Member
 
 Float32 = npt.NDArray[np.float32]
 INITIAL_TTL_S = 600.0
@@ -30,21 +27,11 @@ POLL_S = 0.05
 class Version0:
     """How one learner sees to it that its run has a version 0."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        learner: str,
-        chunk_bytes: int,
-        layout: Layout,
-        agreement: Agreement,
-        retry: Callable[..., Awaitable[Any]],
-    ) -> None:
-        """retry: makes a call of the bus until it is answered."""
-        self._bus, self._id, self._chunk_bytes, self._layout = bus, learner, chunk_bytes, layout
-        self._agreement, self._retry = agreement, retry
-        self._log = structlog.get_logger().bind(learner=learner)
+    def __init__(self, member: Member, agreement: Agreement) -> None:
+        self._bus, self._member, self._agreement = member.bus, member, agreement
+        self._fragments = range(len(member.layout.fragments))
 
-    async def begin(self, nonce: str, values: Callable[[int], Float32], *, trained: bool) -> None:
+    async def ensure(self, nonce: str, values: Callable[[int], Float32], *, trained: bool) -> None:
         """Wait until every fragment has a head; upload version 0 if nobody has.
 
         Args:
@@ -58,30 +45,30 @@ class Version0:
             UsageError: the values are not finite.
         """
         patience_s = PATIENCE_S if trained else 0.0
+        bus, retry = self._bus, self._member.outages.retry
         # An upload that is there while heads are lost did not bring them back.
-        useless = await self._retry(self._bus.read_initial) if trained else None
-        while None in await self._retry(self._bus.read_heads, range(len(self._layout.fragments))):
-            await self._retry(self._agreement.look, patience_s)
+        useless = await retry(bus.read_initial) if trained else None
+        while None in await retry(bus.read_heads, self._fragments):
+            await retry(self._agreement.look, patience_s)
             if (
-                await self._retry(self._bus.read_initial) in (None, useless)
-                and (trained or not await self._retry(self._agreement.others_trained))
-                and await self._retry(self._bus.claim_initial, nonce, CLAIM_TTL_S)
+                await retry(bus.read_initial) in (None, useless)
+                and (trained or not await retry(self._agreement.others_trained))
+                and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
             ):
                 await self._upload(nonce, values)
             await asyncio.sleep(POLL_S)
 
     async def _upload(self, nonce: str, values: Callable[[int], Float32]) -> None:
-        fragments = len(self._layout.fragments)
-        self._log.info("initial_upload_started", fragments=fragments)
-        chunks = []
+        member, chunks = self._member, []
+        member.log.info("initial_upload_started", fragments=len(self._fragments))
         with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
-            for p in range(fragments):
+            for p in self._fragments:
                 flat = values(p)
                 if not np.isfinite(flat).all():
                     raise UsageError("the model's initial parameters are not finite: check its initialisation")
                 key = self._bus.keys.initial_payload(p, nonce)
-                staged = await push(self._bus, key, flat, self._chunk_bytes, INITIAL_TTL_S)
+                staged = await push(self._bus, key, flat, member.spec.sync.chunk_bytes, INITIAL_TTL_S)
                 chunks.append(staged.chunks)
                 await self._bus.claim_initial(nonce, CLAIM_TTL_S)
-            upload = InitialUpload(learner=self._id, nonce=nonce, chunks=tuple(chunks))
+            upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(chunks))
             await self._bus.finish_initial(upload, INITIAL_TTL_S)

@@ -19,12 +19,12 @@ from torch import nn
 from pipeline.fragments import Layout
 from pipeline.run_messages import LearnerReport, Phase
 from pipeline.spec_messages import Spec
-from workers.exchange import Exchange
+from workers.joining import Joining
 from workers.parameters import FragmentParameters
 from workers.recipe import update
 from workers.rounds import Publication, Rounds
 from workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
-from workers.shards import read_blocks
+from workers.work_queue import read_blocks
 
 from ..chance import Chance
 from ..virtual_report import virtual_report
@@ -78,7 +78,7 @@ class LabLearner:
         """Of its own steps; 0 with recovered moments."""
         self.bus = world.link()
         self._incarnation = incarnation = world.chance.hex(16, "incarnation", number, life)
-        self._exchange = Exchange(self.bus, VirtualClock(), self.id, incarnation, self._report, offload=inline)
+        self._joining = Joining(self.bus, VirtualClock(), self.id, incarnation, self._report, offload=inline)
         self._rounds = Rounds(world.layout, world.spec.sync)
         self._parameters = FragmentParameters(model, world.layout)
         self._random = Random(incarnation)  # for reading blocks again
@@ -91,10 +91,11 @@ class LabLearner:
 
     async def live(self) -> None:
         """Join, train until the run drains, publish the rest and leave."""
-        world, exchange, shared = self.world, self._exchange, self._exchange.shared
-        await exchange.join(world.spec, world.layout, lambda p: self._parameters.snapshot(p).numpy())
+        world, initial = self.world, self._parameters.snapshot
+        self._exchange = exchange = await self._joining.join(world.spec, world.layout, lambda p: initial(p).numpy())
+        shared = exchange.shared
         self._adopt(joining=True)
-        running = asyncio.create_task(exchange.run())
+        running = asyncio.create_task(exchange.work())
         try:
             order = await self._blocks()
             while await self._goes_on():
@@ -108,11 +109,11 @@ class LabLearner:
                     shared.republish = False
                     self._rounds.republish()
                 published = [self._snapshot(one) for one in self._rounds.publications(shared.windows)]
-                exchange.stepped(published, adopted)
+                exchange.queue(published, adopted)
                 if world.run.wait and published:
                     await self._merged({item[0].base.fragment for item in published})
             last = [self._snapshot(one) for one in self._rounds.last(shared.windows, due=self._over)]
-            exchange.stepped(last, adopted=False)
+            exchange.queue(last, adopted=False)
             await exchange.leave(LEAVE_S)
         finally:
             running.cancel()
@@ -151,7 +152,7 @@ class LabLearner:
             await asyncio.sleep(self.world.run.step_s / POLLS_A_STEP)
             fragments -= set(self._exchange.shared.adoptions)
             if self._adopt():
-                self._exchange.stepped([], adopted=True)
+                self._exchange.queue([], adopted=True)
 
     async def _blocks(self) -> Iterator[tuple[int, int]]:
         """The order of examples, from the run's work queue, once the first shard is here."""

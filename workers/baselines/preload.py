@@ -5,7 +5,7 @@ import os
 import torch._dynamo  # noqa: F401  # loaded for the first optimizer
 
 from ..data.text import open_text
-from . import elastic  # noqa: F401  # with all that ranks import
+from . import elastic_rank  # noqa: F401  # with all that it imports
 
 TEXT = "ELASTIC_TEXT"
 """Environment variable: `data` of the run."""

@@ -5,7 +5,7 @@ import xxhash
 
 from pipeline.errors import UsageError
 
-from .text import Tokens
+from .tokens import Tokens
 
 _ROUNDS = 4
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.errors import UsageError
 
-from .text import BYTES, MIN_BYTES, TextData, gather, split
+from .tokens import BYTES, MIN_BYTES, TextData, gather, split
 
 _ROUND = 64
 """A vocabulary is rounded up to this."""

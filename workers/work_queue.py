@@ -1,14 +1,21 @@
-"""A learner's side of the data work queue: claims ahead, saves positions, acknowledges, gives back on leaving. asyncio.
+"""A learner's side of the data work queue: the order in which it reads blocks, and it never waits for it. No torch.
 
-Driven by `exchange`; the training side reads the claimed shards through `Shared` (`shards.read_blocks`).
+The exchange thread claims a few shards ahead, saves positions, acknowledges, gives back on leaving (`ShardClaims`).
+The training thread reads what is claimed (`read_blocks`). Should the bus be away for longer than that lasts, training
+goes on with shards that this learner has read before, and takes up the queue again when it is back: repeated blocks
+cost a little, a stopped learner costs everything. The two meet in `Shared`.
 """
 
 import asyncio
+import queue
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import structlog
 
 from pipeline.ports import WorkQueue
-from pipeline.shard_messages import Shard
+from pipeline.shard_messages import ClaimedShard, Shard
 
 from .shared import Shared
 
@@ -18,6 +25,8 @@ MAX_SHARDS = 16_384
 """Shards of an epoch: they are queued in one call, and read in one for each checkpoint."""
 SILENT_S = 10.0
 """A learner that has not reported for this long is taken for dead: others read its shards on."""
+RECENT_SHARDS = 64
+"""Shards remembered for reading again."""
 
 
 def cut_epoch(epoch: int, blocks: int, per_shard: int) -> list[Shard]:
@@ -59,7 +68,7 @@ class ShardClaims:
         self._leaving = True
         self._wake.set()
 
-    async def keep(self) -> None:
+    async def keep_claimed(self) -> None:
         """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest.
 
         Raises:
@@ -139,3 +148,39 @@ class ShardClaims:
             if lost:
                 self._log.warning("shards_lost", epoch=epoch, detail="the bus lost the data queue: read from its start")
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
+
+
+def read_blocks(
+    shared: Shared, first: ClaimedShard, finished: Callable[[str], None], chance: random.Random
+) -> Iterator[tuple[int, int]]:
+    """Endless (epoch, index) of blocks.
+
+    Args:
+        shared: where the exchange puts claimed shards, and reads the position in the shard in hand.
+        first: the shard to begin with.
+        finished: told the entry id of each shard that was read to its end.
+        chance: chooses what is read again.
+    """
+    recent: deque[Shard] = deque(maxlen=RECENT_SHARDS)
+    claimed: ClaimedShard | None = first
+    repeating = False
+    while True:
+        if claimed is None:
+            if not repeating:
+                structlog.get_logger().warning("data_repeated", reason="no shard could be claimed in time")
+            repeating, again = True, chance.choice(recent)
+            yield from ((again.epoch, at) for at in range(again.start, again.stop))
+        else:
+            repeating = False
+            for at in range(claimed.shard.start + claimed.position, claimed.shard.stop):
+                read = (claimed.entry_id, at + 1 - claimed.shard.start)
+                shared.shard_handed_out = read
+                yield claimed.shard.epoch, at
+                shared.shard_position = read
+            shared.shard_position = shared.shard_handed_out = None
+            finished(claimed.entry_id)
+            recent.append(claimed.shard)
+        try:
+            claimed = shared.shards.get_nowait()
+        except queue.Empty:
+            claimed = None

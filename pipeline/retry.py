@@ -1,0 +1,92 @@
+"""What has failed is tried again, after waits that double up to a longest one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
+LEAST_S = 1e-3
+"""A finer wait could end a rounding error early, for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waits between tries that fail one after the other: each twice the one before, and none above `most_s`."""
+
+    first_s: float
+    most_s: float
+
+    def waits(self) -> "Waits":
+        """From the first one on."""
+        return Waits(self)
+
+
+class Waits(Iterator[float]):
+    """Endless, in seconds."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff, self._next_s = backoff, backoff.first_s
+
+    def __next__(self) -> float:
+        wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._backoff.most_s)
+        return wait_s
+
+    def after(self, lasted_s: float) -> float:
+        """The next one; after a try that had gone well for longer than any wait, the first."""
+        if lasted_s > self._backoff.most_s:
+            self._next_s = self._backoff.first_s
+        return next(self)
+
+
+class Retries:
+    """The waits of several fragments, each for itself. Whoever tries them keeps the time."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._again: dict[int, tuple[float, Iterator[float]]] = {}
+        """When one that failed is tried again, and the waits after that."""
+
+    def choose(self, wanted: Iterable[int], now: float) -> tuple[int | None, float | None]:
+        """The first fragment that may be tried now; else None, and the seconds until one may (None: none is wanted)."""
+        due = {p: self._again[p][0] if p in self._again else now for p in wanted}
+        if ready := [p for p, at in due.items() if at <= now]:
+            return min(ready), None
+        return None, max(LEAST_S, min(due.values()) - now) if due else None
+
+    def tried(self, p: int, done: bool, now: float) -> None:
+        """A try ended."""
+        _, waits = self._again.pop(p, (now, self._backoff.waits()))
+        if not done:
+            self._again[p] = now + next(waits), waits
+
+
+async def retry(
+    call: Callable[[], Awaitable[T]],
+    waits: Waits,
+    errors: Errors,
+    failed: Callable[[BaseException, float], None],
+    unless: Errors = (),
+) -> T:
+    """Call until it returns.
+
+    Args:
+        call: makes one try.
+        waits: those before the next tries.
+        errors: those after which it is tried again.
+        failed: told the error and the wait before the next try, in seconds.
+        unless: those of `errors` that are raised.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        began_s = loop.time()
+        try:
+            return await call()
+        except unless:
+            raise
+        except errors as error:
+            wait_s = waits.after(loop.time() - began_s)
+            failed(error, wait_s)
+            await asyncio.sleep(wait_s)

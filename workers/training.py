@@ -1,0 +1,61 @@
+"""What the training thread of a learner has of its run: counters, parameters, moments."""
+
+import socket
+import time
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.cores import usable_cores
+from pipeline.fragments import Layout
+from pipeline.run_messages import LearnerReport
+from pipeline.spec_messages import Spec
+
+from .model_watch import ModelWatch
+from .parameters import FragmentParameters
+from .recovery import Recovery
+from .rounds import Rounds
+from .step_times import StepTimes
+
+
+@dataclass(slots=True)
+class Training:
+    """One incarnation's side of the model. The training thread writes all of it.
+
+    The exchange thread reads counters for reports, and has its own half of `recovery`; while the learner joins, and the
+    training thread waits, it reads the parameters.
+    """
+
+    learner: str
+    incarnation: str
+    spec: Spec
+    """As this learner would have it; the run's is the same."""
+    layout: Layout
+    rounds: Rounds
+    parameters: FragmentParameters
+    encode_on_device: bool
+    """Deltas are encoded where the model is."""
+    watch: ModelWatch
+    recovery: Recovery
+    times: StepTimes
+    loss: float | torch.Tensor | None = None
+    """Of the last step that told it."""
+
+    def report(self, left: bool) -> LearnerReport:
+        """What others learn of this learner. The exchange thread's, since a loss may have to wait for its device."""
+        counts, loss, device = self.rounds.counts, self.loss, self.parameters.device
+        return LearnerReport(
+            learner=self.learner,
+            incarnation=self.incarnation,
+            step=counts.steps,
+            tokens=counts.tokens,
+            overwritten=counts.overwritten,
+            published=counts.published,
+            versions=self.rounds.versions,
+            loss=None if loss is None else float(loss),
+            left=left,
+            **self.times.reported(time.perf_counter(), left),
+            host=socket.gethostname(),
+            device=str(device),
+            threads=(torch.get_num_threads(), usable_cores()) if device.type == "cpu" else (0, 0),
+        )
