@@ -1,6 +1,6 @@
 """How a killed learner comes back, by where its moments come from: real runs, a picture and a table.
 
-In each run of `diloco run` the last learner is killed with SIGKILL and started again later. What differs is what it
+In each run of `diloco demo` the last learner is killed with SIGKILL and started again later. What differs is what it
 may recover from. Runs whose report is in the output folder already, with the same settings, are not run again.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import tomli_w
 import typer
 
 from pipeline.strict_json import number
@@ -132,15 +133,6 @@ def differences(folder: Path, asked: Mapping[str, Any]) -> list[str]:
     return [f"{name}={made.get(name)!r}, not {value!r}" for name, value in asked.items() if made.get(name) != value]
 
 
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags of `diloco run`."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, str(value)]
-    return flags
-
-
 def run(folder: Path, asked: Mapping[str, Any]) -> None:
     """One run, unless its report is there, and of the same settings."""
     if (folder / "report.json").is_file():
@@ -149,8 +141,11 @@ def run(folder: Path, asked: Mapping[str, Any]) -> None:
             raise typer.Exit(2)
         typer.echo(f"{folder}: there already")
         return
-    command = [sys.executable, "-m", "diloco", "run", *flags_of(asked)]
-    typer.echo(f"{folder}: {' '.join(command[3:])}")
+    config = folder.with_name(f"{folder.name}.toml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(tomli_w.dumps(asked))
+    command = [sys.executable, "-m", "diloco", "demo", "--config", str(config)]
+    typer.echo(f"{folder}: {asked}")
     done = subprocess.run([*command, "--out", str(folder), "--overwrite"], capture_output=True, text=True, check=False)
     if done.returncode:
         typer.echo(done.stdout + done.stderr, err=True)

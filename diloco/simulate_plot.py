@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from chaos.goodput.units import YEAR_S
+from pipeline.units import YEAR_S
 
 COLOURS = {"data-parallel": "#c0392b", "elastic": "#e08e0b", "diloco": "#7f8c8d", "decoupled": "#1f5f99"}
 MARKERS = "osD^vP*"
