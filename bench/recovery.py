@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tomli_w
 import typer
 
+from pipeline.settings import TrainerSettings, defaults
 from pipeline.strict_json import number
 from pipeline.units import parse_duration
 
@@ -29,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fresh, no ramp": {"recover": "fresh", "ramp_steps": 0},
 }
 """Settings of each way; its first word is where the moments come from if all goes well."""
+LR: float = defaults(TrainerSettings)["lr"]
 SPANS = ((1, 5), (6, 10), (11, 20), (21, 50), (51, 80))
 """Steps after the restart over which the table averages."""
 
@@ -161,7 +163,7 @@ def main(
     kill_at: Annotated[float, typer.Option(help="Share of the budget at which it is killed")] = 0.4,
     restart_at: Annotated[float, typer.Option(help="Share at which it is started again")] = 0.5,
     state_every: Annotated[str, typer.Option(help="Time between a learner's own checkpoints")] = "2s",
-    lr: Annotated[float, typer.Option(help="Peak inner learning rate")] = 4e-3,
+    lr: Annotated[float, typer.Option(help="Peak inner learning rate")] = LR,
 ) -> None:
     """Kill a learner, start it again, and compare what its moments come from."""
     settings: dict[str, Any] = {"learners": learners, "tokens": tokens, "kill_learner": learners - 1}

@@ -35,7 +35,7 @@ from .finish import conclude
 from .folder import Folder, choose, plain, resume
 from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import open_bus
-from .options import CHOSEN_BY_LAUNCHER, DemoSettings, RunProcess, check, method_notes, takes, with_preset
+from .options import CHOSEN_BY_LAUNCHER, DemoSettings, RunProcess, check, method_notes, takes, with_groups, with_preset
 from .report import Origin, Outcome
 from .tape import read_archive
 
@@ -332,6 +332,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
         async with open_bus(url, settings.run) as bus:
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+            settings = with_groups(settings, (await bus.info()).nodes)
             folder.make(settings)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())

@@ -39,6 +39,9 @@ EXPERT = "expert"
 """Key in a field's `json_schema_extra` that marks an expert setting."""
 LEASE_S = 5.0
 """Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it."""
+CHUNK_BYTES = 512 * 1024
+LEAVE_S = 20.0
+STATE_S = 30.0
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
@@ -168,8 +171,13 @@ class SyncSettings(Settings):
     tokens: int = Field(
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
-    groups: int = expert(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
-    chunk_bytes: int = expert(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
+    groups: int = expert(
+        1,
+        ge=1,
+        le=4096,
+        description="Fragment groups; more than 1 only on Redis Cluster (`diloco run`: one for each of its nodes)",
+    )
+    chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
     def sync_spec(self) -> SyncSpec:
         """The same as a wire type."""
@@ -230,11 +238,11 @@ class LearnerSettings(Settings):
         "model's device, at 4 bytes a parameter, with int8, int4 or e3m0 8 to 12. auto: on a CUDA device, else cpu",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
-    leave_s: Duration = expert(20.0, description="Time to flush what is unpublished when leaving")
+    leave_s: Duration = expert(LEAVE_S, description="Time to flush what is unpublished when leaving")
     state_dir: Path | None = Field(
         None, description="Folder of this learner's own for its moments, counters and random state (default: none)"
     )
-    state_every: Duration = expert(30.0, gt=0, description="Time between two savings to --state-dir")
+    state_every: Duration = expert(STATE_S, gt=0, description="Time between two savings to --state-dir")
     recover: Literal["auto", "peer", "fresh"] = Field(
         "auto",
         description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
