@@ -34,15 +34,15 @@ _TOGETHER = {
 METHODS: dict[str, Method] = {
     "decoupled": Method("the defaults"),
     "paper": Method(
-        "as published in arXiv:2604.21428, RDA with the mean on embeddings, Nesterov, P = H = 24 (P smaller where the "
-        "model has fewer tensors), tau 2, K 1 with grace, bf16 deltas, neither warm-up nor growing H",
+        "arXiv:2604.21428 as published, RDA with the mean on embeddings, Nesterov, P = H = 24 (P as many as the model "
+        "has tensors, if fewer), neither warm-up nor growing H",
         {
             **{"fragments": 24, "sync_interval": 24, "overlap_steps": 2, "quorum": 1, "codec": "bf16"},
             **{"merge": "rda", "weights": "tokens", "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},
             **{"outer_warmup": 0, "first_interval": 0},
         },
-        "the paper gives neither the outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), nor gamma and the decay of "
-        "the averages behind the grace, nor of what RDA is taken (taken: each tensor)",
+        "not published: outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), gamma and the averages' decay in the "
+        "grace (ours), the granularity of RDA (a tensor)",
     ),
     "streaming": Method(
         "as Streaming DiLoCo, all learners in each merge, Nesterov 0.4/0.9", {**_TOGETHER, "outer_lr": 0.4}

@@ -218,7 +218,7 @@ def test_the_papers_method_is_the_papers():
     assert (paper.merge, paper.outer, paper.outer_warmup, paper.first_interval) == ("rda", "nesterov", 0, 0)
     assert (paper.codec, paper.weights, paper.grace_gamma) == ("bf16", "tokens", RunProcess().grace_gamma)
     (note,) = method_notes(paper)
-    assert "neither the outer rate and momentum" in note
+    assert "not published: outer rate and momentum" in note
     small = with_preset(RunProcess(method="paper", model="tiny"))
     assert small.fragments == 11
     assert "P = 11 instead of 24" in method_notes(small)[1]
