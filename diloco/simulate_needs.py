@@ -1,5 +1,6 @@
 """What a run needs, and how it fares on mixed hardware: bandwidth, a plan, two studies of the paper."""
 
+from dataclasses import asdict
 from statistics import fmean
 
 from rich.console import Console
@@ -58,18 +59,17 @@ def plan(constants: Constants, chips: str, codec: str, global_codec: str, files:
     files.check()
     count = one_whole(chips, "chips")
     made = make_plan(constants, count, codec, global_codec)
-    needs = made.needs
-    console.print(choices(needs, f"{count:,} chips, {constants.params / 1e9:g}B parameters"))
+    console.print(choices(made, f"{count:,} chips, {constants.params / 1e9:g}B parameters"))
     console.print(
         f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
         f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
-        f"{needs.lines()}"
+        f"{made.lines()}"
     )
-    for warning in needs.warnings:
+    for warning in made.warnings:
         console.print(f"warning: {warning}")
     if files.json_file:
-        files.json_file.write_text(dumps(made.as_dict(), indent=1) + "\n")
-    Files(None, files.csv_file).write([made.as_dict() | {"warnings": "; ".join(needs.warnings)}], {})
+        files.json_file.write_text(dumps(asdict(made), indent=1) + "\n")
+    Files(None, files.csv_file).write([asdict(made) | {"warnings": "; ".join(made.warnings)}], {})
 
 
 def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Pictured) -> None:

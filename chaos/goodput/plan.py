@@ -4,7 +4,7 @@ M by goodput and the paper's quality; all else as `diloco plan` has it. docs/sim
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,22 +26,15 @@ CHIP_BYTES = 40e9
 SEEDS, DAYS = 2, 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The choice, what it would do, and why."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Needs):
+    """What the run needs, and what it would do."""
 
-    needs: Needs
-    """With `why` and `warnings` of the number of learners too."""
     goodput: float
     uptime: float
     longest_stall_s: float
     mean_participants: float
     overwritten: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, flat."""
-        made = asdict(self)
-        return {**made.pop("needs"), **made}
 
 
 def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: str = "fp32") -> Plan:
@@ -66,11 +59,12 @@ def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: st
     learners, figures, why = _learners(chosen, chips, pace.warnings)
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     pace.why["learners"] = why
+    needs = needs_of(constants, pace, learners)
+    known: dict[str, Any] = {one.name: getattr(needs, one.name) for one in fields(needs)} | figures
     return Plan(
-        needs_of(constants, pace, learners),
+        **known,
         mean_participants=windows.get("mean_participants", 0.0),
         overwritten=windows.get("overwritten", 1.0),
-        **figures,
     )
 
 
