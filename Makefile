@@ -19,7 +19,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
-	$(BIN)/diloco run --learners 4 --kill-learner 1 --kill-at 0.4 --restart-at 0.6 --out runs/demo-$(STAMP)
+	$(BIN)/diloco demo --out runs/demo-$(STAMP)
 
 test: $(VENV)/dev.stamp  ## all tests but the slow, gpu and docker ones
 	$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(PYTEST_ARGS)

@@ -29,7 +29,7 @@ from pipeline.errors import UsageError
 from pipeline.ports import START
 from pipeline.quantize import GROUP
 from pipeline.redis_streams import connect
-from pipeline.settings import SyncSettings
+from pipeline.settings import CHUNK_BYTES, SyncSettings
 from pipeline.status import read_status
 from pipeline.strict_json import dumps
 from pipeline.tape_messages import Committed
@@ -63,7 +63,7 @@ class Case:
     in_turn: bool = False
     """One fragment at a time instead of all at once."""
     rounds: int = 5
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = CHUNK_BYTES
     spread_s: float = 0.0
     """The learners publish one after another, the last one so long after the first."""
     global_codec: str = "fp32"

@@ -1,6 +1,6 @@
 """How a killed learner comes back, by where its moments come from: real runs, a picture and a table.
 
-In each run of `diloco run` the last learner is killed with SIGKILL and started again later. What differs is what it
+In each run of `diloco demo` the last learner is killed with SIGKILL and started again later. What differs is what it
 may recover from. Runs whose report is in the output folder already, with the same settings, are not run again.
 """
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import tomli_w
 import typer
 
+from pipeline.settings import TrainerSettings, defaults
 from pipeline.strict_json import number
 from pipeline.units import parse_duration
 
@@ -28,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fresh, no ramp": {"recover": "fresh", "ramp_steps": 0},
 }
 """Settings of each way; its first word is where the moments come from if all goes well."""
+LR: float = defaults(TrainerSettings)["lr"]
 SPANS = ((1, 5), (6, 10), (11, 20), (21, 50), (51, 80))
 """Steps after the restart over which the table averages."""
 
@@ -132,15 +135,6 @@ def differences(folder: Path, asked: Mapping[str, Any]) -> list[str]:
     return [f"{name}={made.get(name)!r}, not {value!r}" for name, value in asked.items() if made.get(name) != value]
 
 
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags of `diloco run`."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, str(value)]
-    return flags
-
-
 def run(folder: Path, asked: Mapping[str, Any]) -> None:
     """One run, unless its report is there, and of the same settings."""
     if (folder / "report.json").is_file():
@@ -149,8 +143,11 @@ def run(folder: Path, asked: Mapping[str, Any]) -> None:
             raise typer.Exit(2)
         typer.echo(f"{folder}: there already")
         return
-    command = [sys.executable, "-m", "diloco", "run", *flags_of(asked)]
-    typer.echo(f"{folder}: {' '.join(command[3:])}")
+    config = folder.with_name(f"{folder.name}.toml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(tomli_w.dumps(asked))
+    command = [sys.executable, "-m", "diloco", "demo", "--config", str(config)]
+    typer.echo(f"{folder}: {asked}")
     done = subprocess.run([*command, "--out", str(folder), "--overwrite"], capture_output=True, text=True, check=False)
     if done.returncode:
         typer.echo(done.stdout + done.stderr, err=True)
@@ -166,7 +163,7 @@ def main(
     kill_at: Annotated[float, typer.Option(help="Share of the budget at which it is killed")] = 0.4,
     restart_at: Annotated[float, typer.Option(help="Share at which it is started again")] = 0.5,
     state_every: Annotated[str, typer.Option(help="Time between a learner's own checkpoints")] = "2s",
-    lr: Annotated[float, typer.Option(help="Peak inner learning rate")] = 4e-3,
+    lr: Annotated[float, typer.Option(help="Peak inner learning rate")] = LR,
 ) -> None:
     """Kill a learner, start it again, and compare what its moments come from."""
     settings: dict[str, Any] = {"learners": learners, "tokens": tokens, "kill_learner": learners - 1}

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from pipeline.settings import SyncSettings
 from workers.learner import Learner
-from workers.models.gpt import SIZES, build
+from workers.models.gpt import build
+from workers.models.sizes import SIZES
 from workers.recipe import forward_of
 
 from .end_to_end import Fleet, server

@@ -10,6 +10,7 @@ from rich.console import Console
 from pipeline.clock import fast_loop
 from pipeline.payloads import pull, push
 from pipeline.redis_streams import connect
+from pipeline.settings import CHUNK_BYTES
 
 from . import floor
 from .end_to_end import server
@@ -26,7 +27,7 @@ class Payload:
     """What is moved."""
 
     elements: int = 12_500_000
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = CHUNK_BYTES
     repeats: int = 7
 
 

@@ -17,6 +17,7 @@ from bench.machine import describe
 from pipeline.errors import UsageError
 from pipeline.lifecycle import interrupt_at_end_signals
 from pipeline.output import outlive_readers
+from pipeline.settings import CHUNK_BYTES
 from pipeline.wire import Codec, GlobalCodec
 
 from . import bench_compare
@@ -136,7 +137,7 @@ def end_to_end(
         bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
     ] = False,
     rounds: Rounds = 5,
-    chunk_bytes: Chunk = 512 * 1024,
+    chunk_bytes: Chunk = CHUNK_BYTES,
     spread: Annotated[
         float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
     ] = 0.0,
@@ -214,7 +215,7 @@ def merge(
 @app.command()
 def transport(
     params: Annotated[str, typer.Option(metavar="N", help="fp32 elements of the payload")] = "12.5e6",
-    chunk_bytes: Chunk = 512 * 1024,
+    chunk_bytes: Chunk = CHUNK_BYTES,
     rounds: Rounds = 7,
     aof: Aof = False,
     redis_url: Url = None,

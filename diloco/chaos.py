@@ -12,28 +12,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from chaos.rates import StepTimes, Struck
-from chaos.schedule import Manner, Party, Rule, parse
+from chaos.schedule import NOTHING, Manner, Party, Rule, parse
 from pipeline import logs
 from pipeline.errors import DilocoError, UsageError
 from pipeline.lifecycle import ignore_hangup
 from pipeline.output import outlive_readers
+from pipeline.settings import defaults
 from pipeline.strict_json import dumps
 from pipeline.tape_messages import Committed
 from pipeline.units import parse_duration
 
 from . import chaos_bounds, chaos_compare, chaos_elastic, chaos_report, chaos_run, elastic_report
+from .extras import need_extras
 from .folder import Folder, choose
 from .monkey import REDIS
-from .options import ChaosProcess, check, check_struck_baseline
+from .options import (
+    CHOSEN_BY_LAUNCHER,
+    NOT_OF_BASELINE,
+    NOT_OF_CHAOS,
+    ChaosProcess,
+    check,
+    flag_of,
+    takes,
+    way_to_set,
+    with_preset,
+)
 from .report import build
 
 Report = dict[str, Any]
 
+BASELINE = "data-parallel"
 MOST_TOKENS_PER_S = 200_000
 """More than this machine trains, so that time ends the run; the budget is this for each second."""
 LONGER = 4.0
@@ -81,9 +94,36 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
     if sys.platform != "linux":
         raise UsageError("`diloco chaos` needs Linux: it starts processes by forking, and looks for them in /proc")
     update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MOST_TOKENS_PER_S), "log_losses": True}
-    if settings.method != "diloco" and "kill" not in settings.model_fields_set:
+    settings = with_preset(settings)
+    if settings.method == BASELINE and "kill" not in settings.model_fields_set:
         update["kill"] = "learner:3s"
     return settings.model_copy(update=update), for_s
+
+
+def check_struck_baseline(settings: ChaosProcess) -> None:
+    """Settings of `diloco chaos --method data-parallel`.
+
+    Raises:
+        UsageError: one that the baseline has no use for.
+    """
+    why = "the data-parallel baseline has no Redis and no syncers, only learners"
+    for flag in ("kill", "pause"):
+        if any(
+            not part.strip().startswith("learner:")
+            for part in getattr(settings, flag).split(",")
+            if part.strip() not in NOTHING
+        ):
+            raise UsageError(
+                f"--{flag} {getattr(settings, flag)!r} needs --method decoupled: {why}; give learner:EVERY"
+            )
+    for name in ("cut", "hang", "lose_tail"):
+        if getattr(settings, name) not in (*NOTHING, False):
+            raise UsageError(f"{flag_of(name)} needs --method decoupled: {why}")
+    usual = defaults(ChaosProcess)
+    for name in NOT_OF_BASELINE:
+        given = name in settings.model_fields_set and name not in ("checkpoint_every", "log_losses")
+        if given and getattr(settings, name) != usual[name]:
+            raise UsageError(f"{way_to_set(ChaosProcess, name)} needs --method decoupled: {why}")
 
 
 # --- the run, and the same undisturbed ---------------------------------------------------------------------
@@ -93,7 +133,7 @@ def strike(
     settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until: int | None = None
 ) -> Outcome:
     """Strike a run for a time, or until so many tokens are useful (merged); `folder.report` is for `diloco status`."""
-    if settings.method != "diloco":
+    if settings.method == BASELINE:
         step_tokens = settings.learners * settings.batch * settings.accumulate * settings.seq_len
         until_step = None if until is None else -(-until // step_tokens)
         found = asyncio.run(chaos_elastic.strike_baseline(settings, folder, for_s, rules, until_step))
@@ -117,7 +157,7 @@ def calm(settings: ChaosProcess, report: Mapping[str, Any]) -> ChaosProcess:
     assert settings.tokens is not None  # noqa: S101  # on prepared settings
     ledger = report["ledger"]
     update: dict[str, Any] = {"kill": "none", "pause": "none", "cut": "none", "hang": "none", "lose_tail": False}
-    if settings.method == "diloco" and ledger["tokens"]:
+    if settings.method != BASELINE and ledger["tokens"]:
         kept = (ledger["merged"] + ledger["overwritten"]) / ledger["tokens"]
         update["tokens"] = max(1, round(settings.tokens * kept))
     return settings.model_copy(update=update)
@@ -151,6 +191,8 @@ def read_report(path: Path) -> Report:
     """
     try:
         report: Report = json.loads(path.read_text())
+        if report["method"] == "diloco":
+            report["method"] = "decoupled"  # its name in reports of earlier versions
         chaos_compare.column(report)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
@@ -167,7 +209,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
     from .chaos_plot import draw
 
     report = outcome.report
-    shown: ModuleType = chaos_report if report["method"] == "diloco" else elastic_report
+    shown: ModuleType = elastic_report if report["method"] == BASELINE else chaos_report
     names = sorted(outcome.steps, key=lambda name: (len(name), name))
     lanes = [*names, *sorted({one.name for one in outcome.strikes if one.party is Party.SYNCER})]
     picture = folder.path / PICTURE_FILE
@@ -175,7 +217,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
         outcome.steps,
         outcome.strikes,
         outcome.merges,
-        [*lanes, REDIS] if report["method"] == "diloco" else lanes,
+        lanes if report["method"] == BASELINE else [*lanes, REDIS],
         outcome.span,
         f"diloco chaos, {report['method']}, seed {report['seed']}: {report['verdict'].upper()}",
         chaos_report.goodput_line(report),
@@ -209,7 +251,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     logs.configure("warning")
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
-    (check if settings.method == "diloco" else check_struck_baseline)(settings)
+    (check_struck_baseline if settings.method == BASELINE else check)(settings)
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
@@ -222,10 +264,54 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     except BaseExceptionGroup as errors:
         raise _first(errors) from errors
     report = outcome.report
-    if report["method"] == "diloco":
+    if report["method"] != BASELINE:
         report["bounds"] = chaos_bounds.bounds_of(report)
     if other is not None:
         report["comparison"] = chaos_compare.compare([other, report])
     ignore_hangup()
     conclude(outcome, folder, json_file)
     return 1 if report["violations"] else 0
+
+
+ChaosFor = Annotated[str, typer.Option("--for", metavar="DURATION", help="How long the run is struck")]
+ChaosJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file")]
+Undisturbed = Annotated[
+    bool,
+    typer.Option(
+        "--undisturbed",
+        help="Afterwards make the same run without strikes, until it has merged as many tokens, and put final losses "
+        "and tokens/s of both into the report. Give --tokens that the run reaches within --for, so that the learning "
+        "rate ends its schedule",
+    ),
+]
+Beside = Annotated[
+    Path | None,
+    typer.Option(
+        "--beside",
+        metavar="REPORT",
+        help="Put this run beside an earlier one (its --json file) in a table, e.g. of the other --method. Goodput is "
+        "there if both were made with --undisturbed",
+    ),
+]
+
+
+@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS)
+def command(
+    settings: ChaosProcess,
+    for_: ChaosFor = "60s",
+    json_file: ChaosJson = None,
+    undisturbed: Undisturbed = False,
+    beside: Beside = None,
+) -> None:
+    """Strike a real run on this machine, then audit it. Linux only.
+
+    Learners, syncers and Redis are killed, paused and cut off while they work.
+    What they leave is audited: versions rise by one, nothing is merged twice,
+    every token and data shard is accounted for, nothing grows without bound.
+    Ends with a verdict, a report and a picture in the output folder, and with
+    exit status 1 if a promise was broken. Ctrl-C ends the strikes, not the audit.
+
+    Example: diloco chaos --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
+    """
+    need_extras("chaos")
+    raise typer.Exit(main(settings, for_, json_file, undisturbed, beside))

@@ -82,7 +82,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
     merged = token_elements / evidence.layout.elements
     share = goodput(during, facts.learners, wall_s, run["tokens"], run["merged_tokens"])
     report = {
-        "method": "diloco",
+        "method": facts.outcome.method,
         "verdict": "fail" if violations else "pass",
         "kills": counts(evidence.strikes, Manner.KILL),
         "strikes": {manner.value: counts(evidence.strikes, manner) for manner in Manner},

@@ -1,10 +1,19 @@
-"""The demonstration: kill one learner, start it again, and measure whether the others noticed. Pure."""
+"""`diloco demo`: a run in which one learner is killed and started again, and whether the others noticed."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeline.status import LearnerStatus
+import typer
+
+from pipeline.run_messages import Phase
+from pipeline.status import LearnerStatus, Status
+
+from . import run
+from .display import present
+from .options import CHOSEN_BY_LAUNCHER, DemoProcess, check_demo, takes
+from .report import Kill, Origin, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +85,99 @@ def measure(log: StepLog, killed: str, killed_s: float, restarted_s: float | Non
         "ratio_after": ratio("after"),
         "away_s": None if restarted_s is None else restarted_s - killed_s,
     }
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """A point of a run: share of the budget, monotonic and Unix time."""
+
+    progress: float
+    now_s: float
+    unix_s: float
+
+
+class Killed(NamedTuple):
+    """The learner that was killed."""
+
+    learner: str
+    incarnation: str
+    moment: Moment
+
+
+class Demonstration(run.Launcher):
+    """A run whose learner `kill_learner` is killed with SIGKILL, and started again later."""
+
+    _settings: DemoProcess
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._steps = StepLog()
+        self._killed: Killed | None = None
+        self._restarted: Moment | None = None
+
+    def _take(self, status: Status) -> None:
+        super()._take(status)
+        if status["phase"] == Phase.RUNNING:
+            self._steps.add(status["learners"], self._clock.now())
+
+    def _anybody(self, status: Status) -> bool:
+        """Whom we have killed comes back."""
+        return (self._killed is not None and self._restarted is None) or super()._anybody(status)
+
+    async def _check(self, status: Status) -> None:
+        """As of any run; then the learner is killed, or started again, when it is time."""
+        await super()._check(status)
+        if status["phase"] != Phase.RUNNING:
+            return
+        settings, progress = self._settings, status["progress"]
+        child = self._children[f"learner-{settings.kill_learner}"]
+        if self._killed is None and progress >= settings.kill_at and child.under_way and child.alive:
+            incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
+            child.expected_end = True
+            child.send(signal.SIGKILL)
+            self._killed = Killed(child.name, incarnation, self._moment(progress))
+            self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
+            await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
+        elif self._killed and not self._restarted and not child.alive:
+            if progress < settings.restart_at and super()._anybody(status):
+                return
+            child.restart()  # in time, or else at once: with nobody left there is no progress to wait for
+            self._restarted = self._moment(progress)
+            self._note_place()
+            self._screen.note(f"{child.name} started again at {progress:.0%}")
+            await self._event("learner_started", child.name, f"pid {child.pid}")
+
+    def _moment(self, progress: float) -> Moment:
+        return Moment(progress, self._clock.now(), self._clock.unix())
+
+    async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
+        """As of any run, and what the kill did."""
+        outcome = await super().gather(wall_s, origin)
+        if outcome is not None and self._killed is not None:
+            outcome.kill = self._kill(self._killed)
+        return outcome
+
+    def _kill(self, killed: Killed) -> Kill:
+        back = self._restarted
+        end_s = self._drained_from_s or self._clock.now()
+        return Kill(
+            learner=killed.learner,
+            incarnation=killed.incarnation,
+            killed_at=killed.moment.progress,
+            restarted_at=back.progress if back else None,
+            rates=measure(self._steps, killed.learner, killed.moment.now_s, back.now_s if back else None, end_s),
+            killed_unix_s=killed.moment.unix_s,
+            restarted_unix_s=back.unix_s if back else None,
+        )
+
+
+@takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER)
+def command(settings: DemoProcess) -> None:
+    """Train as `diloco run` does, kill a learner with SIGKILL on the way and start it again: the others never wait.
+
+    The report says at which speed the others trained before, meanwhile and afterwards.
+    """
+    check_demo(settings)
+    raise typer.Exit(run.main(settings, Demonstration))

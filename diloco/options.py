@@ -6,15 +6,18 @@ TOML file, so a bad value gets the same message wherever it came from.
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
 from pipeline.errors import UsageError
+from pipeline.methods import METHODS, RunMethod, settings_of
+from pipeline.needs import Site
 from pipeline.settings import (
+    ENV_PREFIX,
     NO_FLAG,
     PARTIES,
     BusSettings,
@@ -30,10 +33,20 @@ from pipeline.settings import (
     TrainerSettings,
     allowed,
     check_variables,
+    defaults,
+    expert,
+    is_expert,
     load,
 )
+from pipeline.units import parse_duration, parse_rate, parse_span
+from workers.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
+R = TypeVar("R", bound="RunProcess")
+
+
+_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
+_UNPUBLISHED = " ".join(f"{name}: {method.unpublished}." for name, method in METHODS.items() if method.unpublished)
 
 
 class RunSettings(Settings):
@@ -41,12 +54,10 @@ class RunSettings(Settings):
 
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
-    method: Literal["decoupled", "streaming", "diloco", "data-parallel"] = Field(
+    method: RunMethod = Field(
         "decoupled",
-        description="What other settings are where they are not given. streaming: as Streaming DiLoCo, all learners in "
-        "each merge, Nesterov 0.4/0.9; diloco: the whole model at once, 0.7/0.9; in both learners still never wait, "
-        "and what they train while a merge is under way is overwritten. data-parallel: the baseline that averages "
-        "gradients at every step",
+        description=f"What other settings are where they are not given. {_METHODS}. Learners never wait, whatever the "
+        f"method but data-parallel: what they train while a merge is under way is overwritten. {_UNPUBLISHED}",
     )
     out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
     overwrite: bool = Field(False, description="Empty an output folder that is in use")
@@ -58,23 +69,15 @@ class RunSettings(Settings):
         "127.0.0.1", description="Address for --redis-port; another one than this needs DILOCO_REDIS_PASSWORD"
     )
     redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
-    prompt: str = Field("def ", description="Start of the text that the trained model writes at the end")
-    kill_learner: int | None = Field(None, ge=0, le=255, description="Demonstration: SIGKILL this learner (0, 1 ...)")
+    prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
+
+
+class DemoSettings(Settings):
+    """What `diloco demo` does to its run."""
+
+    kill_learner: int = Field(1, ge=0, le=255, description="Learner that is killed with SIGKILL (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
     restart_at: float = Field(0.6, ge=0, lt=1, description="Share of the budget at which it is started again")
-
-
-_TOGETHER = {
-    **{"quorum": "all", "grace_gamma": 0.0, "merge": "mean"},
-    **{"outer": "nesterov", "outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "streaming": {**_TOGETHER, "outer_lr": 0.4},
-    "diloco": {**_TOGETHER, "outer_lr": 0.7, "fragments": 1, "overlap_steps": 0},
-}
-"""What a method of `diloco run` means for settings that were not given. The papers' learners wait for a merge (DiLoCo),
-or mix it with what they trained meanwhile (streaming); ours take it over as it is. "all": as many as learners.
-"""
 
 
 class RunProcess(
@@ -102,6 +105,10 @@ class RunProcess(
     resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
 
 
+class DemoProcess(RunProcess, DemoSettings):
+    """`diloco demo`: a run of its own, and what is done to it."""
+
+
 class ChaosSettings(Settings):
     """What is done to a run under `diloco chaos`. Each kind of strike: PARTY:EVERY[/LENGTH], several with commas."""
 
@@ -121,11 +128,11 @@ class ChaosSettings(Settings):
 class ChaosProcess(RunProcess, ChaosSettings):
     """`diloco chaos`: a run of its own, and what is done to it."""
 
-    method: Literal["diloco", "data-parallel"] = Field(
-        "diloco",
-        description="data-parallel: strike the baseline instead, under torchrun's elastic restart: when a learner is "
-        "killed, all begin again at the last checkpoint (--checkpoint-every, 1s). Learners only, by --kill or --pause; "
-        "a killed one is back at once, so that LENGTH does not count",
+    method: Literal["decoupled", "paper", "data-parallel"] = Field(
+        "decoupled",
+        description="decoupled, paper: as of `diloco run`. data-parallel: strike the baseline instead under torchrun's "
+        "elastic restart: when a learner is killed, all begin again at the last checkpoint (--checkpoint-every, "
+        "1s). Learners only, by --kill or --pause; a killed one is back at once, so that LENGTH does not count",
     )
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
@@ -135,6 +142,16 @@ class ChaosProcess(RunProcess, ChaosSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "debug", description="Least severe log line; the audit of the data shards needs debug"
     )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _not_what_it_was(cls, value: Any) -> Any:
+        if value == "diloco":
+            raise ValueError(
+                "it was this command's name for decoupled training, and means synchronous DiLoCo now, as in `diloco "
+                "run`: take decoupled"
+            )
+        return value
 
 
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"}) | NO_FLAG
@@ -150,25 +167,39 @@ NOT_OF_CHAOS = frozenset(
         "resume",
         "record_deltas",
         "log_losses",
+        "groups",
     }
-    | {"kill_learner", "kill_at", "restart_at", "groups"}
 )
 """Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
 
-ALL_FIELDS = PARTIES | frozenset(ChaosProcess.model_fields)
+ALL_FIELDS = PARTIES | frozenset({**ChaosProcess.model_fields, **DemoProcess.model_fields})
 """What a settings file may hold: it can serve all parties of a run."""
 
 
-def with_preset(settings: RunProcess) -> RunProcess:
+def with_preset(settings: R) -> R:
     """Settings with those of the method where nothing else was asked for."""
-    preset = PRESETS.get(settings.method, {}).items()
-    return settings.model_copy(
-        update={
-            name: settings.learners if value == "all" else value
-            for name, value in preset
-            if name not in settings.model_fields_set
-        }
-    )
+    size = SIZES.get(settings.model)
+    meant = settings_of(settings.method, settings.learners, None if size is None else size.tensors)
+    told = settings.model_fields_set
+    return settings.model_copy(update={name: value for name, value in meant.items() if name not in told})
+
+
+def with_groups(settings: R, nodes: int) -> R:
+    """Settings with a fragment group for each node of a Redis Cluster, unless another number was asked for."""
+    if "groups" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"groups": min(nodes, settings.fragments)})
+
+
+def method_notes(settings: RunProcess) -> list[str]:
+    """What is said of the method at the start; `settings` with those that it means."""
+    method, notes = METHODS[settings.method], []
+    wanted = method.settings.get("fragments")
+    if method.unpublished:
+        notes.append(f"method {settings.method}: {method.unpublished}")
+    if wanted is not None and settings.fragments != wanted:
+        notes.append(f"method {settings.method}: P = {settings.fragments} instead of {wanted} (model {settings.model})")
+    return notes
 
 
 NOT_OF_BASELINE = (
@@ -184,24 +215,14 @@ def check(settings: RunProcess) -> None:
     Raises:
         UsageError: naming them.
     """
-    if settings.kill_learner is not None:
-        if settings.method == "data-parallel":
-            raise UsageError(
-                "--kill-learner needs another --method: the data-parallel baseline stops when a process dies"
-            )
-        if settings.learners < 2:
-            raise UsageError("--kill-learner needs --learners 2 or more: it shows that the others go on")
-        if settings.kill_learner >= settings.learners:
-            raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
-        if settings.restart_at <= settings.kill_at:
-            raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
     if settings.resume is not None and settings.method == "data-parallel":
         raise UsageError("--resume needs another --method than data-parallel")
     if settings.method == "data-parallel":
+        usual = defaults(RunProcess)
         for name in NOT_OF_BASELINE:
-            if getattr(settings, name) != RunProcess.model_fields[name].default:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} needs another --method: the data-parallel baseline has no use for it")
+            if getattr(settings, name) != usual[name]:
+                way = way_to_set(RunProcess, name)
+                raise UsageError(f"{way} needs another --method: the data-parallel baseline has no use for it")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
@@ -213,33 +234,25 @@ def check(settings: RunProcess) -> None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
 
 
-def check_struck_baseline(settings: ChaosProcess) -> None:
-    """Settings of `diloco chaos --method data-parallel`.
+def check_demo(settings: DemoProcess) -> None:
+    """Settings of `diloco demo`.
 
     Raises:
-        UsageError: one that the baseline has no use for.
+        UsageError: naming those that do not go together.
     """
-    from chaos.schedule import NOTHING  # images carry no chaos
-
-    why = "the data-parallel baseline has no Redis and no syncers, only learners"
-    for flag in ("kill", "pause"):
-        if any(
-            not part.strip().startswith("learner:")
-            for part in getattr(settings, flag).split(",")
-            if part.strip() not in NOTHING
-        ):
-            raise UsageError(f"--{flag} {getattr(settings, flag)!r} needs --method diloco: {why}; give learner:EVERY")
-    for name in ("cut", "hang", "lose_tail"):
-        if getattr(settings, name) not in (*NOTHING, False):
-            raise UsageError(f"--{name.replace('_', '-')} needs --method diloco: {why}")
-    for name in NOT_OF_BASELINE:
-        given = name in settings.model_fields_set and name not in ("checkpoint_every", "log_losses")
-        if given and getattr(settings, name) != ChaosProcess.model_fields[name].default:
-            raise UsageError(f"--{name.replace('_', '-')} needs --method diloco: {why}")
+    if settings.method == "data-parallel":
+        raise UsageError("`diloco demo` needs another --method: the data-parallel baseline stops when a process dies")
+    if settings.learners < 2:
+        raise UsageError("`diloco demo` needs --learners 2 or more: it shows that the others go on")
+    if settings.kill_learner >= settings.learners:
+        raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
+    if settings.restart_at <= settings.kill_at:
+        raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
 
 
 PANELS: dict[type[Settings], str] = {
     ChaosSettings: "Strikes",
+    DemoSettings: "The demonstration",
     RunSettings: "This run",
     BusSettings: "Redis",
     LearnerSettings: "Learners",
@@ -247,10 +260,12 @@ PANELS: dict[type[Settings], str] = {
     SyncSettings: "Synchronisation (equal for all parties)",
     SyncerSettings: "Syncer",
     EvaluatorSettings: "Evaluator",
+    Site: "Model and link",
 }
 _OWN_PANEL: dict[type[Settings], type[Settings]] = {
     RunProcess: RunSettings,
     ChaosProcess: RunSettings,
+    DemoProcess: RunSettings,
     LearnerProcess: LearnerSettings,
     SyncerProcess: SyncerSettings,
     EvaluatorProcess: EvaluatorSettings,
@@ -265,11 +280,24 @@ def _panel(kind: type[Settings], name: str) -> str:
     return PANELS[_OWN_PANEL.get(kind, BusSettings)]
 
 
+def flag_of(name: str) -> str:
+    """A setting's flag."""
+    return "--" + name.replace("_", "-")
+
+
+def way_to_set(kind: type[Settings], name: str) -> str:
+    """How a setting is set: its flag, or the variable and the key of one that has none."""
+    if name in kind.model_fields and not is_expert(kind, name):
+        return flag_of(name)
+    return f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config,"
+
+
 def help_of(kind: type[Settings], name: str) -> str:
     """Description, default and allowed values of a field."""
     info = kind.model_fields[name]
     default = repr(info.default) if str(info.default) != str(info.default).strip() else info.default
-    notes = [f"default {default}"] if default is not None and info.annotation is not bool else []
+    known = default is not None and info.default_factory is None
+    notes = [f"default {default}"] if known and info.annotation is not bool else []
     rule = allowed(kind, name)
     notes += [rule] if rule and get_origin(info.annotation) is not Literal else []
     return f"{info.description} ({'; '.join(notes)})" if notes else str(info.description)
@@ -280,38 +308,66 @@ def _metavar(kind: type[Settings], name: str) -> str:
     annotation = info.annotation
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
-    if any(isinstance(rule, BeforeValidator) for rule in info.metadata):
+    read = {rule.func for rule in info.metadata if isinstance(rule, BeforeValidator)}
+    if read & {parse_duration, parse_span}:
         return "DURATION"
+    if parse_rate in read:
+        return "RATE"
     given = next((part for part in get_args(annotation) if part is not type(None)), annotation)
     return "NUMBER" if given in (int, float) else "PATH" if given is Path else "TEXT"
 
 
 def _option(kind: type[Settings], name: str) -> inspect.Parameter:
-    info = kind.model_fields[name]
-    flag = "--" + name.replace("_", "-")
-    is_switch = info.annotation is bool
+    is_switch = kind.model_fields[name].annotation is bool
     option = typer.Option(
         None,
-        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
+        _declaration(kind, name),
         help=help_of(kind, name),
         metavar=None if is_switch else _metavar(kind, name),
         show_default=False,
         rich_help_panel=_panel(kind, name),
     )
-    annotation = (bool if is_switch else str) | None
+    return _parameter(kind, name, option)
+
+
+def _former_option(kind: type[Settings], name: str) -> inspect.Parameter:
+    """A flag that an earlier version had: taken so that it can be said where the setting is now."""
+    return _parameter(kind, name, typer.Option(None, _declaration(kind, name), hidden=True))
+
+
+def _declaration(kind: type[Settings], name: str) -> str:
+    info, flag = kind.model_fields.get(name), flag_of(name)
+    return f"{flag}/--no-{flag[2:]}" if info is not None and info.annotation is bool else flag
+
+
+def _parameter(kind: type[Settings], name: str, option: Any) -> inspect.Parameter:
+    info = kind.model_fields.get(name)
+    annotation = (bool if info is not None and info.annotation is bool else str) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
 
-def takes(kind: type[S], omit: frozenset[str] = frozenset()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    kind: type[S], omit: frozenset[str] = frozenset(), moved: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of `function(settings, ...)`: one option per field of `kind`, and --config.
 
-    The function's further parameters keep their own typer declarations.
+    Expert settings are no options: they come from variables and the file. The function's further parameters keep their
+    own typer declarations.
+
+    Args:
+        kind: the settings.
+        omit: fields that are not asked for here at all.
+        moved: former flags of this command, with what to do instead.
     """
     names = [name for name in kind.model_fields if name not in omit]
+    shown = [name for name in names if not is_expert(kind, name)]
+    former = {name: f"set it by {way_to_set(kind, name)}" for name in names if name not in shown} | dict(moved or {})
     config = inspect.Parameter(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
-        default=typer.Option(None, "--config", help="TOML file with settings, flat keys as in the flags' names"),
+        default=typer.Option(
+            None, "--config", help="TOML file with settings: names as of the flags with _ for -, and expert settings"
+        ),
         annotation=Path | None,
     )
 
@@ -319,13 +375,17 @@ def takes(kind: type[S], omit: frozenset[str] = frozenset()) -> Callable[[Callab
         others = list(inspect.signature(function).parameters.values())[1:]
 
         def command(*args: Any, **given: Any) -> None:
-            flags = {name: given.pop(name) for name in names}
+            for name, instead in former.items():
+                if given.pop(name) is not None:
+                    raise UsageError(f"{flag_of(name)} is no flag: {instead.rstrip(',')}")
+            flags = {name: given.pop(name) for name in shown}
             for warning in check_variables(ALL_FIELDS) if kind.from_environment else ():
                 sys.stderr.write(f"warning: {warning}\n")
             settings = load(kind, flags, given.pop("config"), known=ALL_FIELDS)
             function(settings, *args, **given)
 
-        parameters = [*others, *(_option(kind, name) for name in names), config]
+        options = [_option(kind, name) for name in shown] + [_former_option(kind, name) for name in former]
+        parameters = [*others, *options, config]
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

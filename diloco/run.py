@@ -13,8 +13,10 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
+
+import typer
 
 from pipeline import lifecycle, logs
 from pipeline.clock import LoopClock
@@ -28,14 +30,14 @@ from pipeline.run_messages import Event, Phase
 from pipeline.spec_messages import Spec
 from pipeline.status import Status, read_status
 
-from .demo import StepLog, measure
-from .display import Screen, present
+from .display import Screen
+from .extras import need_extras
 from .finish import conclude
 from .folder import Folder, choose, plain, resume
 from .launch import Child, ChildDied, Children, environment, threads_for
 from .locate import open_bus
-from .options import RunProcess, check, with_preset
-from .report import Kill, Origin, Outcome
+from .options import CHOSEN_BY_LAUNCHER, DemoSettings, RunProcess, check, method_notes, takes, with_groups, with_preset
+from .report import Origin, Outcome
 from .tape import read_archive
 
 TICK_S = 0.5
@@ -45,22 +47,6 @@ EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
 """On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
-
-
-class Moment(NamedTuple):
-    """A point of a run: share of the budget, monotonic and Unix time."""
-
-    progress: float
-    now_s: float
-    unix_s: float
-
-
-class Killed(NamedTuple):
-    """The learner that the demonstration killed."""
-
-    learner: str
-    incarnation: str
-    moment: Moment
 
 
 class Launcher:
@@ -81,10 +67,7 @@ class Launcher:
         self._bus, self._children, self._screen = bus, children, screen
         self._others = others
         self._clock = LoopClock()
-        self._steps = StepLog()
         self._progress: list[tuple[float, int]] = []
-        self._killed: Killed | None = None
-        self._restarted: Moment | None = None
         self._drained_from_s: float | None = None
         self._unserved_since: float | None = None
         """Since when there has been no syncer, neither ours nor elsewhere."""
@@ -142,7 +125,6 @@ class Launcher:
                 status = await read_status(self._bus, self._clock, self._settings.liveness_s)
                 self._take(status)
                 await self._check(status)
-                await self._demonstrate(status)
                 if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
                     self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
@@ -169,8 +151,6 @@ class Launcher:
         now = self._clock.now()
         if self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
-        if status["phase"] == Phase.RUNNING:
-            self._steps.add(status["learners"], now)
         if status["tokens"]:
             self._progress.append((time.time(), status["tokens"]))
         for learner in status["learners"]:
@@ -195,8 +175,7 @@ class Launcher:
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
             await self._event(name, child.name, child.ending())
-        waiting_for_restart = self._killed is not None and self._restarted is None
-        if training and not waiting_for_restart and not self._anybody(status):
+        if training and not self._anybody(status):
             raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
 
     async def _check_syncers(self, status: Status) -> None:
@@ -223,7 +202,7 @@ class Launcher:
             await self._event("syncer_died", child.name, child.ending())
 
     def _anybody(self, status: Status) -> bool:
-        """A learner is left: one of ours, or one that joined from elsewhere."""
+        """A learner is left: one of ours that runs, or one that joined from elsewhere."""
         ours = self._children.named("learner-")
         return any(child.alive for child in ours) or any(one["live"] for one in status["learners"])
 
@@ -245,49 +224,6 @@ class Launcher:
         self.stopped = True  # not before: if Redis was away, the next tick asks again
         self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
         return False
-
-    # --- demonstration ------------------------------------------------------------------------------
-
-    async def _demonstrate(self, status: Status) -> None:
-        """Kill a learner and start it again, as asked."""
-        settings = self._settings
-        if settings.kill_learner is None or status["phase"] != Phase.RUNNING:
-            return
-        child = self._children[f"learner-{settings.kill_learner}"]
-        progress = status["progress"]
-        if self._killed is None and progress >= settings.kill_at and child.under_way and child.alive:
-            incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
-            child.expected_end = True
-            child.send(signal.SIGKILL)
-            self._killed = Killed(child.name, incarnation, self._moment(progress))
-            self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
-            await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
-        elif self._killed and not self._restarted and not child.alive:
-            if progress < settings.restart_at and self._anybody(status):
-                return
-            child.restart()  # in time, or else at once: with nobody left there is no progress to wait for
-            self._restarted = self._moment(progress)
-            self._note_place()
-            self._screen.note(f"{child.name} started again at {progress:.0%}")
-            await self._event("learner_started", child.name, f"pid {child.pid}")
-
-    def _moment(self, progress: float) -> Moment:
-        return Moment(progress, self._clock.now(), self._clock.unix())
-
-    def _kill(self) -> Kill | None:
-        if self._killed is None:
-            return None
-        killed, back = self._killed, self._restarted
-        end_s = self._drained_from_s or self._clock.now()
-        return Kill(
-            learner=killed.learner,
-            incarnation=killed.incarnation,
-            killed_at=killed.moment.progress,
-            restarted_at=back.progress if back else None,
-            rates=measure(self._steps, killed.learner, killed.moment.now_s, back.now_s if back else None, end_s),
-            killed_unix_s=killed.moment.unix_s,
-            restarted_unix_s=back.unix_s if back else None,
-        )
 
     # --- end ----------------------------------------------------------------------------------------
 
@@ -341,7 +277,6 @@ class Launcher:
             events=[one for _, one in await self._all(self._bus.read_events)],
             progress=self._progress,
             origin=origin,
-            kill=self._kill(),
             warnings=self._warnings,
         )
 
@@ -374,7 +309,7 @@ async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
     return [child for child in children if child.alive]
 
 
-async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> Outcome | None:
+async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind: type[Launcher]) -> Outcome | None:
     from pipeline.embedded import EmbeddedRedis
 
     stop, task = asyncio.Event(), asyncio.current_task()
@@ -396,13 +331,16 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
         async with open_bus(url, settings.run) as bus:
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+            settings = with_groups(settings, (await bus.info()).nodes)
             folder.make(settings)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
-            launcher = Launcher(settings, folder, url, bus, children, screen, others)
+            launcher = kind(settings, folder, url, bus, children, screen, others)
             launcher.start()
             screen.note(f"output folder {folder.path}")
+            for note in method_notes(settings):
+                screen.note(note)
             if settings.redis_port is not None:
                 secret = "" if settings.redis_password is None else ":<password>@"
                 where = f"redis://{secret}<this machine>:{settings.redis_port}"
@@ -413,12 +351,17 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None) -> O
             return await launcher.gather(wall_s, origin)
 
 
-def main(settings: RunProcess) -> int:
-    """Entry point of `diloco run`: the exit status.
+def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
+    """One run, watched to its end: the exit status.
+
+    Args:
+        settings: as they were asked for.
+        kind: who watches it.
 
     Raises:
         DilocoError: what went wrong, in words; nothing is left running.
     """
+    need_extras("run")
     logs.configure("warning")
     settings = with_preset(settings)
     check(settings)
@@ -431,7 +374,7 @@ def main(settings: RunProcess) -> int:
         folder.make(settings)
         return run_baseline(settings, folder)
     try:
-        outcome = asyncio.run(_run(settings, folder, origin))
+        outcome = asyncio.run(_run(settings, folder, origin, kind))
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
@@ -440,3 +383,11 @@ def main(settings: RunProcess) -> int:
     lifecycle.ignore_hangup()
     conclude(outcome, settings, folder)
     return 0
+
+
+@takes(
+    RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=dict.fromkeys(DemoSettings.model_fields, "it is one of `diloco demo`")
+)
+def command(settings: RunProcess) -> None:
+    """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
+    raise typer.Exit(main(settings))

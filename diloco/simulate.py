@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from chaos.goodput.constants import Constants
-from chaos.goodput.plan import CODECS, GLOBALS
 from pipeline.errors import UsageError
+from pipeline.needs import CODECS, GLOBALS
 
 from .options import PANELS, takes
 from .simulate_options import Files, Pictured, Sample, shares
@@ -115,7 +115,7 @@ def plan(
     *,
     files: Files,
 ) -> None:
-    """What to choose (M, H, P, codec, syncers, Redis nodes) for so many chips, and why.
+    """`diloco plan` for so many chips: also how many learners, by the goodput that they would have.
 
     Example: diloco simulate plan --chips 20000 --mtbi 0.5y --params 70B --step-time 3s --link 5Gbps
     """

@@ -1,5 +1,6 @@
 """What a run needs, and how it fares on mixed hardware: bandwidth, a plan, two studies of the paper."""
 
+from dataclasses import asdict
 from statistics import fmean
 
 from rich.console import Console
@@ -10,9 +11,11 @@ from chaos.goodput import studies
 from chaos.goodput.constants import Constants
 from chaos.goodput.plan import plan as make_plan
 from chaos.goodput.table import standard_error
-from chaos.goodput.units import Amount, Span
+from pipeline.needs import layers_of
 from pipeline.strict_json import dumps
+from pipeline.units import Amount, Span
 
+from .plan import choices
 from .simulate_options import Files, Pictured, one, one_whole
 
 
@@ -21,7 +24,7 @@ def bandwidth(params: str, step_time: str, layers: int, files: Pictured) -> None
     console = Console()
     files.check()
     size, step_s = one(params, Amount, "params"), one(step_time, Span, "step-time")
-    model = links.Model(size, step_s, layers or links.layers_of(size))
+    model = links.Model(size, step_s, layers or layers_of(size))
     found = links.table(model)
     about = f"{size / 1e9:g}B parameters, {step_s:g} s a step"
     shown = Table(title=f"Gbit/s for so much compute utilisation: {about}, {model.layers} layers, H = {links.INTERVAL}")
@@ -56,31 +59,17 @@ def plan(constants: Constants, chips: str, codec: str, global_codec: str, files:
     files.check()
     count = one_whole(chips, "chips")
     made = make_plan(constants, count, codec, global_codec)
-    shown = Table(title=f"{count:,} chips, {constants.params / 1e9:g}B parameters", show_lines=True)
-    for name in ("choose", "", "why"):
-        shown.add_column(name)
-    for name, flag in (
-        ("learners", "M"),
-        ("sync_interval", "H"),
-        ("fragments", "P"),
-        ("codec", "codec"),
-        ("syncers", "syncers"),
-        ("redis_nodes", "Redis nodes"),
-    ):
-        shown.add_row(flag, str(getattr(made, name)), made.why[name])
-    console.print(shown)
+    console.print(choices(made, f"{count:,} chips, {constants.params / 1e9:g}B parameters"))
     console.print(
         f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
         f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
-        f"link of a learner: {made.link_load:.0%} busy, a fragment's round trip {made.round_trip_s:.1f} s\n"
-        f"syncers together: {made.syncer_cores:.2f} cores merging, {made.syncer_memory_bytes / 1e9:.0f} GB; "
-        f"Redis: {made.redis_memory_bytes / 1e9:.0f} GB, {made.redis_bytes_per_s / 1e9:.2f} GB/s"
+        f"{made.lines()}"
     )
     for warning in made.warnings:
         console.print(f"warning: {warning}")
     if files.json_file:
-        files.json_file.write_text(dumps(made.as_dict(), indent=1) + "\n")
-    Files(None, files.csv_file).write([made.as_dict() | {"warnings": "; ".join(made.warnings)}], {})
+        files.json_file.write_text(dumps(asdict(made), indent=1) + "\n")
+    Files(None, files.csv_file).write([asdict(made) | {"warnings": "; ".join(made.warnings)}], {})
 
 
 def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Pictured) -> None:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from chaos.goodput.units import Amount
 from pipeline.cores import usable_cores
 from pipeline.errors import UsageError
 from pipeline.strict_json import dumps
+from pipeline.units import Amount
 
 
 def _file(flag: str, text: str) -> Any:
@@ -132,7 +132,7 @@ def shares(**groups: Any) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def numbers(text: str, kind: Any, name: str) -> list[float]:
-    """A list as it is written on the command line; `kind` is a type of `chaos.goodput.units`.
+    """A list as it is written on the command line; `kind` is a type of `pipeline.units`.
 
     Raises:
         UsageError: naming the option and what it takes.

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")  # no display needed, and none opened
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from chaos.goodput.units import YEAR_S
 from chaos.pictures import save
+from pipeline.units import YEAR_S
+
+matplotlib.use("Agg")  # no display needed, and none opened
+
 
 COLOURS = {"data-parallel": "#c0392b", "elastic": "#e08e0b", "diloco": "#7f8c8d", "decoupled": "#1f5f99"}
 MARKERS = "osD^vP*"

@@ -10,8 +10,8 @@ from chaos.goodput import calibrate as fitting
 from chaos.goodput import figures
 from chaos.goodput.constants import Constants
 from chaos.goodput.table import Cell, cells
-from chaos.goodput.units import YEAR_S, Span
 from pipeline.errors import UsageError
+from pipeline.units import YEAR_S, Span
 
 from .simulate_options import Files, Pictured, Sample, numbers, one_whole, whole
 from .simulate_runs import rows as run_rows

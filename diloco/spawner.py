@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from pipeline.strict_json import dumps
 
 from .launch import LAUNCHER_PID, Child, Process, die_with_launcher
 
-PRELOADED = ("torch._dynamo", "workers.trainer", "workers.evaluator", "syncer.service", "diloco.cli")
+PRELOADED = ("torch._dynamo", "workers.trainer", "workers.evaluator", "syncer.service", "diloco.commands")
 """Modules that the forked processes use; torch loads `_dynamo` for the first optimizer."""
 READY = b"ready"
 MAX_ORDER_BYTES = 2**17
@@ -217,10 +218,10 @@ def _become(arguments: list[str], environ: dict[str, str], log: str) -> NoReturn
         deadline = time.monotonic() + ADOPTED_S
         while os.getppid() != int(environ[LAUNCHER_PID]) and time.monotonic() < deadline:
             time.sleep(0.001)  # the go-between is about to end
-        die_with_launcher()
-        from .cli import main
-
-        status = main(arguments)
+        sys.argv = ["diloco", *arguments]
+        runpy.run_module("diloco", run_name="__main__")
+    except SystemExit as done:
+        status = done.code if isinstance(done.code, int) else int(done.code is not None)
     except BaseException:  # whatever it is: this process must not go on as the spawner
         traceback.print_exc()
     finally:

@@ -58,7 +58,7 @@ def slow_merges(
         return None
     ratio, worst = max(slow)
     interval = interval_at(sync, worst.version)
-    longer = "--sync-interval" if interval == sync.sync_interval else "--first-interval"
+    longer = "--sync-interval" if interval == sync.sync_interval else "first_interval"
     helps = ["give the syncer more cores, or fewer neighbours"]
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")

@@ -83,6 +83,8 @@ class BusInfo:
     maxmemory_bytes: int
     used_bytes: int
     cluster: bool = False
+    nodes: int = 1
+    """Those that hold keys: a cluster's primaries."""
     warnings: tuple[str, ...] = field(default=())
     """E.g. an eviction policy that may drop keys."""
 

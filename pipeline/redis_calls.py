@@ -268,6 +268,7 @@ class RedisCalls:
             maxmemory_bytes=sum(limits) if all(limits) else 0,
             used_bytes=sum(int(node["used_memory"]) for node in nodes),
             cluster=self.cluster,
+            nodes=len(nodes),
             warnings=tuple(sorted(warnings)),
         )
 

@@ -2,6 +2,9 @@
 
 Precedence: flag, environment, TOML file, default. One flat namespace: a file may hold the settings of all
 parties, each takes its own. A party of a run leaves what it was not told to the run's spec (`agree`).
+
+Each setting is declared once, with its default: lab, simulator and benchmarks take theirs from here (`defaults`).
+An `expert` setting has no flag: it is set by a variable or in the file (`is_expert`).
 """
 
 import os
@@ -13,12 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import SpecMismatch, UsageError
 from .spec_messages import SyncSpec
@@ -30,6 +28,25 @@ ENV_PREFIX = "DILOCO_"
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
+
+
+EXPERT = "expert"
+"""Key in a field's `json_schema_extra` that marks an expert setting."""
+LEASE_S = 5.0
+"""Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it."""
+CHUNK_BYTES = 512 * 1024
+LEAVE_S = 20.0
+STATE_S = 30.0
+
+
+def expert(default: Any = ..., **rules: Any) -> Any:
+    """As pydantic's `Field`, for a setting that hardly anybody decides: it has no flag."""
+    return Field(default, json_schema_extra={EXPERT: True}, **rules)
+
+
+def _following(lease: float, least_s: float) -> Any:
+    """As `Field`'s `default_factory`: a time of so many leases, and of no less than with the usual lease."""
+    return lambda given: max(least_s, lease * given.get("lease_s", LEASE_S))
 
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
@@ -78,9 +95,9 @@ class BusSettings(Settings):
     redis_url: SecretStr | None = Field(
         None, description="Redis to use: redis://, rediss:// or unix://. Secrets belong in DILOCO_REDIS_URL"
     )
-    redis_ca: Path | None = Field(None, description="For rediss://: file of the authority that issued its certificate")
-    redis_cert: Path | None = Field(None, description="For rediss://: client certificate, if the server wants one")
-    redis_key: Path | None = Field(None, description="For rediss://: key of the client certificate")
+    redis_ca: Path | None = expert(None, description="For rediss://: file of the authority that issued its certificate")
+    redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server wants one")
+    redis_key: Path | None = expert(None, description="For rediss://: key of the client certificate")
     run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
 
@@ -102,7 +119,7 @@ class SyncSettings(Settings):
     sync_interval: int = Field(24, ge=1, le=10**6, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
     overlap_steps: int = Field(2, ge=0, le=10**6, description="Inner steps tau that a sync may hide behind")
-    grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
+    grace_gamma: float = expert(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
     codec: Codec = Field(
         "bf16",
         description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
@@ -113,7 +130,7 @@ class SyncSettings(Settings):
         description="Globals as learners pull them: fp32; bf16 (half of the bytes), and the syncer's stay fp32; int8 "
         "(a quarter, and the syncer puts as little on the bus): as updates of the version before",
     )
-    key_frame_interval: int = Field(
+    key_frame_interval: int = expert(
         8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two whole ones"
     )
     merge: MergeName = Field(
@@ -121,7 +138,7 @@ class SyncSettings(Settings):
         description="rda: RDA of each tensor, with the weighted mean on embeddings; rda-row: RDA of each row of a "
         "matrix instead; rda-all: RDA on embeddings too; mean: the weighted mean everywhere",
     )
-    weights: WeightsName = Field(
+    weights: WeightsName = expert(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer: OuterName = Field(
@@ -133,24 +150,29 @@ class SyncSettings(Settings):
     outer_momentum: float = Field(
         0.7, ge=0, lt=1, description="Outer Nesterov momentum; with outer=nesterov 0.5 is better"
     )
-    outer_warmup: int = Field(
+    outer_warmup: int = expert(
         6,
         ge=0,
         le=10**6,
         description="First outer steps of each fragment that average only: rate 1, no momentum; with outer=nesterov 24 "
         "are better",
     )
-    first_interval: int = Field(
+    first_interval: int = expert(
         2, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"
     )
-    doubling: int = Field(
+    doubling: int = expert(
         8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
     tokens: int = Field(
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
-    groups: int = Field(1, ge=1, le=4096, description="Fragment groups; more than 1 only on Redis Cluster")
-    chunk_bytes: int = Field(512 * 1024, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
+    groups: int = expert(
+        1,
+        ge=1,
+        le=4096,
+        description="Fragment groups; more than 1 only on Redis Cluster (`diloco run`: one for each of its nodes)",
+    )
+    chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
     def sync_spec(self) -> SyncSpec:
         """The same as a wire type."""
@@ -174,10 +196,10 @@ class TrainerSettings(Settings):
     batch: int = Field(8, ge=1, le=10**6, description="Sequences in a micro-batch")
     accumulate: int = Field(1, ge=1, le=10**6, description="Micro-batches in an inner step")
     lr: float = Field(4e-3, gt=0, description="Peak inner learning rate")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
-    warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
-    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
+    min_lr_ratio: float = expert(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
+    warmup: float = expert(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
+    weight_decay: float = expert(0.1, ge=0, description="AdamW weight decay on matrices")
+    clip: float = expert(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
 
     def trainer_spec(self) -> dict[str, str | int | float | bool | None]:
         """As kept in the spec."""
@@ -205,26 +227,26 @@ class LearnerSettings(Settings):
     compile: bool = Field(
         False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
     )
-    encode_on: EncodeOn = Field(
+    encode_on: EncodeOn = expert(
         "auto",
         description="Where deltas are encoded, and their bases and residuals lie: in host memory (cpu) or on the "
         "model's device, at 4 bytes a parameter, with int8, int4 or e3m0 8 to 12. auto: on a CUDA device, else cpu",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
-    leave_s: Duration = Field(20.0, description="Time to flush what is unpublished when leaving")
+    leave_s: Duration = expert(LEAVE_S, description="Time to flush what is unpublished when leaving")
     state_dir: Path | None = Field(
         None, description="Folder of this learner's own for its moments, counters and random state (default: none)"
     )
-    state_every: Duration = Field(30.0, gt=0, description="Time between two savings to --state-dir")
+    state_every: Duration = expert(STATE_S, gt=0, description="Time between two savings to --state-dir")
     recover: Literal["auto", "peer", "fresh"] = Field(
         "auto",
         description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
         "fresh; peer: not its own; fresh: neither",
     )
-    ramp_steps: int = Field(
+    ramp_steps: int = expert(
         20, ge=0, le=10**9, description="Steps of learning-rate ramp after joining with fresh moments"
     )
-    log_losses: bool = Field(False, description="Append each step's training loss to losses.jsonl in --state-dir")
+    log_losses: bool = expert(False, description="Append each step's training loss to losses.jsonl in --state-dir")
 
 
 class SyncerSettings(Settings):
@@ -233,11 +255,21 @@ class SyncerSettings(Settings):
     syncer_id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this syncer (default: made up)"
     )
-    lease_s: Duration = Field(5.0, gt=0.1, description="How long a lease lasts without being renewed")
-    liveness_s: Duration = Field(5.0, gt=0, description="A learner not heard from for this long is not waited for")
-    drain_s: Duration = Field(30.0, description="Longest time to gather last deltas at the end of a run")
-    shutdown_s: Duration = Field(20.0, description="Time to commit and checkpoint when told to stop")
-    http_host: str = Field("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
+    lease_s: Duration = Field(LEASE_S, gt=0.1, description="How long a lease lasts without being renewed")
+    liveness_s: Duration = expert(
+        default_factory=_following(1, LEASE_S),
+        gt=0,
+        description="A learner not heard from for this long is not waited for (default: a lease, at least 5 s)",
+    )
+    drain_s: Duration = expert(
+        default_factory=_following(6, 30.0),
+        description="Longest time to gather last deltas at the end of a run (default: six leases, at least 30 s)",
+    )
+    shutdown_s: Duration = expert(
+        default_factory=_following(4, 20.0),
+        description="Time to commit and checkpoint when told to stop (default: four leases, at least 20 s)",
+    )
+    http_host: str = expert("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
     http_token: SecretStr | None = Field(
         None,
         min_length=8,
@@ -260,8 +292,8 @@ class SyncerSettings(Settings):
 class EvaluatorSettings(Settings):
     """The evaluator process."""
 
-    eval_every: Duration = Field(5.0, description="Shortest time between evaluations")
-    eval_tokens: int = Field(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
+    eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
+    eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
 
 
 class SyncerProcess(BusSettings, SyncSettings, SyncerSettings):
@@ -292,6 +324,22 @@ PARTIES = frozenset(
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def is_expert(kind: type[Settings], name: str) -> bool:
+    """Whether a setting has no flag: it is set by its variable or in a settings file."""
+    extra = kind.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get(EXPERT))
+
+
+def defaults(kind: type[Settings]) -> dict[str, Any]:
+    """What each setting is where nobody says otherwise: no flag, variable or file counts. Those that follow from
+    others follow from their defaults."""
+    values: dict[str, Any] = {}
+    for name, info in kind.model_fields.items():
+        values[name] = info.get_default(call_default_factory=True, validated_data=values)
+    return values
+
 
 SECRETS = frozenset({"redis_url", "redis_password", "http_token"})
 """Settings whose values are never shown."""
@@ -403,11 +451,15 @@ def load(
 def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
     lines = []
     for problem in error.errors():
+        if problem["type"] == "default_factory_not_called":
+            continue  # what it would follow from is named beside it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         takes = allowed(kind, name) if name in kind.model_fields else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
         hint = f" (allowed: {takes})" if takes else ""
-        ways = "--" + name.replace("_", "-") + f", {ENV_PREFIX}{name.upper()}" * kind.from_environment
+        ways = "" if name in kind.model_fields and is_expert(kind, name) else "--" + name.replace("_", "-")
+        if kind.from_environment:
+            ways += ", " * bool(ways) + f"{ENV_PREFIX}{name.upper()}"
         what = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{name}={shown}: {what}{hint}; set it with {ways} or the settings file")
     return lines

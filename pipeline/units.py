@@ -1,9 +1,14 @@
-"""Numbers as people write them: '2.5M', '4e3', '200ms'. Anything else is left for the validator to refuse."""
+"""Numbers as people write them: '2.5M', '200ms', '0.5y', '5Gbps'. Anything else is left for the validator to refuse."""
 
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+YEAR_S = 365.25 * 86400.0
+DAY_S = 86400.0
 
 _COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _UNITS_S: dict[str, int | str] = {"": 1, "ms": "0.001", "s": 1, "m": 60, "h": 3600}
@@ -36,3 +41,34 @@ def parse_count(value: Any) -> Any:
 def parse_duration(value: Any) -> Any:
     """'200ms', '10s', '5m', '1h' or a number of seconds."""
     return scaled(value, "(ms|s|m|h)?", _UNITS_S)
+
+
+_SPANS_S: dict[str, int | str] = {
+    "": 1,
+    "ms": "0.001",
+    "s": 1,
+    "m": 60,
+    "min": 60,
+    "h": 3600,
+    "d": 86400,
+    "y": 31557600,
+}
+_BITS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def parse_span(value: Any) -> Any:
+    """'200ms', '10s', '5m', '1h', '30d', '0.5y' or a number of seconds."""
+    return scaled(value, "(ms|s|min|m|h|d|y)?", _SPANS_S)
+
+
+def parse_rate(value: Any) -> Any:
+    """'5Gbps', '800Mbit/s' or a number of bits per second."""
+    return scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
+
+
+Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0, allow_inf_nan=False)]
+"""Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'."""
+Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_nan=False)]
+"""A count; accepts '70B', '150k', '10e9'."""
+BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0, allow_inf_nan=False)]
+"""Bits per second; accepts '5Gbps', '800Mbit/s'."""

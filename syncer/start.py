@@ -9,6 +9,7 @@ import structlog
 from pipeline import codec
 from pipeline.errors import BusError, UsageError, outage_event
 from pipeline.fragments import Layout
+from pipeline.needs import redis_bytes
 from pipeline.ports import Bus, Clock
 from pipeline.settings import SyncerProcess, SyncSettings, agree
 from pipeline.spec_messages import Spec
@@ -19,6 +20,8 @@ from .leases import holding, release_all
 
 RESERVE_BYTES = 32 * 2**20
 """Memory on the bus for everything that is not a payload."""
+LEAST_LEARNERS = 4
+"""A Redis must have room for the deltas of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,10 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
     info = await bus.info()
     for warning in info.warnings:
         structlog.get_logger().warning("bus_warning", detail=warning)
-    spec_bytes = 4 * layout.elements
-    # 2 globals, 2 momenta, a bf16 delta of each of at least four learners, Adam's moments in two offers of a peer
-    needed = 4 * spec_bytes + 4 * spec_bytes // 2 + 2 * 2 * spec_bytes + RESERVE_BYTES
+    needed = redis_bytes(layout.elements, LEAST_LEARNERS, "bf16", "fp32") + RESERVE_BYTES
     if 0 < info.maxmemory_bytes < needed:
         raise UsageError(
             f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-            f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, 4 deltas, 2 offers of moments, a reserve): raise it"
+            f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
+            "moments, a reserve): raise it"
         )

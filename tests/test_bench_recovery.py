@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import typer
 
-from bench.recovery import WAYS, Trial, flags_of, read_trial, run, span_mean, table
+from bench.recovery import WAYS, Trial, read_trial, run, span_mean, table
 from bench.recovery_plot import draw, mean_curve, smooth
 from diloco.folder import plain
-from diloco.options import RunProcess
+from diloco.options import DemoProcess
 from pipeline.settings import load
 
 
@@ -74,13 +75,13 @@ def test_a_run_of_other_settings_is_not_taken_for_the_one_asked_for(
     assert "tokens=400, not 800" in capsys.readouterr().err
 
 
-def test_the_settings_asked_for_are_those_that_a_run_reports() -> None:
-    """Through the flags and back, in the report's own form."""
+def test_the_settings_asked_for_are_those_that_a_run_reports(tmp_path: Path) -> None:
+    """Through the file and back, in the report's own form."""
     asked = {"seed": 3, "lr": 4e-3, "state_every": 2.0, "eval_every": 3.0, "log_losses": True, **WAYS["fresh, no ramp"]}
-    flags = flags_of(asked)
-    assert flags[:4] == ["--seed", "3", "--lr", "0.004"]
-    assert "--log-losses" in flags
-    reported = plain(load(RunProcess, {name: value if value is True else str(value) for name, value in asked.items()}))
+    asked |= {"kill_learner": 1, "kill_at": 0.4, "restart_at": 0.5}
+    config = tmp_path / "asked.toml"
+    config.write_text(tomli_w.dumps(asked))
+    reported = plain(load(DemoProcess, config=config))
     assert {name: reported[name] for name in asked} == asked
 
 

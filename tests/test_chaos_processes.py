@@ -133,7 +133,7 @@ def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
 
 
 def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "diloco"}))
+    (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "decoupled"}))
     (tmp_path / "text.txt").write_text("".join(f"line {i}: the quick brown fox jumps\n" for i in range(2000)))
     arguments = ["--method", "data-parallel", "--learners", 2, *SMALL[4:], "--kill", "learner:6s", "--for", "20s"]
     arguments += [
@@ -153,7 +153,7 @@ def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_
     assert report["kills"]["learner"] >= 2
     assert report["restarts"] >= 1
     assert report["undisturbed"]["ledger"]["merged"] >= report["ledger"]["merged"] > 0
-    assert [column["method"] for column in report["comparison"]["columns"]] == ["diloco", "data-parallel"]
+    assert [column["method"] for column in report["comparison"]["columns"]] == ["decoupled", "data-parallel"]
     assert "goodput: struck / undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
     assert (tmp_path / "out" / "timeline.png").stat().st_size > 5000
     assert of_group(json.loads((tmp_path / "out" / "run.json").read_text())["pids"]["agent"]) == []

@@ -6,26 +6,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from chaos.virtual_time import run_virtual
-from diloco import cli
+from diloco import cli, commands
 from diloco.folder import choose
 from diloco.options import RunProcess, check
 from pipeline.codec import encode
 from pipeline.errors import BusUnavailable, SpecMismatch, UsageError
-from pipeline.settings import LearnerProcess, SyncerProcess
+from pipeline.settings import LearnerProcess, SyncerProcess, is_expert
 from pipeline.tape_messages import Committed
 from tests.test_replay import record_run
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
-COMMANDS = ["run", "chaos", "learner", "syncer", "evaluator", "status", "tape", "export", "sample"]
+COMMANDS = [name for name, entry in cli.COMMANDS.items() if entry.about and name != "bench"]
+"""Of benchmarks some are made of torch."""
 URL = "redis://localhost:1"
 
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.logs, "configure", lambda level: None)
+    monkeypatch.setattr(commands.logs, "configure", lambda level: None)
     monkeypatch.delenv("DILOCO_REDIS_URL", raising=False)
 
 
@@ -39,7 +41,7 @@ def started(monkeypatch):
         return 0
 
     party = SimpleNamespace(train=start, main=start, evaluate_run=start)
-    monkeypatch.setattr(cli, "load_extra", lambda module, command: party)
+    monkeypatch.setattr(commands, "load_extra", lambda module, command: party)
     return seen
 
 
@@ -112,6 +114,61 @@ def test_a_bad_value_is_named_with_what_is_allowed(arguments, named, capsys):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (["learner", "--clip", "2"], "DILOCO_CLIP, or clip in a file for --config"),
+        (["syncer", "--drain-s", "9s"], "DILOCO_DRAIN_S, or drain_s in a file for --config"),
+        (["run", "--grace-gamma", "0.5"], "DILOCO_GRACE_GAMMA"),
+        (["run", "--log-losses"], "DILOCO_LOG_LOSSES"),
+        (["run", "--no-log-losses"], "DILOCO_LOG_LOSSES"),
+        (["run", "--kill-learner", "1"], "`diloco demo`"),
+    ],
+)
+def test_a_flag_that_is_gone_says_where_its_setting_is(arguments, instead, capsys):
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {arguments[1].replace('--no-', '--')} is no flag: ")
+    assert instead in said
+
+
+def test_an_expert_setting_comes_from_a_variable_or_the_file(started, monkeypatch, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('clip = 2.0\nleave_s = "7s"\n')
+    monkeypatch.setenv("DILOCO_LEAVE_S", "8s")
+    assert cli.main(["learner", "--redis-url", URL, "--config", str(config)]) == 0
+    assert (started[0].clip, started[0].leave_s) == (2.0, 8.0)
+
+
+def test_the_flags_of_a_run_fit_on_a_page():
+    """About forty; the rest is for experts."""
+    options = get_command(cli.load_command("run")).params
+    assert 30 < len([one for one in options if not getattr(one, "hidden", False)]) <= 40
+    assert all(one.hidden for one in options if one.name in RunProcess.model_fields and is_expert(RunProcess, one.name))
+
+
+def test_the_list_of_commands_imports_none_of_them():
+    """It stays quick."""
+    code = "import sys; from diloco.cli import main; main([]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1]
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "diloco.cli" in loaded
+    assert not loaded & {"torch", "numpy", "redis", "matplotlib", "chaos", "bench", "workers", "diloco.options"}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_of_the_table_is_there(name):
+    assert get_command(cli.load_command(name)) is not None
+
+
+def test_diloco_means_synchronous_diloco_and_chaos_says_so(capsys):
+    """It was the name of decoupled training there."""
+    assert cli.main(["chaos", "--method", "diloco"]) == 2
+    assert "synchronous DiLoCo" in capsys.readouterr().err
+
+
 def test_an_unknown_key_in_the_file_is_refused(tmp_path, capsys):
     config = tmp_path / "run.toml"
     config.write_text("tokenz = 5\n")
@@ -123,10 +180,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "workers.trainer", raising=False)
 
-    def without_torch(module):
-        import torch  # noqa: F401
-
-    monkeypatch.setattr(cli.importlib, "import_module", without_torch)
     assert cli.main(["learner", "--redis-url", URL]) == 2
     assert "pip install 'decoupled-diloco[learner]'" in capsys.readouterr().err
 
@@ -144,7 +197,7 @@ def test_a_failure_is_one_message_without_a_traceback(error, shown, monkeypatch,
     def fail(settings):
         raise error
 
-    monkeypatch.setattr(cli, "load_extra", lambda module, command: SimpleNamespace(train=fail))
+    monkeypatch.setattr(commands, "load_extra", lambda module, command: SimpleNamespace(train=fail))
     assert cli.main(["learner", "--redis-url", URL]) == 1
     assert capsys.readouterr().err == f"error: {shown}\n"
 

@@ -150,7 +150,7 @@ def test_a_device_without_room_says_what_to_do(monkeypatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "from_numpy", full)
-    with pytest.raises(UsageError, match="--encode-on cpu"):
+    with pytest.raises(UsageError, match="DILOCO_ENCODE_ON=cpu"):
         OnDevice(torch.device("cpu")).keep(np.ones(3, np.float32))
 
 

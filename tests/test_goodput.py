@@ -14,8 +14,8 @@ from chaos.goodput.fleet import METHODS, jobs, simulate, step_times, together
 from chaos.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
 from chaos.goodput.ownership import unowned
 from chaos.goodput.strikes import Strikes, draw, quantiles, repair_cdf, repairs
-from chaos.goodput.units import DAY_S, YEAR_S, parse_count, parse_rate, parse_span
 from pipeline.errors import UsageError
+from pipeline.units import DAY_S, YEAR_S, parse_count, parse_rate, parse_span
 
 PLAIN = Constants(gather=10, down=20, up=20, restart=100, repair="constant", repair_mean=50, slice_chips=1)
 

@@ -15,11 +15,12 @@ from matplotlib.axes import Axes
 from chaos.goodput import bandwidth, calibrate, figures, studies
 from chaos.goodput.constants import Constants
 from chaos.goodput.fleet import simulate
-from chaos.goodput.plan import GLOBALS, LINK_SHARE, plan
+from chaos.goodput.plan import plan
 from chaos.goodput.table import Cell, cells, row
 from diloco.cli import main
 from diloco.simulate_runs import ROOT, SOURCES
 from pipeline.errors import UsageError
+from pipeline.needs import GLOBALS, LINK_SHARE
 from pipeline.wire import GlobalCodec
 
 

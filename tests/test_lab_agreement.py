@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median, stdev
 
 import pytest
+import tomli_w
 
 from chaos.lab.engine import train
 from chaos.lab.settings import LabRun
@@ -25,10 +26,13 @@ def test_a_real_run_ends_where_the_lab_does(tmp_path: Path) -> None:
         train(LabRun(**told, data=str(text), steps=steps, seed=seed, evaluations=1), "cpu")["final"]["value"]
         for seed in range(3)
     ]
-    flags = [part for name, value in told.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    config = tmp_path / "run.toml"
+    config.write_text(tomli_w.dumps(told))
     budget = ["--tokens", str(2 * steps * 4 * 32), "--pace", "60ms", "--threads", "1"]
     report = tmp_path / "report.json"
     where = ["--data", str(text), "--out", str(tmp_path / "out"), "--json-report", str(report)]
-    subprocess.run([sys.executable, "-m", "diloco", "run", *flags, *budget, *where], check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "-m", "diloco", "run", "--config", str(config), *budget, *where], check=True, timeout=240
+    )
     real = json.loads(report.read_text())["global_val_loss"]
     assert abs(real - median(ends)) < 3 * stdev(ends) + 0.1, f"real {real}, the lab {ends}"

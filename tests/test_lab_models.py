@@ -9,8 +9,8 @@ from chaos.lab.settings import LabRun
 from chaos.lab.tasks import open_task
 from pipeline.errors import UsageError
 from pipeline.settings import SyncSettings
-from workers.models.gpt import SIZES, Size
 from workers.models.moe import Mixture, MixtureGPT, build_mixture
+from workers.models.sizes import SIZES, Size
 from workers.models.vit import Images, build_vit
 from workers.parameters import tensor_table
 

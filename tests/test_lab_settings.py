@@ -61,7 +61,7 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
             "variant 'trial': lr=-1.0: Input should be greater than 0 (Peak inner",
         ),
         ("[settings]\nlearners = 2\nquorum = 3", "quorum=3 of 2 learners"),
-        ("[settings]\nmethod = 'magic'", "Input should be 'data-parallel'"),
+        ("[settings]\nmethod = 'magic'", "Input should be 'decoupled'"),
         ("[settings]\nlr = []", "lr is an empty list"),
         ("lr = 1", "unknown 'lr' at the top"),
         ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),
@@ -119,5 +119,6 @@ def test_every_setting_is_explained():
     lines = settings_help().splitlines()
     assert len(lines) == len(LabRun.model_fields)
     assert (
-        "method = decoupled [data-parallel, single, diloco, streaming, decoupled]: How learners come together" in lines
+        "method = decoupled [decoupled, paper, streaming, diloco, data-parallel, single]: How learners come together"
+        in lines
     )

@@ -14,14 +14,15 @@ import pytest
 import safetensors.numpy
 
 from chaos.lab.settings import PRESETS as LAB_PRESETS
-from diloco import cli, launch
+from diloco import cli, commands, launch
 from diloco.display import render
 from diloco.export import export, printable
 from diloco.folder import Folder, choose, plain, to_toml
 from diloco.launch import Children, environment, threads_for
 from diloco.locate import locate, without_secrets
-from diloco.options import PRESETS, RunProcess, check, with_preset
+from diloco.options import DemoProcess, RunProcess, check, check_demo, method_notes, with_groups, with_preset
 from pipeline.errors import UsageError
+from pipeline.methods import METHODS, PAPER
 from pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 from pipeline.strict_json import dumps
 
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 def _own_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(cli.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
+    monkeypatch.setattr(commands.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
     for name in list(os.environ):
         if name.startswith("DILOCO_"):
             monkeypatch.delenv(name)
@@ -179,24 +180,58 @@ def test_urls_are_shown_without_their_secrets(url, shown):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kill_learner": 4}, "learners 0 to 3"),
-        ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
-        ({"kill_learner": 1, "method": "data-parallel"}, "method"),
-        ({"kill_learner": 0, "learners": 1}, "--learners 2 or more"),
         ({"redis_url": "redis://h", "redis_port": 1}, "--redis-port"),
         ({"quorum": 5}, "quorum=5.*learners=4"),
         ({"redis_url": "redis://h", "method": "data-parallel"}, "--redis-url"),
         ({"redis_port": 1, "method": "data-parallel"}, "--redis-port"),
         ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
-        ({"groups": 2, "method": "data-parallel"}, "--groups"),
+        ({"groups": 2, "method": "data-parallel"}, "DILOCO_GROUPS"),
         ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
-        ({"state_every": 5.0, "method": "data-parallel"}, "--state-every"),
+        ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
         ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):
     with pytest.raises(UsageError, match=named):
         check(RunProcess(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kill_learner": 4}, "learners 0 to 3"),
+        ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
+        ({"method": "data-parallel"}, "method"),
+        ({"kill_learner": 0, "learners": 1}, "--learners 2 or more"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_is_refused(settings, named):
+    check_demo(DemoProcess())
+    with pytest.raises(UsageError, match=named):
+        check_demo(DemoProcess(**settings))
+
+
+def test_the_papers_method_is_the_papers():
+    """RDA with the mean on embeddings, Nesterov, no warm-up, no ramp; P = 24 if the model has so many tensors."""
+    paper = with_preset(RunProcess(method="paper", model="small"))
+    assert (paper.fragments, paper.sync_interval, paper.overlap_steps, paper.quorum) == (24, 24, 2, 1)
+    assert (paper.merge, paper.outer, paper.outer_warmup, paper.first_interval) == ("rda", "nesterov", 0, 0)
+    assert (paper.codec, paper.weights, paper.grace_gamma) == ("bf16", "tokens", RunProcess().grace_gamma)
+    (note,) = method_notes(paper)
+    assert "not published: outer rate and momentum" in note
+    small = with_preset(RunProcess(method="paper", model="tiny"))
+    assert small.fragments == 11
+    assert "P = 11 instead of 24" in method_notes(small)[1]
+    assert PAPER["fragments"] == 24
+    assert method_notes(RunProcess()) == []
+
+
+def test_the_fragments_of_a_run_are_spread_over_the_nodes_of_a_cluster():
+    """As the server tells; a number that was asked for stays."""
+    assert with_groups(RunProcess(), 1).groups == 1
+    assert with_groups(RunProcess(), 3).groups == 3
+    assert with_groups(RunProcess(fragments=2), 3).groups == 2
+    assert with_groups(RunProcess(groups=5), 3).groups == 5
 
 
 def test_a_method_sets_what_was_not_given():
@@ -212,8 +247,8 @@ def test_a_method_sets_what_was_not_given():
 
 def test_methods_mean_in_a_run_what_they_mean_in_the_lab():
     """But for what only the lab can do: wait, and mix."""
-    for method, preset in PRESETS.items():
-        assert preset == {n: v for n, v in LAB_PRESETS[method].items() if n not in ("wait", "adopt")}
+    for name, method in METHODS.items():
+        assert method.settings == {n: v for n, v in LAB_PRESETS[name].items() if n not in ("wait", "adopt")}
 
 
 @pytest.mark.parametrize("settings", [{"quorum": 5, "redis_port": 1}, {"quorum": 5, "redis_url": "redis://h"}])
@@ -224,7 +259,7 @@ def test_a_quorum_that_others_can_make_up_is_allowed(settings):
 def test_a_restart_at_the_very_end_is_refused():
     """The run would be over before it."""
     with pytest.raises(UsageError, match=r"restart_at.*less than 1"):
-        load(RunProcess, {"kill_learner": "0", "restart_at": "1"})
+        load(DemoProcess, {"kill_learner": "0", "restart_at": "1"})
 
 
 # --- finding a run -------------------------------------------------------------------------------------

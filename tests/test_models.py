@@ -7,7 +7,8 @@ import torch
 
 from pipeline.errors import UsageError
 from pipeline.settings import TrainerSettings
-from workers.models.gpt import GPT, SIZES, Size, build, rotary_table, rotate, size_table
+from workers.models.gpt import GPT, build, rotary_table, rotate
+from workers.models.sizes import SIZES, Size, size_table
 from workers.recipe import loss_of
 
 SMALL = Size(layers=2, width=32, heads=2, hidden=48)
@@ -21,6 +22,7 @@ def blocks(count: int = 4, tokens: int = 17) -> torch.Tensor:
 def test_the_size_table_tells_the_truth(name: str) -> None:
     """The count shown to people is the count of the model."""
     assert sum(p.numel() for p in build(name, 0).parameters()) == SIZES[name].parameters()
+    assert len(list(build(name, 0).parameters())) == SIZES[name].tensors
 
 
 def test_sizes_span_under_1m_to_about_100m() -> None:

@@ -21,7 +21,7 @@ def test_it_is_said_when_a_merge_takes_longer_than_a_round():
 def test_a_round_is_the_interval_in_force_of_the_median_learner():
     """While the interval grows a round is shorter, and so it is the first interval that can be made longer."""
     ramp = {"first_interval": 1, "doubling": 2}
-    assert "--first-interval" in said(0.15, version=0, **ramp)
+    assert "first_interval" in said(0.15, version=0, **ramp)
     assert said(0.15, version=2, **ramp) is None
     assert "--sync-interval" in said(0.5, version=9, **ramp)
     assert said(0.5, step_s=(0.1, 0.2, 5.0)) is None

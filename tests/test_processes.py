@@ -28,13 +28,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4"]
-SMALL += ["--eval-every", "500ms", "--eval-tokens", "2048"]
+QUICK = {"DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "2048"}
 LIMIT_S = 150.0
 
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    return kept | {"PYTHONPATH": str(ROOT)}
+    return kept | QUICK | {"PYTHONPATH": str(ROOT)}
 
 
 def diloco(*arguments: object, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
@@ -62,11 +62,11 @@ def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
 
 
 class Run:
-    """`diloco run` in the background."""
+    """`diloco run`, or `diloco demo`, in the background."""
 
-    def __init__(self, out: Path, *arguments: object) -> None:
+    def __init__(self, out: Path, *arguments: object, name: str = "run") -> None:
         self.out = out
-        command = [sys.executable, "-m", "diloco", "run", "--out", str(out), *SMALL, *map(str, arguments)]
+        command = [sys.executable, "-m", "diloco", name, "--out", str(out), *SMALL, *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT
         )
@@ -114,8 +114,8 @@ class Run:
 
 
 @contextmanager
-def started(out: Path, *arguments: object) -> Iterator[Run]:
-    run = Run(out, *arguments)
+def started(out: Path, *arguments: object, name: str = "run") -> Iterator[Run]:
+    run = Run(out, *arguments, name=name)
     try:
         yield run
     finally:
@@ -167,7 +167,7 @@ def test_every_command_can_look_at_a_finished_run(finished: Run, tmp_path: Path)
 
 def test_a_killed_learner_does_not_stop_the_others_and_can_come_back(tmp_path: Path) -> None:
     kill = ["--kill-learner", 1, "--kill-at", 0.3, "--restart-at", 0.5]
-    with started(tmp_path / "out", "--learners", 3, "--tokens", 90_000, "--pace", "100ms", *kill) as run:
+    with started(tmp_path / "out", "--learners", 3, "--tokens", 90_000, "--pace", "100ms", *kill, name="demo") as run:
         output = run.end()
     report = run.report
     demo = report["demo"]
@@ -187,7 +187,7 @@ def test_a_killed_learner_does_not_stop_the_others_and_can_come_back(tmp_path: P
 def test_a_killed_learner_is_started_at_once_when_nobody_else_is_left(tmp_path: Path) -> None:
     """Without it there would be no progress, hence no end."""
     kill = ["--kill-learner", 0, "--kill-at", 0.2, "--restart-at", 0.99, "--pace", "50ms"]
-    with started(tmp_path / "out", "--learners", 2, "--tokens", 60_000, *kill) as run:
+    with started(tmp_path / "out", "--learners", 2, "--tokens", 60_000, *kill, name="demo") as run:
         run.reaches(12_000)
         wait_for(lambda: not is_running(run.pids["learner-0"]))
         os.kill(run.pids["learner-1"], signal.SIGKILL)

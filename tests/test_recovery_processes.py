@@ -24,8 +24,9 @@ def test_a_killed_learner_comes_back_with_moments(tmp_path: Path, source: str) -
     """From its own checkpoint, or, if that is not to be used, from the live peer; and it trains on from there."""
     recover = "auto" if source == "checkpoint" else "peer"
     arguments = ["--learners", "2", "--tokens", "300000", "--kill-learner", "1", "--kill-at", "0.4"]
-    arguments += ["--restart-at", "0.45", "--state-every", "1s", "--log-losses", "--recover", recover]
-    command = [sys.executable, "-m", "diloco", "run", *arguments, "--eval-every", "60s", "--out", str(tmp_path / "out")]
+    arguments += ["--restart-at", "0.45", "--recover", recover, "--config", str(tmp_path / "own.toml")]
+    (tmp_path / "own.toml").write_text('state_every = "1s"\nlog_losses = true\neval_every = "60s"\n')
+    command = [sys.executable, "-m", "diloco", "demo", *arguments, "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "out/logs/learner-1.log").read_text().splitlines()
@@ -83,8 +84,9 @@ def _whole(path: Path) -> list[str]:
 def test_a_learner_that_leaves_at_sigterm_saves_its_state_and_goes_on_from_it(tmp_path: Path) -> None:
     """No time for a regular saving was there: what it comes back with was saved as it left."""
     state, log = tmp_path / "state", tmp_path / "learner.log"
-    learner = ["learner", "--tokens", "100000000", "--learner-id", "l0", "--state-dir", str(state), "--log-losses"]
-    learner += ["--state-every", "1h", "--threads", "1", "--sync-interval", "4"]
+    learner = ["learner", "--tokens", "100000000", "--learner-id", "l0", "--state-dir", str(state)]
+    learner += ["--config", str(tmp_path / "own.toml"), "--threads", "1", "--sync-interval", "4"]
+    (tmp_path / "own.toml").write_text('state_every = "1h"\nlog_losses = true\n')
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedRedis()).url
         stack.enter_context(party(url, tmp_path / "syncer.log", "syncer", "--http-port", "0"))

@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.options import ALL_FIELDS
+from diloco.options import ALL_FIELDS, ChaosProcess, DemoProcess
 from pipeline.errors import SpecMismatch, UsageError
 from pipeline.settings import (
     PARTIES,
     BusSettings,
+    EvaluatorProcess,
     LearnerProcess,
     LearnerSettings,
+    RankProcess,
     SyncerProcess,
     SyncSettings,
     TrainerSettings,
     agree,
     allowed,
     check_variables,
+    is_expert,
     load,
     parse_duration,
 )
@@ -134,7 +137,7 @@ def test_what_is_no_duration_is_refused(text):
     ("kind", "flags", "words"),
     [
         (SyncSettings, {"quorum": 0}, ["quorum=0", "at least 1", "--quorum", "DILOCO_QUORUM"]),
-        (SyncSettings, {"grace_gamma": 1.0}, ["grace_gamma=1.0", "less than 1", "--grace-gamma"]),
+        (SyncSettings, {"grace_gamma": 1.0}, ["grace_gamma=1.0", "less than 1", "DILOCO_GRACE_GAMMA"]),
         (SyncSettings, {"codec": "int3"}, ["codec='int3'", "one of bf16, fp32, int8, int4, e3m0"]),
         (SyncSettings, {"sync_interval": "many"}, ["sync_interval='many'", "DILOCO_SYNC_INTERVAL"]),
         (LearnerSettings, {"device": "tpu"}, ["device='tpu'"]),
@@ -245,6 +248,27 @@ def test_other_things_than_text_are_left_to_the_validator():
     assert parse_duration([1]) == [1]
 
 
+def test_the_times_of_a_syncer_follow_from_its_lease():
+    """No shorter than with the usual lease: a checkpoint takes its time, however short leases are."""
+    usual, short, long = (load(SyncerProcess, {"lease_s": text}) for text in (None, "1s", "20s"))
+    assert (usual.liveness_s, usual.drain_s, usual.shutdown_s) == (5.0, 30.0, 20.0)
+    assert (short.liveness_s, short.drain_s, short.shutdown_s) == (5.0, 30.0, 20.0)
+    assert (long.liveness_s, long.drain_s, long.shutdown_s) == (20.0, 120.0, 80.0)
+    assert load(SyncerProcess, {"lease_s": "20s", "drain_s": "1s"}).drain_s == 1.0
+    with pytest.raises(UsageError) as error:
+        load(SyncerProcess, {"lease_s": "never"})
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_every_setting_is_described_and_says_whether_it_is_for_experts():
+    for kind in (DemoProcess, ChaosProcess, RankProcess, EvaluatorProcess):
+        for name, info in kind.model_fields.items():
+            assert info.description, name
+            assert is_expert(kind, name) in (True, False)
+    assert is_expert(SyncSettings, "chunk_bytes")
+    assert not is_expert(SyncSettings, "fragments")
+
+
 # --- variables -------------------------------------------------------------------------------------------
 
 
@@ -300,7 +324,7 @@ def test_names_of_settings_are_not_each_others_misspellings():
     assert not [name for name in ALL_FIELDS - PARTIES if get_close_matches(name, BusSettings.model_fields, 1, 0.82)]
 
 
-@pytest.mark.parametrize("command", ["run", "syncer", "learner", "evaluator", "status", "tape", "chaos"])
+@pytest.mark.parametrize("command", ["run", "demo", "syncer", "learner", "evaluator", "status", "tape", "chaos"])
 def test_every_command_looks_at_the_variables(command, monkeypatch, capsys):
     """Before it does anything."""
     monkeypatch.setenv("DILOCO_IMAGE", "mine")

@@ -32,7 +32,7 @@ from torch import nn
 from pipeline import logs
 from pipeline.errors import UsageError
 from pipeline.fragments import layout_of
-from pipeline.settings import PARTIES, BusSettings, EncodeOn, SyncSettings, check_variables, load
+from pipeline.settings import LEAVE_S, PARTIES, STATE_S, BusSettings, EncodeOn, SyncSettings, check_variables, load
 from pipeline.spec_messages import Spec
 
 from . import reaching
@@ -67,9 +67,9 @@ class Learner:
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
         trainer: Mapping[str, Any] | None = None,
-        leave_s: float = 20.0,
+        leave_s: float = LEAVE_S,
         state_dir: str | Path | None = None,
-        state_every_s: float = 30.0,
+        state_every_s: float = STATE_S,
         recover: Recover = "auto",
         log_losses: bool = False,
         encode_on: EncodeOn = "auto",
@@ -116,7 +116,7 @@ class Learner:
             same_frozen=same_frozen,
         )
         if given.log_losses and given.state_dir is None:
-            raise UsageError("log_losses needs state_dir, where losses.jsonl lies (flags --log-losses, --state-dir)")
+            raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
         if not structlog.is_configured():
             logs.configure("warning")  # in somebody else's program, only what needs attention
         for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.needs import layers_of
+
 TARGETS = (50, 75, 80, 90, 95, 99)
 """Percent of compute utilisation."""
 GRID_GBIT_S = tuple(float(rate) for rate in np.logspace(-1, 3, 50))
@@ -26,8 +28,6 @@ BITS_A_PARAMETER = 13.4
 """On the wire for one reduction. Calibrated: that paper's rows of 1B and 10B need 13.3 to 13.5 (bf16 would be 16)."""
 FORWARD = 1 / 3
 """Share of a step's time; the backward pass has the rest. The usual 1 to 2."""
-_SIZES = ((1e9, 24), (10e9, 48), (100e9, 108))
-"""Parameters and layers of that paper's models. Assumed for 10B and 100B."""
 
 
 class Method(NamedTuple):
@@ -53,12 +53,6 @@ METHODS: dict[str, Method] = {
     "decoupled": Method(INTERVAL, True, 2, 16, waits=False),
     "decoupled, 4-bit": Method(INTERVAL, True, 2, 4, waits=False),
 }
-
-
-def layers_of(params: float) -> int:
-    """Layers of a model of that many parameters, between the sizes above by logarithms."""
-    logs = np.log([size for size, _ in _SIZES])
-    return max(1, round(float(np.exp(np.interp(math.log(params), logs, np.log([n for _, n in _SIZES]))))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Every assumption of the simulator in one class, each with its source or the word 'calibrated'. Pure.
 
 'Paper' is arXiv:2604.21428. 'Calibrated': found by `diloco simulate calibrate` from the 150k and 1.2M columns of the
-paper's table. 'Assumed': neither published nor fitted; the default leaves the paper's table as it is.
+paper's table. 'Assumed': neither published nor fitted; the default leaves the paper's table as it is. What a real run
+has a default for that the paper does not give is that default.
 """
 
 from pathlib import Path
@@ -9,16 +10,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.settings import Settings
+from pipeline.methods import PAPER
+from pipeline.needs import Site
+from pipeline.settings import SyncerSettings, SyncSettings, defaults
+from pipeline.units import YEAR_S, Span
 
-from .units import YEAR_S, Amount, BitRate, Span
+USUAL = defaults(SyncSettings) | defaults(SyncerSettings)
+"""A real run's defaults."""
 
 
-class Constants(Settings):
+class Constants(Site):
     """What the simulated world is like. Durations are seconds of wall time."""
-
-    from_environment = False
-    """Variables of a real run must not change the paper's table."""
 
     # --- interruptions
     mtbi: Span = Field(YEAR_S, gt=0, description="Mean time between interruptions of a chip. Paper: 1 year")
@@ -66,7 +68,6 @@ class Constants(Settings):
     checkpoint_write: Span = Field(0.0, description="Time that each checkpoint stops the training. Assumed")
 
     # --- chips and steps
-    step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     speed_spread: float = Field(
         0.0, ge=0, lt=1, description="Standard deviation of slices' step times, as share. Assumed"
     )
@@ -77,38 +78,27 @@ class Constants(Settings):
     older_slowdown: float = Field(0.0, ge=0, le=10, description="How much longer their steps are, as share. Assumed")
 
     # --- the protocol
-    sync_interval: int = Field(24, ge=1, description="H of decoupled learners. Paper: 24")
-    fragments: int = Field(24, ge=1, le=1024, description="P. Paper: 24")
-    quorum: int = Field(1, ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
-    overlap_steps: int = Field(2, ge=0, description="tau. Paper: 2")
-    grace_gamma: float = Field(0.8, ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. Assumed")
+    sync_interval: int = Field(PAPER["sync_interval"], ge=1, description="H of decoupled learners. Paper: 24")
+    fragments: int = Field(PAPER["fragments"], ge=1, le=1024, description="P. Paper: 24")
+    quorum: int = Field(PAPER["quorum"], ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
+    overlap_steps: int = Field(PAPER["overlap_steps"], ge=0, description="tau. Paper: 2")
+    grace_gamma: float = Field(
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. A real run's"
+    )
     diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
-    liveness: Span = Field(5.0, gt=0, description="A learner silent for this long is not waited for. The syncer's own")
-    lease: Span = Field(5.0, gt=0, description="How long a lease lasts. The syncer's own")
+    liveness: Span = Field(
+        USUAL["liveness_s"], gt=0, description="A learner silent for this long is not waited for. The syncer's own"
+    )
+    lease: Span = Field(USUAL["lease_s"], gt=0, description="How long a lease lasts. The syncer's own")
     syncers: int = Field(2, ge=1, le=64, description="Syncers that share the fragments. Assumed")
     syncer_mtbi: Span = Field(0.0, description="Mean time between failures of a syncer; 0: none. Assumed")
     syncer_repair: Span = Field(60.0, gt=0, description="How long it is away then. Assumed")
 
     # --- the network between learners and syncers
-    params: Amount = Field(70e9, description="Parameters of the model. Assumed")
     wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")
     global_bits: float = Field(
         32, ge=1, le=32, description="Bits of an element of a global, as learners pull it. Assumed"
     )
-    link: BitRate = Field(
-        100e9,
-        description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",
-    )
-    latency: Span = Field(0.05, description="One way of a control message. Assumed")
     link_trace: Path | None = Field(
         None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"
     )
-    merge_rate: Amount = Field(
-        3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
-    )
-    sync_time: Span = Field(
-        0.0,
-        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
-        "merge_rate: outer step, staging, commit. Assumed",
-    )
-    syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")

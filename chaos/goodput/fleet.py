@@ -14,13 +14,13 @@ import numpy as np
 
 from pipeline.errors import UsageError
 from pipeline.spec_messages import SyncSpec
+from pipeline.units import DAY_S
 
 from .constants import Constants
 from .job import Job, Stops, Timeline, overlap, run_elastic, run_rigid
 from .ownership import unowned
 from .parties import bare
 from .strikes import Strikes, draw, draw_regions, of_region
-from .units import DAY_S
 from .windows import Follower, Learner
 
 Method = Literal["data-parallel", "elastic", "diloco", "decoupled"]

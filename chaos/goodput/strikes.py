@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.errors import UsageError
+from pipeline.units import DAY_S
 
 from .constants import Constants
 from .traces import Floats, read_trace
-from .units import DAY_S
 
 _CHECKED_POINTS = 20_000
 MOST_TIMES = 3_000_000

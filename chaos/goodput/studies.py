@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import UsageError
+from pipeline.units import DAY_S
 
 from .constants import Constants
 from .fleet import finish, jobs, step_times, sync_of
-from .units import DAY_S
 from .windows import SETTLED, Follower
 
 MIXED = {"older_learners": 1 / 8, "older_slowdown": 0.18, "step_jitter": 0.10, "link": 1e12}

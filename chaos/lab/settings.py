@@ -27,26 +27,26 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import UsageError
+from pipeline.methods import METHODS, RunMethod
+from pipeline.settings import SyncSettings, TrainerSettings, defaults
 from pipeline.spec_messages import SyncSpec
 from pipeline.wire import Codec, GlobalCodec, MergeName, WeightsName
 from pipeline.wire import OuterName as Production
+from workers.models.sizes import SIZES
 
-Method = Literal["data-parallel", "single", "diloco", "streaming", "decoupled"]
+Method = Literal[RunMethod, "single"]
 OuterName = Literal["nesterov", "muon", "delayed", "agreement", "extrapolated", "schedule-free"]
 MOST_RUNS = 10_000
 
-_TOGETHER = {
-    **{"quorum": "all", "grace_gamma": 0.0, "merge": "mean"},
-    **{"outer": "nesterov", "outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
-}
+_WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
+"""What the papers' learners do and those of `diloco run` do not."""
 PRESETS: dict[str, dict[str, Any]] = {
-    "data-parallel": {},
+    **{name: {**method.settings, **_WAITING.get(name, {})} for name, method in METHODS.items()},
     "single": {},
-    "diloco": {**_TOGETHER, "outer_lr": 0.7, "fragments": 1, "overlap_steps": 0, "wait": True},
-    "streaming": {**_TOGETHER, "outer_lr": 0.4, "adopt": "blend"},
-    "decoupled": {},
 }
 """What a method means where a file does not say otherwise."""
+USUAL = defaults(SyncSettings) | defaults(TrainerSettings)
+"""A real run's defaults, which are the lab's."""
 
 
 class LabRun(BaseModel):
@@ -56,52 +56,60 @@ class LabRun(BaseModel):
 
     # --- what is trained -----------------------------------------------------------------------------
     task: Literal["text", "digits", "images"] = Field("text", description="What is learnt")
-    model: str = Field("tiny", description="Size: tiny, small, base; text also nano, medium, large")
+    model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
     data: str = Field(
-        "stdlib",
+        USUAL["data"],
         description="Text file or folder, or 'stdlib'; for images a folder with a folder of them for each class",
     )
     image_size: int = Field(32, ge=8, le=1024, description="What images are made to be, pixels a side")
     patch_size: int = Field(4, ge=1, description="Pixels a side of what the ViT sees as one token")
-    seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
+    seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
-    seed: int = Field(0, ge=0, description="Of the parameters, the data's order and the world")
+    seed: int = Field(USUAL["seed"], ge=0, description="Of the parameters, the data's order and the world")
     # --- by whom, and for how long -------------------------------------------------------------------
     method: Method = Field("decoupled", description="How learners come together")
     learners: int = Field(4, ge=1, le=256, description="M")
     steps: int = Field(400, ge=1, description="Inner steps of each learner: the budget is M x steps x batch")
-    batch: int = Field(8, ge=1, description="Examples in an inner step of one learner")
+    batch: int = Field(USUAL["batch"], ge=1, description="Examples in an inner step of one learner")
     # --- inner optimizer -----------------------------------------------------------------------------
-    lr: float = Field(4e-3, gt=0, description="Peak inner learning rate")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as share of the peak")
-    warmup: float = Field(0.03, ge=0, lt=1, description="Warm-up, as share of the run's progress")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay on matrices")
-    clip: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
+    lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
+    min_lr_ratio: float = Field(
+        USUAL["min_lr_ratio"], ge=0, le=1, description="Learning rate at the end, as share of the peak"
+    )
+    warmup: float = Field(USUAL["warmup"], ge=0, lt=1, description="Warm-up, as share of the run's progress")
+    weight_decay: float = Field(USUAL["weight_decay"], ge=0, description="AdamW weight decay on matrices")
+    clip: float = Field(USUAL["clip"], gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
     beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
     eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
-    fragments: int = Field(8, ge=1, le=4096, description="P")
-    sync_interval: int = Field(24, ge=1, description="H")
-    quorum: int | Literal["all"] = Field(1, description="K; 'all': M")
-    overlap_steps: int = Field(2, ge=0, description="tau")
-    grace_gamma: float = Field(0.9, ge=0, lt=1, description="Share of the slack used as grace; 0: no grace")
-    codec: Codec = Field("bf16", description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
+    fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
+    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H")
+    quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
+    overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")
+    grace_gamma: float = Field(
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
+    )
+    codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
     global_codec: GlobalCodec | None = Field(
         None, description="Globals as learners pull them; off: fp32. int8: updates"
     )
     merge: MergeName = Field(
-        "mean", description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean"
+        USUAL["merge"],
+        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean",
     )
     weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
-    outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
-    outer_momentum: float = Field(0.7, ge=0, lt=1, description="Outer Nesterov momentum")
-    outer_warmup: int = Field(6, ge=0, description="First outer steps of each fragment that average only")
+    outer_lr: float = Field(USUAL["outer_lr"], gt=0, le=100, description="Outer learning rate")
+    outer_momentum: float = Field(USUAL["outer_momentum"], ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(
+        USUAL["outer_warmup"], ge=0, description="First outer steps of each fragment that average only"
+    )
     outer: OuterName = Field(
-        "muon", description="Outer optimizer: production's nesterov or muon, or one for research (chaos/lab/outer.py)"
+        USUAL["outer"],
+        description="Outer optimizer: production's nesterov or muon, or one for research (chaos/lab/outer.py)",
     )
     outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
     stale: Literal["drop", "rebase"] | None = Field(
@@ -109,8 +117,10 @@ class LabRun(BaseModel):
         description="What becomes of a delta whose base is the one before the present one. off: merged as it is; drop: "
         "left out of the merge; rebase: its learner's values are merged, measured from the present base",
     )
-    first_interval: int = Field(2, ge=0, description="H at the start, doubled again and again; 0: H from the start")
-    doubling: int = Field(8, ge=1, description="Outer steps after which it doubles")
+    first_interval: int = Field(
+        USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
+    )
+    doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
@@ -184,9 +194,9 @@ class LabRun(BaseModel):
             overlap_steps=self.overlap_steps,
             grace_gamma=self.grace_gamma,
             codec=self.codec,
-            global_codec=self.global_codec or "fp32",
+            global_codec=self.global_codec or USUAL["global_codec"],
             merge=self.merge,
-            weights=self.weights or "tokens",
+            weights=self.weights or USUAL["weights"],
             outer="muon" if self.outer == "muon" else "nesterov",
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
@@ -194,8 +204,8 @@ class LabRun(BaseModel):
             first_interval=self.first_interval,
             doubling=self.doubling,
             tokens=tokens,
-            groups=1,
-            chunk_bytes=512 * 1024,
+            groups=USUAL["groups"],
+            chunk_bytes=USUAL["chunk_bytes"],
         )
 
     def relevant(self) -> dict[str, Any]:
@@ -335,7 +345,10 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any]) -> Iterator[Row]:
 
 def _run(where: str, given: Mapping[str, Any]) -> LabRun:
     method = given.get("method", LabRun.model_fields["method"].default)
-    preset = PRESETS.get(method, {}) if isinstance(method, str) else {}
+    preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
+    dense = given.get("task", "text") == "text" and given.get("experts") is None
+    if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
+        preset["fragments"] = min(preset["fragments"], size.tensors)
     try:
         return LabRun(**{**preset, **given})
     except ValidationError as error:

@@ -4,43 +4,13 @@ Norms have no gains: the matrix after each norm can learn them, and tiny tensors
 Shapes: B sequences, T tokens, D width, N heads, K = D / N head width, V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 
 from pipeline.errors import UsageError
 
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Shape of a model."""
-
-    layers: int
-    width: int
-    heads: int
-    hidden: int
-    """Width of the gated MLP."""
-
-    def parameters(self, vocab_size: int = 256) -> int:
-        """Number of parameters."""
-        return vocab_size * self.width + self.layers * (4 * self.width**2 + 3 * self.width * self.hidden)
-
-
-SIZES: dict[str, Size] = {
-    "nano": Size(layers=2, width=96, heads=3, hidden=256),
-    "tiny": Size(layers=2, width=192, heads=3, hidden=512),
-    "small": Size(layers=6, width=256, heads=4, hidden=704),
-    "base": Size(layers=8, width=384, heads=6, hidden=1024),
-    "medium": Size(layers=10, width=640, heads=10, hidden=1728),
-    "large": Size(layers=12, width=832, heads=13, hidden=2240),
-}
-
-
-def size_table(vocab_size: int = 256) -> str:
-    """Names and parameter counts, for help and messages."""
-    return ", ".join(f"{name} ({size.parameters(vocab_size) / 1e6:.1f}M)" for name, size in SIZES.items())
+from .sizes import SIZES, Size, size_table
 
 
 def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":

@@ -12,7 +12,8 @@ from torch import nn
 
 from pipeline.errors import UsageError
 
-from .gpt import GPT, SIZES, Block, Size, size_table
+from .gpt import GPT, Block
+from .sizes import SIZES, Size, size_table
 
 
 class Expert(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 
 from pipeline.errors import UsageError
 
-from .gpt import Block, Size, rms_norm, rotary_table
+from .gpt import Block, rms_norm, rotary_table
+from .sizes import Size
 
 SIZES: dict[str, Size] = {
     "tiny": Size(layers=4, width=96, heads=3, hidden=256),

@@ -1,0 +1,171 @@
+"""The commands of one process: parties that join a run, and those that look at what a run has left.
+
+Heavy parts (torch, matplotlib, Redis) are imported by the commands that need them.
+"""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline import logs
+from pipeline.errors import UsageError
+from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+
+from .extras import load_extra
+from .options import takes
+
+
+def _join(settings: BusSettings, command: str) -> None:
+    """Checks and set-up of a process that joins a run."""
+    if settings.redis_url is None:
+        raise UsageError(
+            f"`diloco {command}` needs a Redis: give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL "
+            "(the place for a URL with a password). To start everything on this machine: diloco run"
+        )
+    logs.configure(settings.log_level)
+
+
+@takes(LearnerProcess)
+def learner(settings: LearnerProcess) -> None:
+    """Join a run as a learner, with the built-in trainer.
+
+    What is not told otherwise (model, data, sync interval ...) follows the run; the first learner of a new run sets it.
+    """
+    _join(settings, "learner")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: idle threads must not spin
+    raise typer.Exit(load_extra("workers.trainer", "learner").train(settings))
+
+
+@takes(SyncerProcess, omit=NO_FLAG)
+def syncer(settings: SyncerProcess) -> None:
+    """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
+    _join(settings, "syncer")
+    raise typer.Exit(load_extra("syncer.service", "syncer").main(settings))
+
+
+@takes(EvaluatorProcess)
+def evaluator(settings: EvaluatorProcess) -> None:
+    """Measure the held-out loss of a run's global parameters as they change."""
+    _join(settings, "evaluator")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    raise typer.Exit(load_extra("workers.evaluator", "evaluator").evaluate_run(settings))
+
+
+@takes(RankProcess)
+def rank(
+    settings: RankProcess,
+    number: Annotated[int, typer.Option("--rank")],
+    learners: Annotated[int, typer.Option("--learners")],
+    out: Annotated[Path, typer.Option("--out")],
+) -> None:
+    """One process of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
+    logs.configure(settings.log_level)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    baseline = load_extra("workers.baselines.data_parallel", "run --method data-parallel")
+    raise typer.Exit(baseline.run_rank(settings, out, learners, number))
+
+
+@takes(RankProcess)
+def elastic(
+    settings: RankProcess,
+    learners: Annotated[int, typer.Option("--learners")],
+    out: Annotated[Path, typer.Option("--out")],
+    every_s: Annotated[float, typer.Option("--every-s")],
+) -> None:
+    """The agent of the data-parallel baseline under strikes; `diloco chaos --method data-parallel` starts it."""
+    logs.configure(settings.log_level)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    agent = load_extra("workers.baselines.elastic", "chaos --method data-parallel")
+    raise typer.Exit(agent.run_agent(settings, out, learners, every_s))
+
+
+Folder = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
+]
+TapeFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]",
+        help="Output folder of `diloco run`, finished or not, or a syncer's --tape-dir (default: the newest in runs/)",
+    ),
+]
+Replay = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay",
+        metavar="RECORDING",
+        help="Make every merge again from this folder of --record-deltas and compare; exit status 1 if any differs. "
+        "The tape is that of the folder around RECORDING, or of DIR: an output folder, or a folder of --tape-dir",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
+
+
+@takes(BusSettings)
+def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
+    """Show a live run, or the report of a finished one."""
+    logs.configure(settings.log_level)
+    importlib.import_module("diloco.status").show(settings, folder, as_json)
+
+
+@takes(BusSettings)
+def tape(settings: BusSettings, folder: TapeFolder = None, as_json: AsJson = False, replay: Replay = None) -> None:
+    """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
+
+    With --replay, make all its merges again from what --record-deltas kept, and compare.
+    """
+    logs.configure(settings.log_level)
+    if replay is not None:
+        raise typer.Exit(importlib.import_module("diloco.replay").check(settings, replay, folder, as_json))
+    importlib.import_module("diloco.tape").show(settings, folder, as_json)
+
+
+def acl(
+    learner: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A learner with a user of its own; give it once for each")
+    ] = None,
+    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="Name of the run, or '*' for every run")] = "run",
+    passwords: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
+    ] = None,
+    template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
+) -> None:
+    """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
+
+    Passwords come from REDIS_<USER>_PASSWORD, e.g. REDIS_SYNCER_PASSWORD, or from --passwords. The user `learner` is
+    for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
+    """
+    maker = importlib.import_module("diloco.acl")
+    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords), nl=False)
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint)")]
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write")],
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing file")] = False,
+) -> None:
+    """Write the global parameters of a checkpoint as a plain safetensors file, one entry a tensor."""
+    importlib.import_module("diloco.export").export(checkpoint, out, overwrite)
+
+
+def sample(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Option(help="Start of the text")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Draw from this many likeliest tokens")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw")] = 0,
+) -> None:
+    """Generate text with the global parameters of a checkpoint."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sampler = load_extra("workers.sample", "sample")
+    checkpoints = importlib.import_module("diloco.export")
+    loaded = sampler.load_model(checkpoints.find_checkpoint(checkpoint))
+    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed)))

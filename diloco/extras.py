@@ -1,0 +1,48 @@
+"""Optional packages, and how to install what a command lacks."""
+
+import importlib
+from importlib.util import find_spec
+from types import ModuleType
+
+from pipeline.errors import UsageError
+
+EXTRAS = {"torch": "learner", "matplotlib": "run"}
+"""Optional packages and the extra of this project that brings them."""
+STUDIES = frozenset({"chaos", "bench"})
+"""Packages of this project that images leave out."""
+
+
+def load_extra(module: str, command: str) -> ModuleType:
+    """Import a module of ours that may need an optional package.
+
+    Raises:
+        UsageError: the package is missing; says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = str(error.name).split(".")[0]
+        if package in STUDIES:
+            raise UsageError(
+                f"`diloco {command}` is not part of this image: use an installation of decoupled-diloco"
+            ) from error
+        if package not in EXTRAS:
+            raise
+        raise _missing(package, command) from error
+
+
+def need_extras(command: str) -> None:
+    """Look whether the optional packages are there, without importing them, which takes seconds.
+
+    Raises:
+        UsageError: one is missing; says how to install it.
+    """
+    for package in EXTRAS:
+        if find_spec(package) is None:
+            raise _missing(package, command)
+
+
+def _missing(package: str, command: str) -> UsageError:
+    return UsageError(
+        f"`diloco {command}` needs {package}, which is not installed: pip install 'decoupled-diloco[{EXTRAS[package]}]'"
+    )

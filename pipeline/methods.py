@@ -1,0 +1,72 @@
+"""What the name of a method means, wherever one is asked for: run, chaos, lab. Pure.
+
+A method is a name for settings: what is set besides it has the last word. Learners of `diloco run` never wait, whatever
+the method; the lab can have them wait too (`chaos/lab/settings.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RunMethod = Literal["decoupled", "paper", "streaming", "diloco", "data-parallel"]
+
+ALL = "all"
+"""A quorum of as many as there are learners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method."""
+
+    about: str
+    """What it is, for help."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that it means; `ALL` as a quorum."""
+    unpublished: str = ""
+    """Which of its constants its paper does not give, and what is taken for them."""
+
+
+_TOGETHER = {
+    **{"quorum": ALL, "grace_gamma": 0.0, "merge": "mean"},
+    **{"outer": "nesterov", "outer_momentum": 0.9, "outer_warmup": 0, "first_interval": 0},
+}
+
+METHODS: dict[str, Method] = {
+    "decoupled": Method("the defaults"),
+    "paper": Method(
+        "arXiv:2604.21428 as published, RDA with the mean on embeddings, Nesterov, P = H = 24 (P as many as the model "
+        "has tensors, if fewer), neither warm-up nor growing H",
+        {
+            **{"fragments": 24, "sync_interval": 24, "overlap_steps": 2, "quorum": 1, "codec": "bf16"},
+            **{"merge": "rda", "weights": "tokens", "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},
+            **{"outer_warmup": 0, "first_interval": 0},
+        },
+        "not published: outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), gamma and the averages' decay in the "
+        "grace (ours), the granularity of RDA (a tensor)",
+    ),
+    "streaming": Method(
+        "as Streaming DiLoCo, all learners in each merge, Nesterov 0.4/0.9", {**_TOGETHER, "outer_lr": 0.4}
+    ),
+    "diloco": Method(
+        "as synchronous DiLoCo, the whole model at once, all learners in each merge, Nesterov 0.7/0.9",
+        {**_TOGETHER, "outer_lr": 0.7, "fragments": 1, "overlap_steps": 0},
+    ),
+    "data-parallel": Method("the baseline that averages gradients at every step"),
+}
+PAPER = METHODS["paper"].settings
+
+
+def settings_of(method: str, learners: int, tensors: int | None = None) -> dict[str, Any]:
+    """Settings that a method means in a run.
+
+    Args:
+        method: one of `METHODS`.
+        learners: of the run, for a quorum of all.
+        tensors: trained ones of the model, of which each fragment needs one; None: not known here.
+    """
+    meant = dict(METHODS[method].settings)
+    if meant.get("quorum") == ALL:
+        meant["quorum"] = learners
+    if tensors is not None and "fragments" in meant:
+        meant["fragments"] = min(meant["fragments"], tensors)
+    return meant

@@ -1,0 +1,305 @@
+"""What a run needs: sync interval, fragments, codec; memory, bytes and cores of the syncers and of Redis. Pure.
+
+H follows from what the globals take of a learner's link; the codec and P from whether a fragment's round trip hides
+behind tau steps; syncers and Redis nodes from traffic, memory and the operations of merge and outer step. `diloco plan`
+shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many learners the goodput wants.
+"""
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple, get_args
+
+from pydantic import Field
+
+from .codec import payload_bytes
+from .settings import Settings, SyncSettings, defaults
+from .units import Amount, BitRate, Span
+from .wire import Codec, OuterName
+
+INTERVALS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FRAGMENTS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+TENSORS_A_LAYER = 7
+LINK_SHARE = 0.7
+"""Of a link, a machine's memory and its cores: the rest is for what waits after an outage. Assumed"""
+_MANY = 2**20
+CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
+"""Bytes of an element of a delta."""
+KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
+
+
+class Global(NamedTuple):
+    """Bytes of an element of a global."""
+
+    pulled: float
+    """By each learner."""
+    rest: float
+    """What the syncer writes beside it, so that the values stay exact; of key frames on the average."""
+    momentum: float
+    """What the syncer writes for whoever takes over."""
+    there: float
+    """On the bus, momentum included, with what was replaced last."""
+
+
+_UPDATE = CODECS["int8"]
+GLOBALS: dict[str, Global] = {
+    "fp32": Global(4.0, 0.0, 4.0, 16.0),
+    "bf16": Global(2.0, 2.0, 4.0, 16.0),
+    "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES, 16.0 + 2 * KEY_FRAMES * _UPDATE),
+}
+OFFERED_BYTES = 2 * 2 * 4
+"""Of a parameter in Redis: Adam's two moments, in two offers of a peer."""
+BY_CHOICE = ("bf16", "int8", "e3m0")
+"""Codecs that are chosen from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for 36.6);
+Streaming DiLoCo: E3M0 loses nothing."""
+REDIS_BYTES_PER_S = 1.1 * 2**30
+"""Of one node, through a Python client, measured at 1 MiB a value."""
+REDIS_MEMORY_BYTES = 256e9
+SYNCER_MEMORY_BYTES = 512e9
+"""Memory of one machine. Assumed"""
+SYNCER_BYTES_PER_S = 100e9 / 8
+"""Network of a syncer's machine. Assumed"""
+OUTER_FLOPS = 120e9
+"""Operations of a core a second in products of matrices. Measured: 241 GFLOP/s on two cores (docs/performance.md)"""
+_LAYERS = ((1e9, 24), (10e9, 48), (100e9, 108))
+"""Parameters and layers of the models in arXiv:2501.18512. Assumed for 10B and 100B."""
+
+
+class Site(Settings):
+    """A model, and what carries and merges it. Durations are seconds."""
+
+    from_environment = False
+    """Variables of a real run are about something else."""
+
+    params: Amount = Field(70e9, description="Parameters of the model. Assumed")
+    step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
+    link: BitRate = Field(
+        100e9,
+        description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",
+    )
+    latency: Span = Field(0.05, description="One way of a control message. Assumed")
+    merge_rate: Amount = Field(
+        3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
+    )
+    sync_time: Span = Field(
+        0.0,
+        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
+        "merge_rate: outer step, staging, commit. Assumed",
+    )
+    syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")
+
+
+def layers_of(params: float) -> int:
+    """Layers of a model of that many parameters, between the known sizes by logarithms."""
+    x = min(max(params, _LAYERS[0][0]), _LAYERS[-1][0])
+    (low, few), (high, many) = next(pair for pair in pairwise(_LAYERS) if x <= pair[1][0])
+    share = math.log(x / low) / math.log(high / low)
+    return round(few * math.pow(many / few, share))
+
+
+def outer_operations(params: float, outer: OuterName) -> float:
+    """Operations of one outer step of all fragments, without what is done to each element once.
+
+    Muon's take 30 n^3 for a matrix of n x n (ARCHITECTURE.md), and 90 n^3 for one of n x 4 n: 25 n a parameter where a
+    layer has 12 n^2 of them.
+    """
+    width = math.sqrt(params / 12 / layers_of(params))
+    return 25 * width * params if outer == "muon" else 0.0
+
+
+def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> float:
+    """Memory of Redis: two globals with their rests, two momenta, a delta of each learner, two offers of moments."""
+    return params * (GLOBALS[global_codec].there + CODECS[codec] * learners + OFFERED_BYTES)
+
+
+def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
+    """Memory of all syncers together: values, momentum, what a merge makes, and two windows of M + 2 fragments."""
+    windows = 2 * (learners + 2) + (outer == "muon")
+    return params * (4 + 4 + 4) + windows * 4 * params / fragments
+
+
+class Pace(NamedTuple):
+    """How often, in how many parts and in which type deltas travel."""
+
+    interval: int
+    fragments: int
+    codec: str
+    global_codec: str
+    trip_s: float
+    """Of one fragment: upload, merge, pull."""
+    why: dict[str, str]
+    warnings: list[str]
+
+
+def pace_of(
+    site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName = "nesterov"
+) -> Pace:
+    """H, P and codec for a site.
+
+    Args:
+        site: what there is.
+        learners: in a merge, at most.
+        overlap_steps: tau.
+        codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip cannot hide with it and can with less.
+        global_codec: one of `GLOBALS`.
+        outer: the outer optimizer.
+    """
+    warnings: list[str] = []
+    pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
+    widest = max(pulled, wire)
+    busier = f"the globals ({global_codec})" if pulled >= wire else "the deltas"
+
+    def load(interval: int) -> float:
+        return 8 * widest * site.params / (interval * site.step_time) / site.link
+
+    interval = next((h for h in INTERVALS if load(h) <= LINK_SHARE), None)
+    if interval is None:
+        interval = INTERVALS[-1]
+        warnings.append(
+            f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
+            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
+        )
+    most = min(interval, TENSORS_A_LAYER * layers_of(site.params))
+    hidden_s = overlap_steps * site.step_time
+
+    def fragmented(name: str) -> tuple[int, str, float]:
+        """The fewest fragments whose round trip is hidden; if none, the most."""
+        fitting = [p for p in FRAGMENTS if p <= most]
+        trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, outer) for p in fitting}
+        fragments = next((p for p, trip_s in trips.items() if trip_s <= hidden_s), fitting[-1])
+        return fragments, name, trips[fragments]
+
+    def beyond(trip_s: float) -> int:
+        """Steps of each round that are trained in vain."""
+        return max(0, math.ceil((trip_s - hidden_s) / site.step_time))
+
+    tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
+    fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
+    if beyond(trip_s):
+        warnings.append(
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may "
+            f"hide behind: {beyond(trip_s)} more steps of each round of {interval} are overwritten"
+        )
+    _, first, first_s = tried[0]
+    why = {
+        "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
+        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
+        "fragments": f"the {'most; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
+        f"{'outlasts' if beyond(trip_s) else 'hides behind'} {overlap_steps} steps ({hidden_s:.1f} s), {most} at most",
+    }
+    if codec != "auto":
+        why["codec"] = f"as asked for: {CODECS[codec]:.3g} bytes an element"
+    elif chosen != first:
+        why["codec"] = (
+            f"{CODECS[chosen]:.3g} bytes an element: with {first} a round trip takes {first_s:.1f} s, and "
+            f"{beyond(first_s)} more steps of each round would be overwritten"
+        )
+    elif beyond(first_s):
+        why["codec"] = f"the paper's main setting; fewer bits would save no step of a round: globals are {global_codec}"
+    else:
+        why["codec"] = "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
+    return Pace(interval, fragments, chosen, global_codec, trip_s, why, warnings)
+
+
+def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer: OuterName) -> float:
+    """Of a fragment: its upload, the merge of so many learners, the outer step, and the pull.
+
+    wire, pulled: bytes of an element, of a delta and of a global.
+    """
+    elements = site.params / fragments
+    merge_s = learners * elements * wire / site.merge_rate / site.syncer_cores
+    outer_s = outer_operations(site.params, outer) / fragments / OUTER_FLOPS / site.syncer_cores
+    transfer_s = 8 * elements * (wire + pulled) / site.link
+    return 2 * site.latency + transfer_s + merge_s + outer_s + site.sync_time
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run of so many learners takes."""
+
+    learners: int
+    sync_interval: int
+    fragments: int
+    codec: str
+    global_codec: str
+    syncers: int
+    redis_nodes: int
+    link_load: float
+    """Of the busier direction of a learner's link."""
+    round_trip_s: float
+    syncer_cores: float
+    """All syncers together, merging and stepping without a pause."""
+    syncer_memory_bytes: float
+    """All syncers together."""
+    redis_memory_bytes: float
+    redis_bytes_per_s: float
+    why: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def lines(self) -> str:
+        """What it comes to, for people."""
+        return (
+            f"link of a learner: {self.link_load:.0%} busy, a fragment's round trip {self.round_trip_s:.1f} s\n"
+            f"syncers together: {self.syncer_cores:.2f} cores merging, {self.syncer_memory_bytes / 1e9:.0f} GB; "
+            f"Redis: {self.redis_memory_bytes / 1e9:.0f} GB, {self.redis_bytes_per_s / 1e9:.2f} GB/s"
+        )
+
+
+def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov") -> Needs:
+    """Memory, bytes and cores of a run at this pace."""
+    wire, shown = CODECS[pace.codec], GLOBALS[pace.global_codec]
+    round_s = pace.interval * site.step_time
+    up_bytes_per_s, down_bytes_per_s = (b * site.params / round_s for b in (wire, shown.pulled))
+    own_bytes_per_s = site.params * (shown.pulled + shown.rest + shown.momentum) / round_s  # of the syncers
+    traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
+    traffic += site.params * shown.rest / round_s
+    redis_memory = redis_bytes(site.params, learners, pace.codec, pace.global_codec)
+    by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
+    by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
+    memory = syncer_bytes(site.params, learners, pace.fragments, outer)
+    outer_cores = outer_operations(site.params, outer) / round_s / OUTER_FLOPS
+    cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
+    syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
+    syncers = {
+        "memory": math.ceil(memory / SYNCER_MEMORY_BYTES / LINK_SHARE),
+        "network": math.ceil(syncer_traffic / SYNCER_BYTES_PER_S / LINK_SHARE),
+        "cores": math.ceil(cores / site.syncer_cores / LINK_SHARE),
+    }
+    warnings = list(pace.warnings)
+    if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
+        warnings.append(
+            f"Muon's products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none"
+        )
+    why = {
+        "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
+        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas, 2 offers of "
+        f"moments) take {by_memory}",
+        "syncers": "two at least, so that one can die; "
+        + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
+        + f" ({memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s, "
+        f"{cores:.2f} cores)",
+    }
+    return Needs(
+        learners=learners,
+        sync_interval=pace.interval,
+        fragments=pace.fragments,
+        codec=pace.codec,
+        global_codec=pace.global_codec,
+        syncers=max(2, *syncers.values()),
+        redis_nodes=max(1, by_traffic, by_memory),
+        link_load=max(up_bytes_per_s, down_bytes_per_s) * 8 / site.link,
+        round_trip_s=pace.trip_s,
+        syncer_cores=cores,
+        syncer_memory_bytes=memory,
+        redis_memory_bytes=redis_memory,
+        redis_bytes_per_s=traffic,
+        why=pace.why | why,
+        warnings=warnings,
+    )
+
+
+CHOSEN = {
+    **{"learners": "M", "sync_interval": "H", "fragments": "P", "codec": "codec"},
+    **{"syncers": "syncers", "redis_nodes": "Redis nodes"},
+}
+"""Fields of a plan that are choices, each with its `why`, and their names for people."""
