@@ -1,7 +1,8 @@
 """What to choose for given chips, model and link, and why. Pure.
 
 M by goodput and the paper's quality; H by what the globals take of the link; the codec and P by whether a fragment's
-round trip hides behind tau steps; syncers and Redis nodes by traffic and memory. docs/simulator.md has the assumptions.
+round trip hides behind tau steps; syncers and Redis nodes by traffic and memory.
+docs/explanation/simulator.md has the assumptions.
 """
 
 import math
