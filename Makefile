@@ -44,9 +44,10 @@ lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Not --quiet: --strict would not hear of broken links then.
 docs: $(VENV)/docs.stamp  ## write the reference pages, and build the site with search in site/; broken links fail
 	$(BIN)/python -m docs.generate
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html'
 
 clean:  ## remove the environment and caches; runs/ stays
