@@ -13,7 +13,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-docker test-gpu dst fuzz lint clean
+.PHONY: help demo test test-all test-docker test-gpu dst fuzz lint docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,8 +44,14 @@ lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Not --quiet: --strict would not hear of broken links then.
+docs: $(VENV)/docs.stamp  ## write the reference pages, and build the site with search in site/; broken links fail
+	$(BIN)/python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'open site/index.html'
+
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Python, and pip beside it. `venv` is a package of its own on Debian and Ubuntu.
@@ -68,3 +74,8 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
 	$(PIP) -e '.[run]'
 	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV); torch is large, this can take some minutes'
+	$(PIP) -e '.[run,docs]'
+	@touch $(VENV)/run.stamp $@

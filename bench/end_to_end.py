@@ -136,7 +136,7 @@ class Case:
         )
 
     def memory_bytes(self) -> float:
-        """What it takes at most, all processes together: see docs/performance.md."""
+        """What it takes at most, all processes together: see docs/results/performance.md."""
         whole, moving = 4.0 * self.params, 4.0 * self.elements
         learner = (1 + BYTES[self.dtype] / 4) * whole + 3 * moving + PROCESS_BYTES
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes

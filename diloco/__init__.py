@@ -1,1 +1,24 @@
-"""The front door: the command line, the one-machine launcher, and what they print and draw."""
+"""Decoupled DiLoCo: a `Learner` for your own loop; the command line, the one-machine launcher, and what they show.
+
+Public names load when they are asked for, since the syncer has no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline import errors
+    from pipeline.settings import SyncSettings
+    from workers.learner import Learner
+
+__all__ = ["Learner", "SyncSettings", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("pipeline.errors")
+    if name == "SyncSettings":
+        return import_module("pipeline.settings").SyncSettings
+    if name == "Learner":
+        return import_module("workers.learner").Learner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ Start a syncer (`diloco syncer --run own-model`), then this as often as you like
 import torch
 from torch import nn
 
-from workers.learner import Learner
+from diloco import Learner
 
 
 class Counter(nn.Module):

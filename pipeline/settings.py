@@ -144,7 +144,7 @@ class SyncSettings(Settings):
     outer: OuterName = Field(
         "muon",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; muon: its step orthogonalised, each matrix "
-        "by itself and at its own length, which costs the syncer products of matrices (docs/performance.md)",
+        "by itself and at its own length, which costs the syncer products of matrices (docs/results/performance.md)",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(

@@ -331,12 +331,12 @@ def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
 
 def test_the_experiments_of_the_documentation_can_be_read():
     """Each file, and the page names it."""
-    page = (ROOT / "docs" / "quality.md").read_text()
+    page = (ROOT / "docs" / "results" / "quality.md").read_text()
     files = sorted((ROOT / "docs" / "quality").glob("*.toml"))
     assert len(files) >= 12
     for file in files:
         assert read_experiment(file).runs
-        assert f"quality/{file.name}" in page, f"{file.name} is not in docs/quality.md"
+        assert f"quality/{file.name}" in page, f"{file.name} is not in docs/results/quality.md"
 
 
 def test_a_bad_file_is_a_usage_error(tmp_path, capsys):

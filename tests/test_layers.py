@@ -175,7 +175,13 @@ def test_pure_cores_know_no_clock_no_socket_no_logger(path):
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
-    [("syncer.service", "torch"), ("pipeline.status", "redis"), ("diloco.cli", "chaos"), ("diloco.cli", "bench")],
+    [
+        ("diloco", "torch"),
+        ("syncer.service", "torch"),
+        ("pipeline.status", "redis"),
+        ("diloco.cli", "chaos"),
+        ("diloco.cli", "bench"),
+    ],
 )
 def test_importing_it_does_not_load_the_library(module, forbidden):
     """The syncer's image carries no torch, and none carries chaos or bench: their processes must not even try."""

@@ -15,7 +15,7 @@ from .fleet import jobs, together
 from .traces import Floats
 
 FREE = ("gather", "down", "restart")
-"""The constants that are fitted; `up` is kept equal to `down`, and `repair_mean` as it is (see `docs/simulator.md`)."""
+"""The constants that are fitted; `up` is kept equal to `down`, `repair_mean` as it is (docs/results/simulator.md)."""
 START = (5.0, 10.0, 30.0)
 _SMALL = 0.02
 _DAMPING = (1.0, 0.5, 0.25, 0.1)

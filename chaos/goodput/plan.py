@@ -1,6 +1,6 @@
 """How many learners to have for given chips: what the run then needs is `pipeline.needs`'s. Pure.
 
-M by goodput and the paper's quality; all else as `diloco plan` has it. docs/simulator.md has the assumptions.
+M by goodput and the paper's quality; all else as `diloco plan` has it. Assumptions: docs/explanation/simulator.md.
 """
 
 import math
