@@ -140,7 +140,7 @@ def test_a_syncer_that_is_overtaken_while_it_resumes_follows(tmp_path, call: str
         second = world.start_syncer(resume=tmp_path, syncer_id="second")
         going_on = asyncio.create_task(go_on(world, tmp_path))
         async with asyncio.timeout(60):
-            while len(await world.heads()) < 2 or second.spec is None:
+            while len(await world.heads()) < 2 or second.serving is None:
                 await asyncio.sleep(0.1)
         assert calls == 2
         restored.set()
