@@ -34,7 +34,7 @@ test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 dst: $(VENV)/dev.stamp  ## SEEDS=10000 simulated worlds under faults, over all cores; interrupted, it goes on where it was
-	$(BIN)/python -m chaos seeds --seeds $(SEEDS)
+	$(BIN)/python -m tests.world seeds --seeds $(SEEDS)
 
 fuzz: $(VENV)/dev.stamp  ## INPUTS=1000000 broken messages and payloads for every decoder; about a minute
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)

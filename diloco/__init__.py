@@ -7,18 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline import errors
-    from pipeline.settings import SyncSettings
-    from workers.learner import Learner
+    from diloco.pipeline import errors
+    from diloco.pipeline.settings import SyncSettings
+    from diloco.workers.learner import Learner
 
 __all__ = ["Learner", "SyncSettings", "errors"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
-        return import_module("pipeline.errors")
+        return import_module("diloco.pipeline.errors")
     if name == "SyncSettings":
-        return import_module("pipeline.settings").SyncSettings
+        return import_module("diloco.pipeline.settings").SyncSettings
     if name == "Learner":
-        return import_module("workers.learner").Learner
+        return import_module("diloco.workers.learner").Learner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,8 @@
 
 import sys
 
-from .cli import main
-from .launch import die_with_launcher
+from diloco.cli import main
+from diloco.launcher.launch import die_with_launcher
 
 if __name__ == "__main__":
     die_with_launcher()

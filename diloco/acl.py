@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pipeline import acl
-from pipeline.errors import UsageError
+from diloco.pipeline.bus import acl
+from diloco.pipeline.errors import UsageError
 
 HEADER = """\
 # Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.

@@ -8,9 +8,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from safetensors import SafetensorError
 
-from pipeline.errors import DilocoError, UsageError
-
-from .extras import load_extra
+from diloco.extras import load_extra
+from diloco.pipeline.errors import DilocoError, UsageError
 
 
 class Entry(NamedTuple):
@@ -23,8 +22,12 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "run": Entry("diloco.run:command", "Train on this machine: an embedded Redis, a syncer, learners, an evaluator."),
-    "demo": Entry("diloco.demo:command", "The same, with a learner that is killed and started again on the way."),
+    "run": Entry(
+        "diloco.launcher.run:command", "Train on this machine: an embedded Redis, a syncer, learners, an evaluator."
+    ),
+    "demo": Entry(
+        "diloco.launcher.demo:command", "The same, with a learner that is killed and started again on the way."
+    ),
     "plan": Entry("diloco.plan:command", "What a run needs for a model and a link: H, P, codec, memory, bytes, cores."),
     "learner": Entry("diloco.commands:learner", "Join a run as a learner, with the built-in trainer."),
     "syncer": Entry("diloco.commands:syncer", "Serve a run as its syncer: gather deltas, merge, publish globals."),
@@ -34,10 +37,20 @@ COMMANDS: dict[str, Entry] = {
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),
     "acl": Entry("diloco.commands:acl", "Print an ACL file for Redis: a user for each party."),
-    "chaos": Entry("diloco.chaos:command", "Strike a real run on this machine, then audit it. Linux only."),
-    "simulate": Entry("diloco.simulate:app", "Goodput, uptime, bandwidth of runs on up to millions of chips: a group."),
-    "lab": Entry("diloco.lab:app", "Quality experiments with real gradients in virtual time: a group of commands."),
-    "bench": Entry("diloco.bench:app", "Benchmarks on this machine, beside what it could do at best: a group."),
+    "chaos": Entry(
+        "diloco.studies.strikes.command:command", "Strike a real run on this machine, then audit it. Linux only."
+    ),
+    "simulate": Entry(
+        "diloco.studies.goodput.commands.simulate:app",
+        "Goodput, uptime, bandwidth of runs on up to millions of chips: a group.",
+    ),
+    "lab": Entry(
+        "diloco.studies.quality.command:app",
+        "Quality experiments with real gradients in virtual time: a group of commands.",
+    ),
+    "bench": Entry(
+        "diloco.studies.bench.command:app", "Benchmarks on this machine, beside what it could do at best: a group."
+    ),
     "rank": Entry("diloco.commands:rank", ""),
     "elastic": Entry("diloco.commands:elastic", ""),
 }
@@ -71,7 +84,7 @@ def _version(wanted: bool) -> None:
     if not wanted:
         return
     try:
-        typer.echo(f"diloco {version('decoupled-diloco')}")
+        typer.echo(f"diloco {version('diloco')}")
     except PackageNotFoundError:
         typer.echo("diloco (from a source tree, not installed)")
     raise typer.Exit

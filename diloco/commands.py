@@ -10,12 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pipeline import logs
-from pipeline.errors import UsageError
-from pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
-
-from .extras import load_extra
-from .options import takes
+from diloco.extras import load_extra
+from diloco.options import takes
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process import logs
+from diloco.pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
 
 def _join(settings: BusSettings, command: str) -> None:
@@ -36,14 +35,14 @@ def learner(settings: LearnerProcess) -> None:
     """
     _join(settings, "learner")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: idle threads must not spin
-    raise typer.Exit(load_extra("workers.trainer", "learner").train(settings))
+    raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
 
 
 @takes(SyncerProcess, omit=NO_FLAG)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
     _join(settings, "syncer")
-    raise typer.Exit(load_extra("syncer.service", "syncer").main(settings))
+    raise typer.Exit(load_extra("diloco.syncer.serving.service", "syncer").main(settings))
 
 
 @takes(EvaluatorProcess)
@@ -51,7 +50,7 @@ def evaluator(settings: EvaluatorProcess) -> None:
     """Measure the held-out loss of a run's global parameters as they change."""
     _join(settings, "evaluator")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    raise typer.Exit(load_extra("workers.evaluator", "evaluator").evaluate_run(settings))
+    raise typer.Exit(load_extra("diloco.workers.trainer.evaluator", "evaluator").evaluate_run(settings))
 
 
 @takes(RankProcess)
@@ -64,7 +63,7 @@ def rank(
     """One process of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
     logs.configure(settings.log_level)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    baseline = load_extra("workers.baselines.data_parallel", "run --method data-parallel")
+    baseline = load_extra("diloco.workers.trainer.baselines.data_parallel", "run --method data-parallel")
     raise typer.Exit(baseline.run_rank(settings, out, learners, number))
 
 
@@ -78,7 +77,7 @@ def elastic(
     """The agent of the data-parallel baseline under strikes; `diloco chaos --method data-parallel` starts it."""
     logs.configure(settings.log_level)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    agent = load_extra("workers.baselines.elastic", "chaos --method data-parallel")
+    agent = load_extra("diloco.workers.trainer.baselines.elastic", "chaos --method data-parallel")
     raise typer.Exit(agent.run_agent(settings, out, learners, every_s))
 
 
@@ -165,7 +164,7 @@ def sample(
 ) -> None:
     """Generate text with the global parameters of a checkpoint."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    sampler = load_extra("workers.sample", "sample")
+    sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
     loaded = sampler.load_model(checkpoints.find_checkpoint(checkpoint))
     typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed)))

@@ -9,10 +9,10 @@ import typer
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from pipeline.errors import UsageError
-from pipeline.fragments import layout_of
-from pipeline.sums import check_sums
-from syncer import checkpoint as checkpoints
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.sums import check_sums
+from diloco.pipeline.fragments import layout_of
+from diloco.syncer import checkpoint as checkpoints
 
 BASELINE = "checkpoint"
 """Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""

@@ -4,12 +4,12 @@ import importlib
 from importlib.util import find_spec
 from types import ModuleType
 
-from pipeline.errors import UsageError
+from diloco.pipeline.errors import UsageError
 
 EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""
-STUDIES = frozenset({"chaos", "bench"})
-"""Packages of this project that images leave out."""
+STUDIES = "diloco.studies"
+"""What images leave out."""
 
 
 def load_extra(module: str, command: str) -> ModuleType:
@@ -22,10 +22,8 @@ def load_extra(module: str, command: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
-        if package in STUDIES:
-            raise UsageError(
-                f"`diloco {command}` is not part of this image: use an installation of decoupled-diloco"
-            ) from error
+        if str(error.name).startswith(STUDIES):
+            raise UsageError(f"`diloco {command}` is not part of this image: use an installation of diloco") from error
         if package not in EXTRAS:
             raise
         raise _missing(package, command) from error
@@ -44,5 +42,5 @@ def need_extras(command: str) -> None:
 
 def _missing(package: str, command: str) -> UsageError:
     return UsageError(
-        f"`diloco {command}` needs {package}, which is not installed: pip install 'decoupled-diloco[{EXTRAS[package]}]'"
+        f"`diloco {command}` needs {package}, which is not installed: pip install 'diloco[{EXTRAS[package]}]'"
     )

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import typer
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 
-from pipeline.errors import UsageError
-from pipeline.methods import METHODS, RunMethod, settings_of
-from pipeline.needs import Site
-from pipeline.settings import (
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.methods import METHODS, RunMethod, settings_of
+from diloco.pipeline.needs import Site
+from diloco.pipeline.settings import (
     ENV_PREFIX,
     NO_FLAG,
     PARTIES,
@@ -38,8 +38,8 @@ from pipeline.settings import (
     is_expert,
     load,
 )
-from pipeline.units import parse_duration, parse_rate, parse_span
-from workers.models.sizes import SIZES
+from diloco.pipeline.units import parse_duration, parse_rate, parse_span
+from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
 R = TypeVar("R", bound="RunProcess")

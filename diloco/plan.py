@@ -9,12 +9,11 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of
-from pipeline.settings import SyncSettings, defaults
-from pipeline.strict_json import dumps
-from pipeline.wire import Codec, GlobalCodec, OuterName
-
-from .options import PANELS, RunSettings, takes
+from diloco.options import PANELS, RunSettings, takes
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
+from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of
+from diloco.pipeline.settings import SyncSettings, defaults
 
 USUAL = defaults(SyncSettings) | defaults(RunSettings)
 

@@ -6,16 +6,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline.cores import one_blas_thread
-from pipeline.errors import UsageError
-from pipeline.settings import BusSettings
-from pipeline.strict_json import dumps
-from pipeline.tape_messages import Committed, TapeRecord
-from syncer.checkpoint import load_checkpoint
-from syncer.recording import list_recording
-from syncer.replay import Replayed, replay
-
-from .tape import archive_of, read_archive, records_of
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.tape import Committed, TapeRecord
+from diloco.pipeline.process.cores import one_blas_thread
+from diloco.pipeline.settings import BusSettings
+from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.replay.recording import list_recording
+from diloco.syncer.replay.replay import Replayed, replay
+from diloco.tape import archive_of, read_archive, records_of
 
 _MIB = 2**20
 

@@ -6,15 +6,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from pipeline.clock import LoopClock
-from pipeline.settings import BusSettings
-from pipeline.status import Status, read_status
-from pipeline.strict_json import dumps
-
-from .baseline import baseline_status
-from .display import render
-from .locate import REPORT_FILE, locate, open_bus, read_object
-from .report import summary
+from diloco.launcher.baseline import baseline_status
+from diloco.launcher.display import render
+from diloco.launcher.locate import REPORT_FILE, locate, open_bus, read_object
+from diloco.launcher.report import summary
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.view.status import Status, read_status
 
 
 async def _read(url: str, run: str) -> Status:

@@ -8,16 +8,15 @@ from pathlib import Path
 import msgpack
 import typer
 
-from pipeline.codec import decode, decode_tape
-from pipeline.errors import BadMessage, UsageError
-from pipeline.ports import START, Bus
-from pipeline.settings import BusSettings
-from pipeline.spec_messages import Spec
-from pipeline.strict_json import dumps
-from pipeline.tape_messages import Committed, Rejected, Rewound, TapeRecord
-from pipeline.wire import Message
-
-from .locate import is_live, locate, open_bus
+from diloco.launcher.locate import is_live, locate, open_bus
+from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.errors import BadMessage, UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
+from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.payload.codec import decode, decode_tape
+from diloco.pipeline.settings import BusSettings
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:

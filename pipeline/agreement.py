@@ -1,6 +1,6 @@
 """Where two specs of one run differ, in words. Pure."""
 
-from .spec_messages import Spec
+from diloco.pipeline.messages.spec import Spec
 
 MOST_TOLD = 20
 PATIENCE_S = 10.0

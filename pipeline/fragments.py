@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgpack
 
-from .codec import digest_of
-from .errors import UsageError
-from .spec_messages import TensorSpec
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.payload.codec import digest_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from typing import NamedTuple, get_args
 
 from pydantic import Field
 
-from .codec import payload_bytes
-from .settings import Settings, SyncSettings, defaults
-from .units import Amount, BitRate, Span
-from .wire import Codec, OuterName
+from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.payload.codec import payload_bytes
+from diloco.pipeline.settings import Settings, SyncSettings, defaults
+from diloco.pipeline.units import Amount, BitRate, Span
 
 INTERVALS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FRAGMENTS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

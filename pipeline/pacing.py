@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from .ramps import interval_at
-from .spec_messages import SyncSpec
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.ramps import interval_at
 
 
 class Pace(NamedTuple):

@@ -6,7 +6,7 @@ does: so windows of different fragments, a restarted syncer, a learner that join
 
 from collections.abc import Iterable
 
-from .spec_messages import SyncSpec
+from diloco.pipeline.messages.spec import SyncSpec
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:

@@ -18,11 +18,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from .errors import SpecMismatch, UsageError
-from .spec_messages import SyncSpec
-from .tls import OPTIONS, with_tls
-from .units import parse_count, parse_duration
-from .wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
+from diloco.pipeline.bus.tls import OPTIONS, with_tls
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
+from diloco.pipeline.units import parse_count, parse_duration
 
 ENV_PREFIX = "DILOCO_"
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from .ports import Clock
+from diloco.pipeline.bus.ports import Clock
 
 TICK_S = 1e-3
 """Deadlines are met to this; a finer wait could end a rounding error early, for ever."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.delta_messages import DeltaHeader
-from pipeline.head_messages import Head
-from pipeline.tape_messages import RefusalReason
-from pipeline.wire import MAX_LEARNERS
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.wire import MAX_LEARNERS
 
 MAX_MEMBERS = MAX_LEARNERS // 2
 """The head keeps the bases of two merges."""

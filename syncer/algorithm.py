@@ -19,9 +19,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.codec import Vector
-from pipeline.fragments import FragmentLayout
-from pipeline.wire import MergeRule, OuterName, WeightsName
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.wire import MergeRule, OuterName, WeightsName
+from diloco.pipeline.payload.codec import Vector
 
 Float64 = npt.NDArray[np.float64]
 Float = TypeVar("Float", npt.NDArray[np.float32], npt.NDArray[np.float64])

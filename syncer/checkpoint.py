@@ -6,7 +6,7 @@
         momentum.safetensors               the same of the outer state, a file for each of its names; a fragment of
                                            which it is all zeros is absent, as is an empty file
         state.json                         `SavedState`
-        SHA256SUMS                         digests of all of these (`pipeline.sums`)
+        SHA256SUMS                         digests of all of these (`pipeline.files.sums`)
 
 Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut
 unless the run is finished. Each fragment is consistent in itself, and checked by its digest on both ways. Format 1 had
@@ -31,23 +31,22 @@ import structlog
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from pipeline.codec import as_bytes, decode, encode, payload_digest
-from pipeline.commits import Commit
-from pipeline.errors import BadPayload, UsageError
-from pipeline.fragments import FragmentLayout, layout_of
-from pipeline.globals import Offload, pull_state, push_global
-from pipeline.head_messages import Head, WindowView
-from pipeline.outer_state import STATE_RULES, OuterState
-from pipeline.ports import Bus, Clock
-from pipeline.run_messages import Phase, RunState
-from pipeline.shard_messages import ShardQueue
-from pipeline.spec_messages import Spec, SyncSpec
-from pipeline.sums import SUMS_FILE, check_sums, write_sums
-from pipeline.tape_messages import Committed
-from pipeline.wire import MOST_TOKENS, Count, Digest, Message, Version
-
-from .norms import all_finite
-from .scratch import scratch_folder
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.files.sums import SUMS_FILE, check_sums, write_sums
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.shards import ShardQueue
+from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.wire import MOST_TOKENS, Count, Digest, Message, Version
+from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
+from diloco.pipeline.transfer.globals import Offload, pull_state, push_global
+from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState
+from diloco.syncer.merging.norms import all_finite
+from diloco.syncer.scratch import scratch_folder
 
 KEPT = 3
 """Checkpoints kept in a directory."""

@@ -8,22 +8,21 @@ from dataclasses import dataclass
 
 import structlog
 
-from pipeline.commits import Commit
-from pipeline.fragments import FragmentLayout
-from pipeline.global_format import Published
-from pipeline.head_hash import head_after
-from pipeline.head_messages import Head
-from pipeline.pacing import LastMerges
-from pipeline.ports import Bus
-from pipeline.tape_messages import Committed
-
-from .admission import Offer
-from .context import SyncerContext
-from .fragment import Delta, FragmentState, Merged, orthogonalises
-from .initial import IDLE_VIEW
-from .running_sum import RunningSum
-from .staging import REPLACED_TTL_S, Staging
-from .window import Merge
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.head_hash import head_after
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.pacing import LastMerges
+from diloco.pipeline.transfer.global_format import Published
+from diloco.syncer.admission import Offer
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, orthogonalises
+from diloco.syncer.merging.running_sum import RunningSum
+from diloco.syncer.merging.staging import REPLACED_TTL_S, Staging
+from diloco.syncer.serving.initial import IDLE_VIEW
+from diloco.syncer.window import Merge
 
 
 @dataclass(slots=True)

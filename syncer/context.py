@@ -2,19 +2,18 @@
 
 from dataclasses import dataclass
 
-from pipeline.agreement import differences
-from pipeline.codec import decode, encode
-from pipeline.errors import BadMessage
-from pipeline.fragments import Layout
-from pipeline.ports import Bus, Clock
-from pipeline.spec_messages import Spec, SyncSpec
-
-from .fragment import MakeFragment
-from .intake import Offload
-from .metrics import Metrics
-from .recording import Recorder
-from .staging import RandomHex
-from .watch import RunWatch
+from diloco.pipeline.agreement import differences
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.payload.codec import decode, encode
+from diloco.syncer.intake import Offload
+from diloco.syncer.merging.fragment import MakeFragment
+from diloco.syncer.merging.staging import RandomHex
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.replay.recording import Recorder
+from diloco.syncer.watch import RunWatch
 
 
 class AgreedSpec:

@@ -6,8 +6,8 @@ only once its delta is here and sound, and nobody waits for it. One sound delta 
 whoever forges another learner's name only makes the others not wait for that one.
 """
 
-from pipeline.tape_messages import RefusalReason
-from pipeline.wire import MAX_LEARNERS
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.wire import MAX_LEARNERS
 
 DOUBTED_AFTER = 3
 """Refusals in a row."""

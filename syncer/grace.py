@@ -7,7 +7,7 @@ wait: too long a grace only makes learners train more steps on their old base.
 from collections.abc import Sequence
 from statistics import median_low
 
-from . import algorithm
+from diloco.syncer import algorithm
 
 DECAY = 0.8
 """Share of the old estimate that each observation leaves; the paper smooths, the decay is not published."""

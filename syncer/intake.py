@@ -10,20 +10,19 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from pipeline.codec import DTYPES, PayloadReader
-from pipeline.entry_ids import parse_offer_id
-from pipeline.errors import BadPayload, BusError
-from pipeline.fragments import FragmentLayout
-from pipeline.payloads import arriving
-from pipeline.ports import Clock, Offered, Offers, PayloadStore
-from pipeline.spec_messages import SyncSpec
-from pipeline.tape_messages import RefusalReason
-from pipeline.waiting import woken_or_done
-
-from .admission import Offer
-from .fragment import Delta
-from .grace import UploadEstimator
-from .norms import DeltaNorms, Float64
+from diloco.pipeline.bus.entry_ids import parse_offer_id
+from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
+from diloco.pipeline.errors import BadPayload, BusError
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.payload.codec import DTYPES, PayloadReader
+from diloco.pipeline.transfer.payloads import arriving
+from diloco.pipeline.waiting import woken_or_done
+from diloco.syncer.admission import Offer
+from diloco.syncer.grace import UploadEstimator
+from diloco.syncer.merging.fragment import Delta
+from diloco.syncer.merging.norms import DeltaNorms, Float64
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]

@@ -4,7 +4,7 @@ import math
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from pipeline.tape_messages import Committed
+from diloco.pipeline.messages.tape import Committed
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 

@@ -8,21 +8,28 @@ import asyncio
 
 import structlog
 
-from pipeline.errors import BadPayload, BusFull, BusUnavailable, HeadMoved, LeaseLost, PayloadIncomplete, PeerError
-from pipeline.fragments import FragmentLayout
-from pipeline.globals import pull_state
-from pipeline.head_messages import Head
-from pipeline.pacing import Pace
-from pipeline.retry import Backoff
-from pipeline.tape_messages import Rewound
-from pipeline.waiting import first_of
-
-from .committing import Loaded
-from .context import SyncerContext
-from .fragment import FragmentState, finite
-from .initial import IDLE_VIEW, InitialVersions
-from .session import OwnerState, Session
-from .window import State
+from diloco.pipeline.errors import (
+    BadPayload,
+    BusFull,
+    BusUnavailable,
+    HeadMoved,
+    LeaseLost,
+    PayloadIncomplete,
+    PeerError,
+)
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.tape import Rewound
+from diloco.pipeline.pacing import Pace
+from diloco.pipeline.retry import Backoff
+from diloco.pipeline.transfer.globals import pull_state
+from diloco.pipeline.waiting import first_of
+from diloco.syncer.committing import Loaded
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.merging.fragment import FragmentState, finite
+from diloco.syncer.serving.initial import IDLE_VIEW, InitialVersions
+from diloco.syncer.session import OwnerState, Session
+from diloco.syncer.window import State
 
 INITIAL_POLL_S = 0.1
 BACKOFF = Backoff(0.1, 2.0)

@@ -4,13 +4,12 @@ from collections import Counter
 
 import structlog
 
-from pipeline.commits import Refusal
-from pipeline.delta_messages import DeltaHeader
-from pipeline.ports import Clock, OwnerWrites
-from pipeline.tape_messages import Rejected
-
-from .admission import Refused
-from .metrics import Metrics
+from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.ports import Clock, OwnerWrites
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.tape import Rejected
+from diloco.syncer.admission import Refused
+from diloco.syncer.metrics import Metrics
 
 TOLD_A_WINDOW = 32
 """Refusals of one learner that the tape and the log tell of while a window lasts. Further ones are counted, no more: a

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.errors import PeerError, UsageError
-from pipeline.run_messages import RunState
-
-from .checkpoint import is_saved, save_checkpoint
-from .closing import POLL_S
-from .context import SyncerContext
-from .leases import holding
+from diloco.pipeline.errors import PeerError, UsageError
+from diloco.pipeline.messages.run import RunState
+from diloco.syncer.checkpoint import is_saved, save_checkpoint
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.serving.closing import POLL_S
+from diloco.syncer.serving.leases import holding
 
 
 class Checkpoints:

@@ -10,25 +10,24 @@ from collections.abc import Callable
 
 import structlog
 
-from pipeline import codec
-from pipeline.fragments import FragmentLayout
-from pipeline.head_messages import WindowView
-from pipeline.pacing import LastMerges
-from pipeline.ports import Offered
-from pipeline.tape_messages import RefusalReason, WindowChanged
-from pipeline.waiting import TICK_S, pause
-
-from .admission import Accepted, DeltaFormat, Late, Offer, Refused
-from .committing import Committing, Loaded, payload_key
-from .context import SyncerContext
-from .doubts import Doubts
-from .fragment import Delta
-from .grace import GraceEstimator, UploadEstimator
-from .intake import Arrivals, Downloads
-from .mending import Mending
-from .refusals import Refusals
-from .staging import Staging
-from .window import Conditions, Decision, Merge, Reopened, Wait, Window
+from diloco.pipeline.bus.ports import Offered
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
+from diloco.pipeline.pacing import LastMerges
+from diloco.pipeline.payload import codec
+from diloco.pipeline.waiting import TICK_S, pause
+from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.syncer.committing import Committing, Loaded, payload_key
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.doubts import Doubts
+from diloco.syncer.grace import GraceEstimator, UploadEstimator
+from diloco.syncer.intake import Arrivals, Downloads
+from diloco.syncer.merging.fragment import Delta
+from diloco.syncer.merging.mending import Mending
+from diloco.syncer.merging.staging import Staging
+from diloco.syncer.refusals import Refusals
+from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.run_messages import Phase, RunState, SeenReport
-from pipeline.spec_messages import SyncSpec
-from pipeline.tape_messages import RefusalReason
-from pipeline.wire import MOST_TOKENS
-
-from .admission import Offer, Refused
-from .grace import LEAST_UPLOAD_S
-from .window import Conditions, State, Window
+from diloco.pipeline.messages.run import Phase, RunState, SeenReport
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.syncer.admission import Offer, Refused
+from diloco.syncer.grace import LEAST_UPLOAD_S
+from diloco.syncer.window import Conditions, State, Window
 
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""

@@ -35,7 +35,7 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
 merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
 more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
-then, not refused. `tests/test_window_table.py` reads this table.
+then, not refused. `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
@@ -47,11 +47,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from pipeline.delta_messages import DeltaHeader
-from pipeline.head_messages import Head
-from pipeline.tape_messages import RefusalReason
-
-from .admission import (
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.syncer.admission import (
     DUPLICATE,
     MAX_MEMBERS,
     Accepted,

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import redis as redis_py
 
-from pipeline.clock import LoopClock
-from pipeline.memory import MemoryBus
-from pipeline.memory_store import MemoryStore, Stream
-from pipeline.ports import Bus
-from pipeline.redis_streams import connect
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 
 Kind = Literal["string", "hash", "stream"]
 

@@ -16,11 +16,10 @@ import pytest
 import redis
 import structlog
 
-from chaos.campaign import quiet
-from pipeline.embedded import EmbeddedRedis, find_server
-from pipeline.ports import Bus
-
-from .backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
+from diloco.pipeline.bus.ports import Bus
+from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
+from tests.world.campaign import quiet
 
 IMAGE = "redis:7"
 NO_DOCKER = "DILOCO_TEST_NO_DOCKER"

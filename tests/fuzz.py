@@ -21,20 +21,21 @@ import msgpack
 import numpy as np
 from rich.progress import Progress
 
-from pipeline import head_hash, quantize, spec_messages
-from pipeline.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
-from pipeline.errors import BadMessage, BadPayload
-from pipeline.fragments import layout_of
-from pipeline.head_messages import MergedBase
-from pipeline.payload_messages import Chunk, Update, Updates
-from pipeline.run_messages import Evaluation, Event, InitialUpload
-from pipeline.shard_messages import ClaimedShard, Shard, ShardQueue
-from pipeline.tape_messages import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
-from pipeline.wire import Codec, Message
-from syncer.norms import BLOCK, delta_norms
+from diloco.pipeline.bus import head_hash
+from diloco.pipeline.errors import BadMessage, BadPayload
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages import spec as spec_messages
+from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.payload import Chunk, Update, Updates
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload
+from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
+from diloco.pipeline.messages.wire import Codec, Message
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.payload.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
+from diloco.syncer.merging.norms import BLOCK, delta_norms
+from tests import samples
 from tests.samples import encode_chunks
-
-from . import samples
 
 SLOW_S = 1.0
 """No input may keep a processor busy for longer; the largest are 64 KiB."""

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from pipeline import global_int8, head_hash
-from pipeline.keys import RunKeys
-from pipeline.memory import MemoryBus
-from pipeline.updates import CodedGradient, StepCoder
-from syncer import fragment, outer
-from syncer.admission import Admission
-from syncer.fragment import FragmentState
-from syncer.leases import Leases
-from syncer.owner import FragmentOwner
-from syncer.session import Session
-from syncer.window import Window
-from workers.following import Following
-from workers.publishing import Publishing
-from workers.pulling import Pulling
-from workers.rounds import Rounds
+from diloco.pipeline.bus import head_hash
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.transfer import global_int8
+from diloco.pipeline.transfer.updates import CodedGradient, StepCoder
+from diloco.syncer.admission import Admission
+from diloco.syncer.merging import fragment, outer
+from diloco.syncer.merging.fragment import FragmentState
+from diloco.syncer.owner import FragmentOwner
+from diloco.syncer.serving.leases import Leases
+from diloco.syncer.session import Session
+from diloco.syncer.window import Window
+from diloco.workers.exchange.following import Following
+from diloco.workers.exchange.publishing import Publishing
+from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.rounds import Rounds
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.codec import as_bytes, payload_digest
-from pipeline.commits import Commit
-from pipeline.delta_messages import DeltaHeader
-from pipeline.globals import push_global
-from pipeline.head_messages import Head, WindowView
-from pipeline.moments_messages import MomentsOffer, MomentsWish, OptimizerKind
-from pipeline.ports import Bus
-from pipeline.run_messages import LearnerReport, Phase, RunState, SeenReport
-from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
-from pipeline.tape_messages import Committed
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
+from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
+from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.transfer.globals import push_global
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 

@@ -26,7 +26,7 @@ WRITTEN = [page for page in [*ROOT_PAGES, *DOCS_PAGES] if page not in GENERATED]
 COLUMNS = 120
 WORDS_A_SENTENCE = 35
 FIGURES_A_SENTENCE = 3
-SOURCES = ("pipeline", "syncer", "workers", "chaos", "bench", "diloco", "tests", "examples", "deploy")
+SOURCES = ("pipeline", "syncer", "workers", "studies", "diloco", "tests", "examples", "deploy")
 
 
 def pages(of: list[Path]) -> Any:

@@ -1,137 +1,197 @@
-"""The import layers of ARCHITECTURE.md, frozen, and who may import what."""
+"""The import layers of ARCHITECTURE.md, file by file, and who may import what."""
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
+PRODUCT = {"diloco", "pipeline", "syncer", "workers"}
 MAY_IMPORT = {
     "pipeline": {"pipeline"},
     "syncer": {"pipeline", "syncer"},
     "workers": {"pipeline", "workers"},
-    "chaos": {"pipeline", "syncer", "workers", "chaos"},
-    "bench": {"pipeline", "syncer", "workers", "chaos", "bench"},
-    "diloco": {"pipeline", "syncer", "workers", "chaos", "bench", "diloco"},
+    "diloco": PRODUCT,
+    "studies": {*PRODUCT, "studies"},
 }
-OURS = {*MAY_IMPORT, "tests", "examples"}
+"""Folder of the repository -> those that it may import. In the package they are `diloco.pipeline` and so on."""
 
 ONLY_IN = {
-    "torch": ("workers/", "chaos/lab/", "bench/"),
-    "redis": ("pipeline/redis_", "pipeline/embedded.py"),
-    "aiohttp": ("syncer/http.py",),
+    "torch": ("workers/", "studies/quality/", "studies/bench/"),
+    "redis": ("pipeline/bus/",),
+    "aiohttp": ("syncer/serving/http.py",),
 }
 
 PURE = (
-    "pipeline/wire.py",
-    "pipeline/delta_messages.py",
-    "pipeline/head_messages.py",
-    "pipeline/moments_messages.py",
-    "pipeline/run_messages.py",
-    "pipeline/tape_messages.py",
-    "pipeline/commits.py",
-    "pipeline/codec.py",
-    "pipeline/chunks.py",
-    "pipeline/fragments.py",
-    "pipeline/quantize.py",
-    "pipeline/halves.py",
-    "pipeline/updates.py",
-    "pipeline/outer_state.py",
-    "pipeline/global_format.py",
-    "pipeline/global_formats.py",
-    "pipeline/global_fp32.py",
-    "pipeline/global_bf16.py",
-    "pipeline/global_int8.py",
-    "pipeline/payload_messages.py",
-    "pipeline/shard_messages.py",
-    "pipeline/spec_messages.py",
-    "pipeline/keys.py",
-    "pipeline/strict_json.py",
+    "pipeline/agreement.py",
+    "pipeline/bus/cluster_slots.py",
+    "pipeline/bus/commits.py",
+    "pipeline/bus/entry_ids.py",
+    "pipeline/bus/head_hash.py",
+    "pipeline/bus/key_usage.py",
+    "pipeline/bus/keys.py",
+    "pipeline/bus/stored_values.py",
     "pipeline/errors.py",
-    "pipeline/head_hash.py",
-    "pipeline/entry_ids.py",
-    "pipeline/cluster_slots.py",
-    "pipeline/stored_values.py",
-    "pipeline/key_usage.py",
-    "pipeline/ramps.py",
-    "pipeline/shares.py",
-    "pipeline/units.py",
+    "pipeline/files/strict_json.py",
+    "pipeline/fragments.py",
+    "pipeline/messages/delta.py",
+    "pipeline/messages/head.py",
+    "pipeline/messages/moments.py",
+    "pipeline/messages/payload.py",
+    "pipeline/messages/run.py",
+    "pipeline/messages/shards.py",
+    "pipeline/messages/spec.py",
+    "pipeline/messages/tape.py",
+    "pipeline/messages/wire.py",
     "pipeline/methods.py",
     "pipeline/needs.py",
     "pipeline/pacing.py",
-    "pipeline/agreement.py",
-    "syncer/window.py",
+    "pipeline/payload/chunks.py",
+    "pipeline/payload/codec.py",
+    "pipeline/payload/quantize.py",
+    "pipeline/ramps.py",
+    "pipeline/transfer/global_bf16.py",
+    "pipeline/transfer/global_format.py",
+    "pipeline/transfer/global_formats.py",
+    "pipeline/transfer/global_fp32.py",
+    "pipeline/transfer/global_int8.py",
+    "pipeline/transfer/halves.py",
+    "pipeline/transfer/outer_state.py",
+    "pipeline/transfer/updates.py",
+    "pipeline/units.py",
+    "pipeline/view/shares.py",
+    "studies/goodput/bandwidth.py",
+    "studies/goodput/calibrate.py",
+    "studies/goodput/constants.py",
+    "studies/goodput/figures.py",
+    "studies/goodput/fleet.py",
+    "studies/goodput/job.py",
+    "studies/goodput/link.py",
+    "studies/goodput/parties.py",
+    "studies/goodput/plan.py",
+    "studies/goodput/renewal.py",
+    "studies/goodput/strikes.py",
+    "studies/goodput/studies.py",
+    "studies/goodput/table.py",
+    "studies/goodput/windows.py",
+    "studies/quality/fragment.py",
+    "studies/quality/outer.py",
+    "studies/quality/report.py",
+    "studies/quality/schedule.py",
+    "studies/quality/settings.py",
+    "studies/quality/summary.py",
+    "studies/quality/virtual_report.py",
+    "studies/strikes/audit.py",
+    "studies/strikes/bounds.py",
+    "studies/strikes/compare.py",
+    "studies/strikes/elastic_report.py",
+    "studies/strikes/growth.py",
+    "studies/strikes/rates.py",
+    "studies/strikes/report.py",
     "syncer/admission.py",
-    "syncer/doubts.py",
-    "syncer/watch.py",
     "syncer/algorithm.py",
+    "syncer/doubts.py",
     "syncer/grace.py",
-    "syncer/merge.py",
-    "syncer/norms.py",
-    "syncer/outer.py",
-    "syncer/fragment.py",
-    "syncer/draft.py",
-    "syncer/sharing.py",
-    "workers/schedule.py",
-    "workers/models/sizes.py",
-    "workers/step_times.py",
+    "syncer/merging/draft.py",
+    "syncer/merging/fragment.py",
+    "syncer/merging/merge.py",
+    "syncer/merging/norms.py",
+    "syncer/merging/outer.py",
+    "syncer/serving/sharing.py",
+    "syncer/watch.py",
+    "syncer/window.py",
     "workers/encoding.py",
+    "workers/exchange/shared.py",
     "workers/feedback.py",
     "workers/rounds.py",
-    "workers/shared.py",
-    "chaos/audit.py",
-    "chaos/growth.py",
-    "chaos/goodput/calibrate.py",
-    "chaos/goodput/table.py",
-    "chaos/goodput/studies.py",
-    "chaos/goodput/plan.py",
-    "chaos/goodput/bandwidth.py",
-    "chaos/goodput/constants.py",
-    "chaos/goodput/figures.py",
-    "chaos/goodput/fleet.py",
-    "chaos/goodput/job.py",
-    "chaos/goodput/link.py",
-    "chaos/goodput/parties.py",
-    "chaos/goodput/renewal.py",
-    "chaos/goodput/strikes.py",
-    "chaos/goodput/windows.py",
-    "chaos/rates.py",
-    "chaos/virtual_report.py",
-    "diloco/chaos_bounds.py",
-    "diloco/chaos_compare.py",
-    "diloco/chaos_report.py",
-    "diloco/elastic_report.py",
-    "chaos/lab/fragment.py",
-    "chaos/lab/outer.py",
-    "chaos/lab/settings.py",
-    "chaos/lab/schedule.py",
-    "chaos/lab/report.py",
-    "chaos/lab/summary.py",
+    "workers/step_times.py",
+    "workers/trainer/models/sizes.py",
+    "workers/trainer/schedule.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
+MOST_FILES = 20
+"""Of one folder: more cannot be seen at a glance."""
 
 
-def imports(source: str, package: tuple[str, ...]) -> Iterator[str]:
-    """Absolute dotted names of all modules a source imports, inside functions too."""
+def imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """All modules that a source imports, inside functions too; of `from a import b` both, since `a.b` may be one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name,) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
             module = ".".join(part for part in (base, node.module or "") if part)
-            yield from ([module] if node.module else (f"{module}.{alias.name}" for alias in node.names))
+            yield from ((module, f"{module}.{alias.name}") for alias in node.names)
 
 
-def sources() -> list[str]:
-    return sorted(str(p.relative_to(ROOT)) for top in MAY_IMPORT for p in (ROOT / top).rglob("*.py"))
+@cache
+def sources() -> dict[str, str]:
+    """Path of each source file from the root -> its dotted name in the package."""
+    found = {}
+    for top in MAY_IMPORT:
+        for path in sorted((ROOT / top).rglob("*.py")):  # follows no link: diloco/pipeline is pipeline/
+            inside = path.relative_to(ROOT if top == "diloco" else ROOT.parent).with_suffix("").parts
+            inside = inside if top == "diloco" else ("diloco", *inside[1:])
+            found[str(path.relative_to(ROOT))] = ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
+    return found
 
 
-def imported(path: str) -> set[str]:
-    return set(imports((ROOT / path).read_text(), Path(path).parent.parts))
+@cache
+def imported(path: str) -> frozenset[tuple[str, ...]]:
+    package = sources()[path].split(".")
+    return frozenset(
+        imports((ROOT / path).read_text(), tuple(package if path.endswith("__init__.py") else package[:-1]))
+    )
+
+
+def libraries(path: str) -> set[str]:
+    return {names[0].split(".")[0] for names in imported(path)}
+
+
+@cache
+def edges() -> dict[str, set[str]]:
+    """File -> files that it imports."""
+    by_name = {name: path for path, name in sources().items()}
+    return {
+        path: {
+            by_name[next(n for n in reversed(names) if n in by_name)]
+            for names in imported(path)
+            if set(names) & by_name.keys()
+        }
+        for path in sources()
+    }
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected parts of more than one file, and files that import themselves (Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(one: str) -> None:
+        number[one] = low[one] = len(number)
+        stack.append(one)
+        for other in graph[one]:
+            if other not in number:
+                visit(other)
+            if other in stack:
+                low[one] = min(low[one], low[other])
+        if low[one] == number[one]:
+            part = stack[stack.index(one) :]
+            del stack[stack.index(one) :]
+            if len(part) > 1 or one in graph[one]:
+                found.append(sorted(part))
+
+    for one in graph:
+        if one not in number:
+            visit(one)
+    return found
 
 
 def test_the_parser_sees_every_form_of_import():
@@ -139,29 +199,43 @@ def test_the_parser_sees_every_form_of_import():
     source = (
         "import a.b, c\nfrom . import d\nfrom .e import f\nfrom ..g.h import i\ndef x():\n    from torch import nn\n"
     )
-    assert set(imports(source, ("pkg", "sub"))) == {"a.b", "c", "pkg.sub.d", "pkg.sub.e", "pkg.g.h", "torch"}
+    found = {names[0] for names in imports(source, ("pkg", "sub"))}
+    assert found == {"a.b", "c", "pkg.sub", "pkg.sub.e", "pkg.g.h", "torch"}
     assert "syncer/window.py" in sources()
-    assert {"pipeline.wire", "enum"} <= imported("syncer/window.py")
+    assert any(path.startswith("pipeline/messages/") for path in edges()["syncer/window.py"])
+
+
+def test_circles_are_found():
+    """Those of two, of three, and of one file with itself; a fork that joins again is none."""
+    assert circles({"a": {"b"}, "b": {"a", "c"}, "c": set()}) == [["a", "b"]]
+    assert circles({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"d"}}) == [["a", "b", "c"], ["d"]]
+
+
+def test_no_file_imports_itself_by_others():
+    """One can be read after the other."""
+    assert circles(edges()) == []
 
 
 @pytest.mark.parametrize("path", sources())
 def test_imports_point_down_only(path):
-    """Neither the syncer nor the workers know each other, and nothing below knows the front door."""
+    """Neither the syncer nor the workers know each other, nothing below knows the front door, the product no study."""
     top = path.split("/")[0]
-    tops = {name.split(".")[0] for name in imported(path)} & OURS
+    tops = {other.split("/")[0] for other in edges()[path]}
     assert tops <= MAY_IMPORT[top], f"{path} imports {tops - MAY_IMPORT[top]}"
+    assert "tests" not in libraries(path)
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if path.startswith("bench/peers/")])
+@pytest.mark.parametrize("path", [path for path in sources() if path.startswith("studies/bench/peers/")])
 def test_drivers_of_other_programs_import_nothing_of_ours(path):
     """They run in environments that have none of it."""
-    assert {name.split(".")[0] for name in imported(path)} & OURS == set()
+    assert edges()[path] == set()
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_heavy_libraries_stay_where_they_belong(library):
     """torch, redis and aiohttp each have their place; an import inside a function counts."""
-    users = [path for path in sources() if library in {name.split(".")[0] for name in imported(path)}]
+    users = [path for path in sources() if library in libraries(path)]
     assert users, f"nobody imports {library}: is the rule still about this project?"
     assert [path for path in users if not path.startswith(ONLY_IN[library])] == []
 
@@ -169,37 +243,33 @@ def test_heavy_libraries_stay_where_they_belong(library):
 @pytest.mark.parametrize("path", PURE)
 def test_pure_cores_know_no_clock_no_socket_no_logger(path):
     """What a pure core decides depends on its arguments only."""
-    assert (ROOT / path).is_file(), f"{path} has moved: mend this list"
-    assert imported(path) & IMPURE == set()
+    assert path in sources(), f"{path} has moved: mend this list"
+    assert libraries(path) & IMPURE == set()
 
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("diloco", "torch"),
-        ("syncer.service", "torch"),
-        ("pipeline.status", "redis"),
-        ("diloco.cli", "chaos"),
-        ("diloco.cli", "bench"),
+        ("diloco", "diloco.pipeline"),
+        ("diloco.syncer.serving.service", "torch"),
+        ("diloco.pipeline.view.status", "redis"),
+        ("diloco.cli", "diloco.studies"),
+        ("diloco.cli", "torch"),
     ],
 )
 def test_importing_it_does_not_load_the_library(module, forbidden):
-    """The syncer's image carries no torch, and none carries chaos or bench: their processes must not even try."""
+    """The syncer's image carries no torch, and none carries studies: their processes must not even try."""
     code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"
 
 
-def test_the_syncers_files_import_each_other_in_no_circle():
-    """Who reads one file top to bottom needs to have read only those that it imports."""
-    above = {path: imported(path) for path in sources() if path.startswith("syncer/")}
-    below = {
-        path[: -len(".py")].replace("/", "."): {n for n in names if n != "syncer"} for path, names in above.items()
-    }
-    while leaves := [name for name, names in below.items() if not names & below.keys()]:
-        for name in leaves:
-            del below[name]
-    assert not below, f"circles among {sorted(below)}"
+def test_a_folder_can_be_seen_at_a_glance():
+    """No more files in a folder than tell what it is about."""
+    folders: dict[str, int] = {}
+    for path in sources():
+        folders[str(Path(path).parent)] = folders.get(str(Path(path).parent), 0) + (not path.endswith("__init__.py"))
+    assert {folder: count for folder, count in folders.items() if count > MOST_FILES} == {}
 
 
 def test_source_files_stay_readable():

@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from chaos.virtual_report import virtual_report
-from chaos.virtual_time import VirtualClock, inline
-from pipeline.fragments import layout_of
-from pipeline.head_messages import Head
-from pipeline.memory import MemoryBus, MemoryStore
-from pipeline.ports import Bus
-from pipeline.run_messages import LearnerReport, Phase
-from pipeline.settings import SyncerProcess, SyncSettings
-from pipeline.spec_messages import Spec, SyncSpec, TensorSpec
-from syncer.metrics import Metrics
-from syncer.service import SyncerService
-from workers.joining import Joining
-from workers.rounds import Publication, Rounds
-from workers.work_queue import read_blocks
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import LearnerReport, Phase
+from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
+from diloco.pipeline.testing.virtual_time import VirtualClock, inline
+from diloco.studies.quality.virtual_report import virtual_report
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.service import SyncerService
+from diloco.workers.exchange.joining import Joining
+from diloco.workers.exchange.work_queue import read_blocks
+from diloco.workers.rounds import Publication, Rounds
 
 RUN = "virtual"
 

@@ -1,6 +1,6 @@
 """Deltas encoded where the model is: what leaves the device is their wire, byte for byte what numpy makes of them.
 
-`pipeline.quantize` says what the codes are; here the same single float32 operations are torch's, on as many blocks at a
+`quantize` says what the codes are; here the same single float32 operations are torch's, on as many blocks at a
 time as a device likes. So none of them may be one that a device does otherwise: a division by a number is a product
 with its reciprocal on CUDA, a division by a tensor is not. (Only a NaN in fp32 or bf16 may be another NaN; such a delta
 is refused.)
@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
-from pipeline.errors import UsageError
-from pipeline.quantize import BLOCK, GROUP, LEAST, Kind
-from pipeline.wire import Codec
-
-from .feedback import grown
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
+from diloco.workers.feedback import grown
 
 PIECE = 64 * GROUP
 """Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""

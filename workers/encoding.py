@@ -10,11 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import quantize
-from pipeline.codec import DTYPES
-from pipeline.wire import Codec
-
-from .feedback import grown
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.payload.codec import DTYPES
+from diloco.workers.feedback import grown
 
 Float32 = npt.NDArray[np.float32]
 

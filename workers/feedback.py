@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.head_messages import MergedBase
-from pipeline.tape_messages import Contribution
+from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.tape import Contribution
 
 MOST_SENT = 4
 """Undecided deltas of one fragment that are remembered: two bases, and an attempt more on each."""

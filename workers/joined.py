@@ -6,13 +6,12 @@ from typing import Any
 
 import structlog
 
-from pipeline.errors import UsageError
-from pipeline.run_messages import Phase
-
-from .exchange import Exchange
-from .exchange_thread import ExchangeThread
-from .rounds import Publication
-from .training import Training
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.run import Phase
+from diloco.workers.exchange.exchange import Exchange
+from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.rounds import Publication
+from diloco.workers.training import Training
 
 
 class JoinedLearner:

@@ -29,27 +29,35 @@ import structlog
 import torch
 from torch import nn
 
-from pipeline import logs
-from pipeline.errors import UsageError
-from pipeline.fragments import layout_of
-from pipeline.settings import LEAVE_S, PARTIES, STATE_S, BusSettings, EncodeOn, SyncSettings, check_variables, load
-from pipeline.spec_messages import Spec
-
-from . import reaching
-from .arguments import check_arguments, one_loss, whole_tokens
-from .exchange_thread import ExchangeThread
-from .frozen_digests import check_frozen
-from .joined import JoinedLearner
-from .model_checks import check_model, check_optimizer
-from .model_watch import ModelWatch
-from .parameters import FragmentParameters, tensor_table
-from .proposal import proposal
-from .recovery import Recover, Recovery, RecoveryOptions, Source
-from .rounds import Rounds
-from .step_times import StepTimes
-from .stopping import Stopped, Stopping
-from .training import Training
-from .work_queue import read_blocks
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process import logs
+from diloco.pipeline.settings import (
+    LEAVE_S,
+    PARTIES,
+    STATE_S,
+    BusSettings,
+    EncodeOn,
+    SyncSettings,
+    check_variables,
+    load,
+)
+from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
+from diloco.workers.checks.frozen_digests import check_frozen
+from diloco.workers.checks.model_checks import check_model, check_optimizer
+from diloco.workers.checks.model_watch import ModelWatch
+from diloco.workers.exchange import reaching
+from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.exchange.work_queue import read_blocks
+from diloco.workers.joined import JoinedLearner
+from diloco.workers.moments.recovery import Recover, Recovery, RecoveryOptions, Source
+from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.proposal import proposal
+from diloco.workers.rounds import Rounds
+from diloco.workers.step_times import StepTimes
+from diloco.workers.stopping import Stopped, Stopping
+from diloco.workers.training import Training
 
 LOOK_FOR_FAILURE_S = 0.5
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeline.buffers import pooled
-from pipeline.codec import as_bytes
-from pipeline.errors import UsageError
-from pipeline.fragments import Layout, balance
-from pipeline.settings import SyncSettings
-from pipeline.spec_messages import SyncSpec, TensorSpec
-from pipeline.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import Layout, balance
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.settings import SyncSettings
 
 ITEM = 4
 """Bytes of a float32."""

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from torch import nn
 
-from pipeline.errors import UsageError
-from pipeline.spec_messages import Spec, SyncSpec
-
-from .frozen_digests import frozen_digests
-from .parameters import tensor_table
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.workers.checks.frozen_digests import frozen_digests
+from diloco.workers.parameters import tensor_table
 
 
 def proposal(

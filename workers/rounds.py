@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipeline.fragments import Layout
-from pipeline.ramps import interval_at
-from pipeline.spec_messages import SyncSpec
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.ramps import interval_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Stopping:
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        hangup = number == HANGUP  # comes twice as a rule (`pipeline.lifecycle`): never the second of two
+        hangup = number == HANGUP  # comes twice as a rule (`pipeline.process.lifecycle`): never the second of two
         if (self._told and not hangup) or os.getpid() != self._pid:  # the latter in a child, e.g. one that loads data
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.cores import usable_cores
-from pipeline.fragments import Layout
-from pipeline.run_messages import LearnerReport
-from pipeline.spec_messages import Spec
-
-from .model_watch import ModelWatch
-from .parameters import FragmentParameters
-from .recovery import Recovery
-from .rounds import Rounds
-from .step_times import StepTimes
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import LearnerReport
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.cores import usable_cores
+from diloco.workers.checks.model_watch import ModelWatch
+from diloco.workers.moments.recovery import Recovery
+from diloco.workers.parameters import FragmentParameters
+from diloco.workers.rounds import Rounds
+from diloco.workers.step_times import StepTimes
 
 
 @dataclass(slots=True)

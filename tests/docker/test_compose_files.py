@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.settings import (
+from diloco.pipeline.settings import (
     EvaluatorProcess,
     LearnerProcess,
     LearnerSettings,

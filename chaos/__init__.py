@@ -1,1 +1,0 @@
-"""The production code under simulated faults: a seeded world in virtual time."""

@@ -1,0 +1,1 @@
+"""`diloco run`: all processes of a run on this machine, their display, folder and report."""

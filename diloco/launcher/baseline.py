@@ -1,0 +1,217 @@
+"""`diloco run --method data-parallel`: starts the ranks of the baseline and shows them as a run is shown.
+
+There is no Redis and no syncer here: rank 0 writes its progress to the output folder (`workers/baselines`).
+"""
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco.launcher.display import Screen
+from diloco.launcher.finish import conclude
+from diloco.launcher.folder import Folder, plain
+from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
+from diloco.launcher.locate import RunFile
+from diloco.launcher.report import Outcome
+from diloco.options import RunProcess
+from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.messages.run import Evaluation, LearnerReport
+from diloco.pipeline.process import lifecycle
+from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.shares import shares
+from diloco.pipeline.view.status import EvaluationStatus, LearnerStatus, Status
+
+TICK_S = 0.5
+STOP_S = 90.0
+"""Time for the ranks to end after the first SIGTERM; their all-reduce gives up after 60 s."""
+
+
+def _progress(out: Path) -> list[dict[str, Any]]:
+    """Lines of progress so far, the last one perhaps still half written."""
+    path = out / "progress.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def _learner(row: dict[str, Any]) -> LearnerStatus:
+    return {
+        "incarnation": "",
+        "live": True,
+        "left": False,
+        "versions": [],
+        "age_s": 0.0,
+        "id": row["id"],
+        "step": row["step"],
+        "tokens": row["tokens"],
+        "tokens_per_s": row["tokens_per_s"],
+        "loss": row["loss"],
+        "step_s": row["step_s"],
+    }
+
+
+def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
+    """The status of a baseline run in the shape of `pipeline.view.status`, from its folder."""
+    lines = _progress(out)
+    last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
+    measured = [line for line in lines if line["val_loss"] is not None]
+    budget = budget_tokens or RunFile.read(out).budget_tokens
+    evaluation: EvaluationStatus | None = None
+    if measured:
+        at = measured[-1]
+        evaluation = {"loss": at["val_loss"], "final": False, "tokens": at["tokens"], "elapsed_s": at["elapsed_s"]}
+    return {
+        "run": out.name,
+        "phase": "running" if lines else "waiting",
+        "reason": "data-parallel" if lines else "waiting for the ranks",
+        "tokens": last["tokens"],
+        "budget_tokens": budget,
+        "progress": min(1.0, last["tokens"] / budget),
+        "merged_tokens": last["tokens"],
+        "merged_share": shares((), (0.0, last["tokens"], last["tokens"])),
+        "outer_steps": 0,
+        "refused": {},
+        "tokens_lost": {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0},
+        "elapsed_s": last["elapsed_s"],
+        "learners": [_learner(row) for row in last["learners"]],
+        "syncers": [],
+        "fragments": [],
+        "evaluation": evaluation,
+        "warnings": [],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
+    """Start all ranks; the Unix time before the first one."""
+    began_unix_s = time.time()
+    threads = threads_for(settings.learners, settings.threads)
+    environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
+    for number in range(settings.learners):
+        arguments = ["rank", *shared, "--rank", str(number), "--out", str(folder.path)]
+        children.start(f"learner-{number}", arguments, environ)
+    folder.write_run(None, settings, children.pids())
+    return began_unix_s
+
+
+def _failed(ranks: list[Child], stopped: bool) -> Child | None:
+    """A rank that ended with an error; ended by the signal that a stop sends it, it did not."""
+    harmless = (None, 0, -signal.SIGTERM) if stopped else (None, 0)
+    return next((rank for rank in ranks if rank.status not in harmless), None)
+
+
+async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]:
+    """Until all ranks have ended; the Unix time before they were started, and whether the user stopped them.
+
+    Raises:
+        ChildDied: one rank did, so that the others cannot go on.
+    """
+    stop, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None  # noqa: S101  # this is a coroutine
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    stopped_s: float | None = None
+    with Screen() as screen, Children(folder.logs) as children:
+        began_unix_s = _start(settings, folder, children)
+        screen.note(f"output folder {folder.path}")
+        ranks = children.named("learner-")
+        while any(rank.alive for rank in ranks):
+            if stopped_s is not None and not all(rank.alive for rank in ranks) and not _progress(folder.path):
+                return began_unix_s, True  # one left before the first step: the others would wait for it in vain
+            if failed := _failed(ranks, stopped_s is not None):
+                raise ChildDied(failed.obituary())
+            screen.show(baseline_status(folder.path, settings.tokens))
+            if stop.is_set() and stopped_s is None:
+                stopped_s = time.monotonic()
+                screen.note("stopping (Ctrl-C again ends everything at once)")
+                for rank in ranks:
+                    rank.send(signal.SIGTERM)
+            if stopped_s is not None and time.monotonic() > stopped_s + STOP_S:
+                raise DilocoError(f"the ranks did not stop in {STOP_S:.0f} s")
+            await asyncio.sleep(TICK_S)
+        if failed := _failed(ranks, stopped_s is not None):
+            raise ChildDied(failed.obituary())
+    return began_unix_s, stopped_s is not None
+
+
+def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped: bool) -> Outcome | None:
+    """What the ranks left in the folder; None if they were stopped before the first step."""
+    path = folder.path / "result.json"
+    if stopped and not path.is_file():
+        return None
+    result = json.loads(path.read_text())
+    lines, started = _progress(folder.path), result["started_unix_s"]
+    measured = [line for line in lines if line["val_loss"] is not None]
+    reports = [
+        LearnerReport(
+            learner=row["id"],
+            incarnation="00000000",
+            step=row["steps"],
+            tokens=row["tokens"],
+            overwritten=0,
+            published=0,
+            versions=(),
+            loss=None,
+            tokens_per_s=row["tokens_per_s"],
+            step_s=row["step_s_median"],
+            step_s_median=row["step_s_median"],
+            blocked_s=row["blocked_s"],
+            wall_s=result["wall_s"],
+            left=True,
+            host="",
+            device=result["device"],
+        )
+        for row in result["learners"]
+    ]
+    evaluations = [
+        Evaluation(
+            loss=line["val_loss"],
+            tokens=line["tokens"],
+            versions=(),
+            unix_s=started + line["elapsed_s"],
+            elapsed_s=line["elapsed_s"],
+            final=line is measured[-1],
+        )
+        for line in measured
+    ]
+    return Outcome(
+        method=settings.method,
+        seed=settings.seed,
+        settings=plain(settings),
+        run=settings.run,
+        stopped=stopped,
+        wall_s=started + result["wall_s"] - began_unix_s,
+        outer_steps=0,
+        started_unix_s=started,
+        ledger_inputs=LedgerInputs(reports=tuple(reports)),
+        evaluations=evaluations,
+        progress=[(started + line["elapsed_s"], line["tokens"]) for line in lines],
+    )
+
+
+def run_baseline(settings: RunProcess, folder: Folder) -> int:
+    """Train with all ranks and conclude as any run; the exit status.
+
+    Raises:
+        DilocoError: a rank died.
+    """
+    try:
+        began_unix_s, stopped = asyncio.run(_supervise(settings, folder))
+    except asyncio.CancelledError as error:
+        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
+    outcome = _outcome(settings, folder, began_unix_s, stopped)
+    if outcome is None:
+        print("stopped before the first step: there is nothing to save")
+        return 0
+    lifecycle.ignore_hangup()
+    conclude(outcome, settings, folder)
+    return 0

@@ -1,0 +1,182 @@
+"""`diloco demo`: a run in which one learner is killed and started again, and whether the others noticed."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import typer
+
+from diloco.launcher import run
+from diloco.launcher.display import present
+from diloco.launcher.report import Kill, Origin, Outcome
+from diloco.options import CHOSEN_BY_LAUNCHER, DemoProcess, check_demo, takes
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.status import LearnerStatus, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one learner had reported at one moment."""
+
+    at_s: float
+    """Launcher's monotonic time of the report itself."""
+    incarnation: str
+    step: int
+    wall_s: float
+    """The learner's own time since its first step."""
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Reports of all learners as they came by."""
+
+    by_learner: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def add(self, learners: Sequence[LearnerStatus], now_s: float) -> None:
+        """Take the learners of a status (`pipeline.view.status`) read at `now_s`."""
+        for learner in learners:
+            if not learner["live"] or learner["step"] == 0:
+                continue
+            sample = Sample(now_s - learner["age_s"], learner["incarnation"], learner["step"], learner["wall_s"])
+            samples = self.by_learner.setdefault(learner["id"], [])
+            if not samples or (samples[-1].incarnation, samples[-1].step) != (sample.incarnation, sample.step):
+                samples.append(sample)
+
+    def all_under_way_s(self) -> float:
+        """When the last learner's first report of a step came."""
+        return max((samples[0].at_s for samples in self.by_learner.values()), default=0.0)
+
+    def rate(self, learner: str, start_s: float, end_s: float) -> float | None:
+        """Inner steps per second of a learner between two moments, by its own clock.
+
+        None with fewer than two reports of one incarnation in between.
+        """
+        inside = [s for s in self.by_learner.get(learner, []) if start_s <= s.at_s <= end_s]
+        inside = [s for s in inside if s.incarnation == inside[-1].incarnation]
+        if len(inside) < 2 or inside[-1].wall_s <= inside[0].wall_s:
+            return None
+        return (inside[-1].step - inside[0].step) / (inside[-1].wall_s - inside[0].wall_s)
+
+
+def measure(log: StepLog, killed: str, killed_s: float, restarted_s: float | None, end_s: float) -> dict[str, Any]:
+    """Step rates of the other learners before the kill, while the learner was away, and after its restart.
+
+    Rates in inner steps per second; `ratio_while` and `ratio_after` compare the sums over learners with before.
+    """
+    spans = {"before": (log.all_under_way_s(), killed_s), "while": (killed_s, restarted_s or end_s)}
+    if restarted_s is not None:
+        spans["after"] = (restarted_s, end_s)
+    others = {
+        learner: {name: log.rate(learner, *span) for name, span in spans.items()}
+        for learner in sorted(log.by_learner)
+        if learner != killed
+    }
+
+    def ratio(name: str) -> float | None:
+        pairs = [(rates.get(name), rates["before"]) for rates in others.values()]
+        both = [(now, before) for now, before in pairs if now is not None and before is not None]
+        return sum(now for now, _ in both) / total if (total := sum(before for _, before in both)) else None
+
+    return {
+        "steps_per_s_of_others": others,
+        "ratio_while": ratio("while"),
+        "ratio_after": ratio("after"),
+        "away_s": None if restarted_s is None else restarted_s - killed_s,
+    }
+
+
+# --- the run ---------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """A point of a run: share of the budget, monotonic and Unix time."""
+
+    progress: float
+    now_s: float
+    unix_s: float
+
+
+class Killed(NamedTuple):
+    """The learner that was killed."""
+
+    learner: str
+    incarnation: str
+    moment: Moment
+
+
+class Demonstration(run.Launcher):
+    """A run whose learner `kill_learner` is killed with SIGKILL, and started again later."""
+
+    _settings: DemoProcess
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._steps = StepLog()
+        self._killed: Killed | None = None
+        self._restarted: Moment | None = None
+
+    def _take(self, status: Status) -> None:
+        super()._take(status)
+        if status["phase"] == Phase.RUNNING:
+            self._steps.add(status["learners"], self._clock.now())
+
+    def _anybody(self, status: Status) -> bool:
+        """Whom we have killed comes back."""
+        return (self._killed is not None and self._restarted is None) or super()._anybody(status)
+
+    async def _check(self, status: Status) -> None:
+        """As of any run; then the learner is killed, or started again, when it is time."""
+        await super()._check(status)
+        if status["phase"] != Phase.RUNNING:
+            return
+        settings, progress = self._settings, status["progress"]
+        child = self._children[f"learner-{settings.kill_learner}"]
+        if self._killed is None and progress >= settings.kill_at and child.under_way and child.alive:
+            incarnation = next(one["incarnation"] for one in present(status["learners"]) if one["id"] == child.name)
+            child.expected_end = True
+            child.send(signal.SIGKILL)
+            self._killed = Killed(child.name, incarnation, self._moment(progress))
+            self._screen.note(f"{child.name} killed with SIGKILL at {progress:.0%}")
+            await self._event("learner_killed", child.name, f"SIGKILL to pid {child.pid}")
+        elif self._killed and not self._restarted and not child.alive:
+            if progress < settings.restart_at and super()._anybody(status):
+                return
+            child.restart()  # in time, or else at once: with nobody left there is no progress to wait for
+            self._restarted = self._moment(progress)
+            self._note_place()
+            self._screen.note(f"{child.name} started again at {progress:.0%}")
+            await self._event("learner_started", child.name, f"pid {child.pid}")
+
+    def _moment(self, progress: float) -> Moment:
+        return Moment(progress, self._clock.now(), self._clock.unix())
+
+    async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
+        """As of any run, and what the kill did."""
+        outcome = await super().gather(wall_s, origin)
+        if outcome is not None and self._killed is not None:
+            outcome.kill = self._kill(self._killed)
+        return outcome
+
+    def _kill(self, killed: Killed) -> Kill:
+        back = self._restarted
+        end_s = self._drained_from_s or self._clock.now()
+        return Kill(
+            learner=killed.learner,
+            incarnation=killed.incarnation,
+            killed_at=killed.moment.progress,
+            restarted_at=back.progress if back else None,
+            rates=measure(self._steps, killed.learner, killed.moment.now_s, back.now_s if back else None, end_s),
+            killed_unix_s=killed.moment.unix_s,
+            restarted_unix_s=back.unix_s if back else None,
+        )
+
+
+@takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER)
+def command(settings: DemoProcess) -> None:
+    """Train as `diloco run` does, kill a learner with SIGKILL on the way and start it again: the others never wait.
+
+    The report says at which speed the others trained before, meanwhile and afterwards.
+    """
+    check_demo(settings)
+    raise typer.Exit(run.main(settings, Demonstration))

@@ -1,0 +1,301 @@
+"""A run's status for people: a live view on a terminal, a plain line every ten seconds anywhere else.
+
+`render` and `plain_line` are pure functions of the status dict (`pipeline.view.status.read_status`).
+"""
+
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from types import TracebackType
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from diloco.pipeline.view.shares import MergedShare
+from diloco.pipeline.view.status import LearnerStatus, Status
+
+PLAIN_EVERY_S = 10.0
+MOST_ROWS = 16
+"""Learners and fragments shown; more of them would not fit on a screen."""
+LEAST_BAR = 10
+"""Cells of the progress bar beside its figures."""
+
+_STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
+
+
+def compact_versions(versions: list[int]) -> str:
+    """Adopted versions in few characters: '13', '12-13'; '-' before the first."""
+    if not versions or max(versions) < 0:
+        return "-"
+    low, high = max(0, min(versions)), max(versions)
+    return str(high) if low == high else f"{low}-{high}"
+
+
+def duration(seconds: float | None) -> str:
+    """'1:02:03', '2:03'; '-' for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """'950', '12.3k', '2.50M'."""
+    for limit, suffix, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e4, "k", 1)):
+        if number >= limit:
+            return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def merged_share(shares: MergedShare) -> str:
+    """'82% (3% pending, 84% in the last 5:00)': of the trained tokens; '-' before the first."""
+    if shares["since_start"] is None or shares["pending"] is None:
+        return "-"
+    more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
+    if shares["recent"] is not None:
+        more.append(f"{shares['recent']:.0%} in the last {duration(shares['recent_s'])}")
+    return f"{shares['since_start']:.0%}" + (f" ({', '.join(more)})" if more else "")
+
+
+def time_left(status: Status) -> float | None:
+    """Seconds to the budget at the live learners' present speed; None if nobody trains."""
+    speed = sum(learner["tokens_per_s"] for learner in status["learners"] if learner["live"])
+    left = max(0, status["budget_tokens"] - status["tokens"])
+    return left / speed if speed > 0 else None
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
+    """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
+    newest: dict[str, LearnerStatus] = {}
+    for learner in learners:
+        before = newest.get(learner["id"])
+        if before is None or learner["age_s"] < before["age_s"]:
+            newest[learner["id"]] = learner
+    return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
+
+
+def _condition(learner: LearnerStatus) -> Text:
+    if learner["left"]:
+        return Text("left", "dim")
+    return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
+
+
+class _Fitting:
+    """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
+
+    def __init__(
+        self, columns: Mapping[str, Sequence[str | Text]], left: Collection[str], spare: Sequence[str]
+    ) -> None:
+        """Cells by heading; those flush left; and what may be left out, in this order. `_FOLDED` ones may be folded."""
+        self._columns, self._left, self._spare = columns, left, spare
+
+    def _table(self, narrow: bool, without: Collection[str] = ()) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow)
+        names = [name for name in self._columns if name not in without]
+        for name in names:
+            table.add_column(
+                name,
+                justify="left" if name in self._left else "right",
+                no_wrap=name not in _FOLDED,
+                overflow="fold" if name in _FOLDED else "ellipsis",
+                max_width=_FOLDED.get(name) if narrow else None,
+            )
+        for row in zip(*(self._columns[name] for name in names), strict=True):
+            table.add_row(*row)
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table(narrow=False)
+        unbounded = options.update(max_width=10_000)
+        for kept in range(len(self._spare) + 1):
+            if console.measure(table, options=unbounded).maximum <= options.max_width:
+                break
+            table = self._table(narrow=True, without=self._spare[:kept])
+        yield table
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._table(narrow=False))
+
+
+_FOLDED = {"learner": 20, "state": 8}
+"""Columns whose cells may take several lines, and their width in a table that has to be narrow."""
+
+
+def _learner_table(status: Status) -> _Fitting:
+    rows: list[tuple[str | Text, ...]] = []
+    learners = present(status["learners"])
+    for learner in learners[:MOST_ROWS]:
+        rows.append(
+            (
+                Text(learner["id"]),
+                str(learner["step"]),
+                count(learner["tokens_per_s"]) if learner["live"] else "-",
+                _loss(learner["loss"]),
+                compact_versions(learner["versions"]),
+                _condition(learner),
+            )
+        )
+    if len(learners) > MOST_ROWS:
+        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", ""))
+    names = ("learner", "inner step", "tokens/s", "loss", "versions", "state")
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+    return _Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
+
+
+def _fragment_table(status: Status) -> _Fitting:
+    rows: list[tuple[str | Text, ...]] = []
+    fragments = status["fragments"]
+    for fragment in fragments[:MOST_ROWS]:
+        window = fragment["window"]
+        left = window["deadline_in_s"]
+        rows.append(
+            (
+                str(fragment["id"]),
+                str(fragment["version"]),
+                Text(window["state"], _STATE_STYLES.get(window["state"], "")),
+                f"{len(window['members'])} of {window['quorum']}",
+                str(window["expected"]),
+                "" if left is None or window["state"] != "grace" else f"{max(0.0, left):.1f} s",
+            )
+        )
+    if len(fragments) > MOST_ROWS:
+        rows.append(("", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
+    names = ("fragment", "version", "window", "k of K", "expected", "grace left")
+    columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+    return _Fitting(columns, left=("window",), spare=("expected", "grace left", "k of K"))
+
+
+def _syncers(status: Status) -> str:
+    """'3, a leads'."""
+    lead = next((one["id"] for one in status["syncers"] if one["leads"]), None)
+    return f"{len(status['syncers'])}, {escape(lead) if lead else 'nobody'} leads"
+
+
+def refusals(by_reason: dict[str, int]) -> str:
+    """'12 deltas (8 non_finite, 4 absurd_norm)'."""
+    total = sum(by_reason.values())
+    ordered = sorted(by_reason.items(), key=lambda item: (-item[1], item[0]))
+    return f"{total} delta{'s' if total > 1 else ''} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
+
+
+def _summary(status: Status) -> Columns:
+    gone = status["tokens_lost"]
+    lost = gone["overwritten"] + gone["rejected"] + gone["died"]
+    evaluation = status["evaluation"]
+    facts = [
+        ("outer steps", str(status["outer_steps"])),
+        ("merged", f"{count(status['merged_tokens'])} tokens, {merged_share(status['merged_share'])}"),
+        ("lost", f"{count(lost)} tokens"),
+        ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
+    ]
+    if len(status["syncers"]) > 1:
+        facts.append(("syncers", _syncers(status)))
+    return Columns([Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts], padding=(0, 3))
+
+
+class _Progress:
+    """The bar with its figures beside it, or below it where there is no room."""
+
+    def __init__(self, status: Status) -> None:
+        self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
+        self._figures = Text(
+            f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens, "
+            f"{duration(status['elapsed_s'])} gone, {duration(time_left(status))} left"
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._figures.cell_len + LEAST_BAR > options.max_width:
+            yield self._bar
+            yield Segment.line()
+            yield self._figures
+            return
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(self._bar, self._figures)
+        yield grid
+
+
+def render(status: Status) -> RenderableType:
+    """The whole run on one screen."""
+    title = f"{escape(status['run'])}: {status['phase']}"
+    if status["reason"] and status["phase"] != "running":
+        title += f" ({escape(status['reason'])})"
+    tables: list[RenderableType] = [_learner_table(status)]
+    if status["fragments"]:
+        learners = Padding(_learner_table(status), (0, 0, 1, 0))
+        tables = [Columns([learners, _fragment_table(status)], padding=(0, 3))]
+    warnings = [Text(f"warning: {warning}", "yellow") for warning in status["warnings"]]
+    if status["refused"]:
+        warnings.insert(0, Text(f"refused {refusals(status['refused'])}", "yellow"))
+    parts = [*tables, Text(""), _summary(status), *warnings, _Progress(status)]
+    return Panel(Group(*parts), title=title, title_align="left", border_style="blue")
+
+
+def plain_line(status: Status) -> str:
+    """The whole run on one line."""
+    live = [learner for learner in status["learners"] if learner["live"]]
+    losses = [learner["loss"] for learner in live if learner["loss"] is not None]
+    evaluation = status["evaluation"]
+    parts = [
+        f"{status['phase']} {100 * min(1.0, status['progress']):.0f}%",
+        f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
+        f"{len(live)} learners live at {count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
+        f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
+        f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
+        f"outer steps {status['outer_steps']}",
+        f"merged {merged_share(status['merged_share'])}",
+        *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),
+        *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
+        f"{duration(status['elapsed_s'])} gone",
+        f"{duration(time_left(status))} left",
+    ]
+    return " | ".join(parts) + "".join(f" | warning: {warning}" for warning in status["warnings"])
+
+
+class Screen:
+    """Shows a run while it lives. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
+        self._live: Live | None = None
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> "Screen":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        """The run as it is now; without a terminal, one line every ten seconds."""
+        if self._live is not None and self._console.is_terminal:  # it may have been closed
+            self._live.update(render(status), refresh=True)
+        elif (now := time.monotonic()) >= self._next_line_s:
+            self.note(plain_line(status))
+            self._next_line_s = now + PLAIN_EVERY_S
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(Text(text))
+        self._console.file.flush()

@@ -1,0 +1,67 @@
+"""The end of a run, once its processes are gone: sampled text, the picture, the report, a few printed lines."""
+
+import os
+from pathlib import Path
+
+import typer
+
+from diloco.export import find_checkpoint, printable
+from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
+from diloco.launcher.report import Outcome, build, ledger_line, summary
+from diloco.options import RunProcess
+from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.syncer import checkpoint as checkpoints
+
+SAMPLE_TOKENS = 300
+TEMPERATURE, TOP_K = 0.8, 40
+
+
+def sample_text(checkpoint: Path, prompt: str, seed: int) -> str:
+    """Text from the global parameters of a checkpoint."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from diloco.workers.trainer.sample import load_model, sample
+
+    return sample(load_model(checkpoint), prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
+
+
+def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
+    """Write and print what a finished run leaves.
+
+    Raises:
+        DilocoError: the run left no checkpoint; the report is written all the same.
+    """
+    from diloco.launcher.plot import draw
+
+    checkpoint: Path | None = None
+    text = None
+    try:
+        checkpoint = find_checkpoint(folder.path)
+        text = sample_text(checkpoint, settings.prompt, settings.seed)
+        (folder.path / SAMPLE_FILE).write_text(text + "\n")
+    except UsageError as error:
+        outcome.warnings.append(str(error))
+    outcome.checkpoint = None if checkpoint is None else str(checkpoint)
+    unsaved = checkpoint is not None and not checkpoints.is_of(checkpoint, outcome.ledger_inputs.heads)
+    if unsaved:
+        outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text are of an earlier one")
+    report = build(outcome)
+    picture = folder.path / PICTURE_FILE
+    shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
+    kept = [event for event in report["events"] if event["name"] in shown]
+    loss = report["global_val_loss"]
+    title = f"{outcome.method}, {len(report['learners'])} learners: global validation loss"
+    draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
+    report |= {"sample": text, "plot": str(picture)}
+    for path in (folder.report, settings.json_report):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dumps(report, indent=1) + "\n")
+    if text is not None:
+        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
+    typer.echo(summary(report))
+    typer.echo(f"picture    {picture}\nreport     {folder.report}")
+    if unsaved:
+        raise DilocoError(f"the run's last state was not saved; the logs in {folder.logs} say why")
+    if checkpoint is None:
+        raise DilocoError(f"the run left no checkpoint; the logs in {folder.logs} say why")

@@ -1,0 +1,235 @@
+"""A run's output folder: made, guarded against overwriting, and what the launcher leaves in it.
+
+settings.toml     what the run was started with (no secrets); every child reads it
+run.json          while it is live: where its Redis is, and the pids
+logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
+checkpoints/      syncer/checkpoint.py
+tape/             the event tape's archive
+learners/<name>/  what each learner saves for its own restart (workers/moments/state_folder.py)
+<name>/           all merged deltas, with --record-deltas <name>
+report.json  loss.png  sample.txt   at the end
+"""
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import SecretStr
+
+from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
+from diloco.launcher.report import Origin
+from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
+from diloco.pipeline.bus.tls import OPTIONS
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.settings import (
+    BusSettings,
+    EvaluatorSettings,
+    LearnerSettings,
+    Settings,
+    SyncerSettings,
+    SyncSettings,
+    TrainerSettings,
+    agree,
+)
+from diloco.pipeline.view.ledger import share_of_tokens
+from diloco.syncer.checkpoint import find_checkpoint, load_checkpoint
+
+SETTINGS_FILE = "settings.toml"
+PICTURE_FILE = "loss.png"
+SAMPLE_FILE = "sample.txt"
+
+SHARED: tuple[type[Settings], ...] = (
+    BusSettings,
+    SyncSettings,
+    TrainerSettings,
+    LearnerSettings,
+    SyncerSettings,
+    EvaluatorSettings,
+)
+"""Settings that the children read from the file."""
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume", "record_deltas", "redis_url", *OPTIONS}
+"""Not in the file: they differ from child to child, or are a part of the URL in its environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Paths in an output folder."""
+
+    path: Path
+
+    @property
+    def settings(self) -> Path:
+        """TOML file that the children read."""
+        return self.path / SETTINGS_FILE
+
+    @property
+    def logs(self) -> Path:
+        """Log files."""
+        return self.path / "logs"
+
+    @property
+    def launcher_log(self) -> Path:
+        """What the launcher would show, from when nobody reads it any more."""
+        return self.logs / "launcher.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def tape(self) -> Path:
+        """Archived event tape."""
+        return self.path / "tape"
+
+    def recording(self, asked: Path) -> Path:
+        """Folder of --record-deltas: a bare name is one in here."""
+        return self.path / asked if len(asked.parts) == 1 else asked
+
+    @property
+    def learners(self) -> Path:
+        """What each learner saves for its own restart."""
+        return self.path / "learners"
+
+    @property
+    def report(self) -> Path:
+        """The report."""
+        return self.path / REPORT_FILE
+
+    def make(self, settings: RunProcess) -> None:
+        """Make it, empty but for the settings file; an earlier run in it, which `choose` let pass, is deleted.
+
+        Raises:
+            UsageError: it cannot be made.
+        """
+        try:
+            if settings.overwrite and self.path.exists():
+                shutil.rmtree(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_settings(settings)
+        except OSError as error:
+            raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+
+    def write_settings(self, settings: RunProcess) -> None:
+        """Write the file that the children read."""
+        self.settings.write_text(to_toml(settings), "utf-8")
+
+    def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int]) -> None:
+        """Say where the live run is."""
+        fields = {
+            "redis_url": None if url is None else without_secrets(url),
+            "run": settings.run,
+            "method": settings.method,
+            "budget_tokens": settings.tokens,
+            "pids": {"launcher": os.getpid(), **pids},
+        }
+        temporary = self.path / f".{RUN_FILE}"
+        temporary.write_text(dumps(fields, indent=1) + "\n")
+        temporary.replace(self.path / RUN_FILE)
+
+
+def choose(settings: RunProcess) -> Folder:
+    """The output folder, checked; nothing is made or deleted yet.
+
+    Raises:
+        UsageError: it is in use and `overwrite` was not given, is not one of a run, or its run is alive; or the
+            report could not be written.
+    """
+    path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
+    if path.is_dir() and any(path.iterdir()):
+        if not settings.overwrite:
+            raise UsageError(
+                f"output folder {path} is not empty: choose another --out, or give --overwrite to empty it"
+            )
+        if not (path / SETTINGS_FILE).is_file():
+            raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
+        if settings.resume is not None and find_checkpoint(settings.resume).resolve().is_relative_to(path.resolve()):
+            raise UsageError(
+                f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
+            )
+        if alive := _alive(path):
+            raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
+    _check_writable(path / SETTINGS_FILE, "--out")
+    if settings.json_report is not None:
+        if settings.json_report.is_dir():
+            raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
+        _check_writable(settings.json_report, "--json-report")
+    folder = Folder(path)
+    if settings.record_deltas is not None:
+        _check_recording(folder, folder.recording(settings.record_deltas))
+    return folder
+
+
+def _check_recording(folder: Folder, recording: Path) -> None:
+    inside = recording.resolve().is_relative_to(folder.path.resolve())  # empty, or about to be emptied
+    if inside:
+        files = (SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", REPORT_FILE, PICTURE_FILE, SAMPLE_FILE)
+        own = {folder.logs.name, folder.checkpoints.name, folder.tape.name, folder.learners.name, *files}
+        below = recording.resolve().relative_to(folder.path.resolve()).parts
+        if not below or below[0] in own:
+            raise UsageError(f"--record-deltas {recording}: choose another name, the run uses that one itself")
+    if not inside and recording.is_dir() and any(recording.iterdir()):
+        raise UsageError(f"--record-deltas {recording} is not empty: choose another folder")
+    _check_writable(recording / SETTINGS_FILE, "--record-deltas")
+
+
+def _alive(path: Path) -> str | None:
+    """Name and pid of a process of the run in `path` that has not ended."""
+    if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
+        return None
+    pids = RunFile.read(path).pids
+    return next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None)
+
+
+def _check_writable(path: Path, flag: str) -> None:
+    """Refuse a path that cannot be made or written, without making it."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+        raise UsageError(f"{flag} {path} cannot be written: {there} is no folder, or not yours to write to")
+
+
+def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
+    """Settings with those of the checkpoint where nothing else was asked for, and what the run begins with.
+
+    Raises:
+        UsageError: no sound checkpoint, or its budget is used up.
+        SpecMismatch: settings were given that the checkpoint's run does not have.
+    """
+    if settings.resume is None:
+        return settings, None
+    checkpoint = load_checkpoint(settings.resume)
+    trained = checkpoint.state.tokens
+    told = settings.model_fields_set
+    sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
+    trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name != "data" or "data" not in told}
+    settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
+    if settings.tokens <= trained:
+        raise UsageError(
+            f"{checkpoint.path} has trained {trained} tokens, and the budget is {settings.tokens}: "
+            "give a larger one with --tokens (trained tokens, the earlier part included)"
+        )
+    merged = share_of_tokens([fragment.merged_tokens for fragment in checkpoint.fragments], checkpoint.spec.tensors)
+    origin = Origin(str(checkpoint.path), trained, min(trained, merged))
+    return settings.model_copy(update={"resume": checkpoint.path}), origin
+
+
+def plain(settings: RunProcess) -> dict[str, Any]:
+    """All settings as JSON-able values, without secrets."""
+    values: dict[str, Any] = {}
+    for name, value in settings:
+        if isinstance(value, SecretStr):
+            value = without_secrets(value.get_secret_value()) if name == "redis_url" else "***"
+        values[name] = str(value) if isinstance(value, Path) else value
+    return values
+
+
+def to_toml(settings: RunProcess) -> str:
+    """The settings that all children share, as flat TOML; what is None is left out."""
+    names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG]
+    values = plain(settings)
+    return tomli_w.dumps({name: values[name] for name in names if values[name] is not None})

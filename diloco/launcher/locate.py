@@ -1,0 +1,143 @@
+"""Finding a run: by Redis URL, by its output folder, or the newest one in runs/."""
+
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, PositiveInt, ValidationError
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import BusSettings
+
+RUNS = Path("runs")
+RUN_FILE = "run.json"
+"""Written by the launcher while a run is live: Redis URL without secrets, run name, pids."""
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run can be looked at: on Redis while it is live, in its folder afterwards."""
+
+    run: str
+    redis_url: str | None
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return str(self.folder) if self.folder is not None else f"run {self.run!r}"
+
+
+def without_secrets(url: str) -> str:
+    """The URL with `***` for its password, wherever it stands."""
+    hidden = re.sub(r"://([^:/@?]*):[^/?]*@", r"://\1:***@", url)
+    return re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", hidden)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is a process of this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """What a JSON file of an output folder says.
+
+    Raises:
+        UsageError: it cannot be read, or is no object.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} is damaged: it holds no JSON object")
+    return found
+
+
+class RunFile(BaseModel):
+    """What the launcher says of a run under way, in `RUN_FILE`."""
+
+    redis_url: str | None = None
+    run: str = "run"
+    budget_tokens: int = 0
+    pids: dict[str, PositiveInt]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """That of an output folder.
+
+        Raises:
+            UsageError: it is damaged.
+        """
+        try:
+            return cls.model_validate(read_object(folder / RUN_FILE))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(f"{folder / RUN_FILE} is damaged: {where}: {first['msg']}") from error
+
+
+def is_live(folder: Path) -> bool:
+    """Whether `diloco run` is at work in this output folder."""
+    if (folder / REPORT_FILE).is_file() or not (folder / RUN_FILE).is_file():
+        return False
+    launcher = RunFile.read(folder).pids.get("launcher")
+    return launcher is not None and is_running(launcher)
+
+
+def locate(settings: BusSettings, folder: Path | None) -> Place:
+    """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/.
+
+    Raises:
+        UsageError: there is none, or it ended without a report.
+    """
+    if folder is None:
+        if (url := settings.bus_url()) is not None:
+            return Place(settings.run, url, None)
+        candidates = [file.parent for name in (RUN_FILE, REPORT_FILE) for file in RUNS.glob(f"*/{name}")]
+        if not candidates:
+            raise UsageError(f"no run in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)")
+        folder = max(candidates, key=lambda found: found.stat().st_mtime)
+    if (folder / REPORT_FILE).is_file():
+        return Place(settings.run, None, folder)
+    if not (folder / RUN_FILE).is_file():
+        raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
+    live = RunFile.read(folder)
+    if not is_live(folder):
+        ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
+        if (folder / "checkpoints" / "latest").is_file():
+            ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
+        raise UsageError(ended)
+    url = live.redis_url
+    if url is not None and "***" in url:
+        if (named := settings.bus_url()) is None:
+            raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
+        url = named
+    return Place(live.run, url, folder)
+
+
+@asynccontextmanager
+async def open_bus(url: str, run: str) -> AsyncIterator[Bus]:
+    """A bus on Redis, closed afterwards.
+
+    Raises:
+        BusUnavailable: Redis does not answer.
+    """
+    from diloco.pipeline.bus.redis_streams import connect
+
+    bus = await connect(url, run)
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,291 @@
+"""The report of a run, from what was gathered at its end. Pure; `report.json` and `--json-report` hold it as it is."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.launcher.display import count, duration, merged_share
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.tape import Rejected, TapeRecord
+from diloco.pipeline.view.ledger import (
+    CAUSES,
+    Account,
+    Totals,
+    accounts,
+    not_merged_by_fragment,
+    problems,
+    surviving,
+    totals,
+    whole_tokens,
+)
+from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.shares import RECENT_S, MergedShare, shares
+
+Report = dict[str, Any]
+
+NAMED = ("merged", "overwritten", "rejected", "died", "pending")
+"""The ledger's terms that are always named."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a resumed run began with."""
+
+    checkpoint: str
+    tokens: int
+    merged_tokens: int
+
+
+@dataclass(slots=True)
+class Kill:
+    """The demonstration, as it happened."""
+
+    learner: str
+    incarnation: str
+    killed_at: float
+    """Share of the budget."""
+    restarted_at: float | None
+    rates: dict[str, Any]
+    """`demo.measure`."""
+    killed_unix_s: float
+    restarted_unix_s: float | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that the report is made of."""
+
+    method: str
+    seed: int
+    settings: dict[str, Any]
+    run: str
+    stopped: bool
+    """The user ended it before its budget."""
+    wall_s: float
+    """From the first process's start until the run was finished."""
+    outer_steps: int
+    started_unix_s: float
+    """Of the first step."""
+    layout: Layout | None = None
+    """None for the data-parallel baseline."""
+    records: Sequence[TapeRecord] = ()
+    ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
+    evaluations: Sequence[Evaluation] = ()
+    events: Sequence[Event] = ()
+    progress: Sequence[tuple[float, int]] = ()
+    """(Unix time, trained tokens), in order."""
+    origin: Origin | None = None
+    kill: Kill | None = None
+    checkpoint: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
+    """One row a learner, all its incarnations together; rates are over the whole time since the first step."""
+    rows = []
+    for learner in sorted({report.learner for report in reports}, key=lambda name: (len(name), name)):
+        mine = [report for report in reports if report.learner == learner]
+        wall_s = sum(report.wall_s for report in mine)
+        tokens = sum(report.tokens for report in mine)
+        longest = max(mine, key=lambda report: report.step)
+        rows.append(
+            {
+                "id": learner,
+                "steps": sum(report.step for report in mine),
+                "tokens": tokens,
+                "tokens_per_s": tokens / wall_s if wall_s else 0.0,
+                "step_s_median": longest.step_s_median,
+                "blocked_s": sum(report.blocked_s for report in mine),
+                "wall_s": wall_s,
+                "incarnations": len(mine),
+                "left": all(report.left for report in mine),
+                "device": longest.device,
+            }
+        )
+    return rows
+
+
+def tokens_at(progress: Sequence[tuple[float, int]], unix_s: float) -> int:
+    """Trained tokens at a moment, interpolated."""
+    if not progress:
+        return 0
+    at = bisect_left(progress, unix_s, key=lambda point: point[0])
+    if at == 0 or at == len(progress):
+        return progress[min(at, len(progress) - 1)][1]
+    (t0, n0), (t1, n1) = progress[at - 1], progress[at]
+    return round(n0 + (n1 - n0) * (unix_s - t0) / (t1 - t0))
+
+
+def _events(outcome: Outcome) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": event.name,
+            "who": event.who,
+            "detail": event.detail,
+            "elapsed_s": max(0.0, event.unix_s - outcome.started_unix_s),
+            "tokens": tokens_at(outcome.progress, event.unix_s),
+        }
+        for event in outcome.events
+    ]
+
+
+def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layout) -> dict[str, int]:
+    """Tokens of the other learners that were rejected before the kill, while the learner was away, and after."""
+    elements = {fragment.id: fragment.elements for fragment in layout.fragments}
+    spans = {"before": 0, "while": 0, "after": 0}
+    back = kill.restarted_unix_s or math.inf
+    for record in records:
+        if isinstance(record, Rejected) and record.learner != kill.learner:
+            now = record.unix_s
+            span = "before" if now < kill.killed_unix_s else "while" if now < back else "after"
+            spans[span] += record.lost_tokens * elements[record.fragment]
+    return {span: round(lost / layout.elements) for span, lost in spans.items()}
+
+
+def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], layout: Layout) -> dict[str, Any]:
+    """What the kill cost the others, and what it cost the run."""
+    mine = [part for part in parts if (part.learner, part.incarnation) == (kill.learner, kill.incarnation)]
+    others = totals((part for part in parts if part.learner != kill.learner), layout)
+    section = {
+        "learner": kill.learner,
+        "killed_at": kill.killed_at,
+        "restarted_at": kill.restarted_at,
+        **kill.rates,
+        "others_lost": {"died": others.lost["died"], "unaccounted": others.lost["unaccounted"]},
+        "others_rejected": _rejected_of_others(kill, records, layout),
+    }
+    if mine:
+        cost = totals(mine, layout)
+        section["run_lost"] = {
+            "trained_tokens": cost.tokens,
+            "merged_tokens": cost.merged,
+            **{cause: cost.lost[cause] for cause in ("overwritten", "rejected", "died", "pending")},
+            "not_merged_tokens_by_fragment": not_merged_by_fragment(mine[0], layout),
+        }
+    return section
+
+
+def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
+    """As the status has it, of the whole run and of its last minutes; these from the tape."""
+    trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
+    if not outcome.progress or outcome.layout is None:
+        return shares((), (0.0, trained, merged), sums.lost["pending"])
+    end_s = outcome.progress[-1][0]
+    begin_s = max(outcome.started_unix_s, end_s - RECENT_S)
+    commits, _ = surviving(outcome.records, outcome.ledger_inputs.heads)
+    late = [0] * len(outcome.layout.fragments)
+    for commit in commits:
+        if commit.unix_s > begin_s:
+            late[commit.fragment] += sum(part.tokens for part in commit.contributions)
+    before = begin_s, tokens_at(outcome.progress, begin_s), max(0, merged - whole_tokens(late, outcome.layout))
+    return shares((before,), (end_s, trained, merged), sums.lost["pending"])
+
+
+def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float | None:
+    final = next((one for one in reversed(evaluations) if one.final), None)
+    if final is not None:
+        return final.loss
+    warnings.append("there was no final evaluation: global_val_loss is the last one before the end")
+    return evaluations[-1].loss if evaluations else None
+
+
+def build(outcome: Outcome) -> Report:
+    """The report.
+
+    `tokens` and `merged_tokens` include the earlier part of a resumed run; `tokens_lost` and `token_elements` are of
+    this part, and what the earlier one had not merged stands in `resumed_from`:
+    tokens = merged_tokens + all of tokens_lost + resumed_from.not_merged_tokens, to the token.
+    """
+    warnings = list(outcome.warnings)
+    if outcome.layout is not None:
+        parts = accounts(outcome.records, outcome.ledger_inputs, outcome.layout)
+        sums = totals(parts, outcome.layout)
+        if surviving(outcome.records, outcome.ledger_inputs.heads)[1]:
+            warnings.append("the bus came back at an earlier state: merges that it lost are not counted as merged")
+    else:  # every gradient goes into the mean of its step
+        parts = []
+        trained = sum(report.tokens for report in outcome.ledger_inputs.reports)
+        sums = Totals(trained, trained, dict.fromkeys(CAUSES, 0))
+    warnings += [f"the ledger does not close, which is a bug: {problem}" for problem in problems(parts)]
+    base = outcome.origin
+    loss = _final_loss(outcome.evaluations, warnings)
+    return {
+        "run": outcome.run,
+        "method": outcome.method,
+        "seed": outcome.seed,
+        "stopped": outcome.stopped,
+        "global_val_loss": loss,
+        "tokens": sums.tokens + (base.tokens if base else 0),
+        "merged_tokens": sums.merged + (base.merged_tokens if base else 0),
+        "merged_share": _shares(outcome, sums, base),
+        "tokens_lost": sums.lost,
+        "token_elements": sums.elements,
+        "wall_s": outcome.wall_s,
+        "outer_steps": outcome.outer_steps,
+        "learners": learner_rows(outcome.ledger_inputs.reports),
+        "evaluations": [
+            {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
+            for one in outcome.evaluations
+        ],
+        "events": _events(outcome),
+        "demo": _demo(outcome.kill, parts, outcome.records, outcome.layout)
+        if outcome.kill and outcome.layout
+        else None,
+        "resumed_from": None
+        if base is None
+        else {
+            "checkpoint": base.checkpoint,
+            "tokens": base.tokens,
+            "merged_tokens": base.merged_tokens,
+            "not_merged_tokens": base.tokens - base.merged_tokens,
+        },
+        "checkpoint": outcome.checkpoint,
+        "warnings": warnings,
+        "settings": outcome.settings,
+    }
+
+
+def _ratio(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} of before"
+
+
+def _demo_lines(demo: dict[str, Any]) -> list[str]:
+    rejected, died = demo["others_rejected"], demo["others_lost"]["died"]
+    lines = [
+        f"{demo['learner']} was killed at {demo['killed_at']:.0%} of the budget. The others' step rate: "
+        f"{_ratio(demo['ratio_while'])} while it was away, {_ratio(demo['ratio_after'])} after its restart.",
+        f"Tokens of the others rejected: {rejected['before']} before, {rejected['while']} while it was away, "
+        f"{rejected['after']} after; {f'{died} tokens of others died' if died else 'none of them died'}.",
+    ]
+    if lost := demo.get("run_lost"):
+        lines.append(f"The run lost with it {lost['died']} of its {lost['trained_tokens']} tokens, not merged before.")
+    return lines
+
+
+def ledger_line(report: Report) -> str:
+    """Where the tokens went, in one line: all five terms, to the token; what is unaccounted for only if it is there."""
+    terms = {"merged": report["merged_tokens"], **report["tokens_lost"]}
+    if earlier := report.get("resumed_from"):
+        terms["not merged before the checkpoint"] = earlier["tokens"] - earlier["merged_tokens"]
+    shown = (f"{tokens} {name}" for name, tokens in terms.items() if tokens or name in NAMED)
+    return f"{report['tokens']} trained = " + " + ".join(shown)
+
+
+def summary(report: Report) -> str:
+    """A few lines for people."""
+    loss = report["global_val_loss"]
+    blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
+    lines = [
+        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {len(report['learners'])} learners, "
+        f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
+        f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
+        f"tokens: {ledger_line(report)}",
+        *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),
+        f"training blocked for at most {blocked:.2%} of the time",
+    ]
+    lines += _demo_lines(report["demo"]) if report["demo"] else []
+    lines += [f"checkpoint {report['checkpoint']}"] if report["checkpoint"] else []
+    return "\n".join(lines + [f"warning: {warning}" for warning in report["warnings"]])

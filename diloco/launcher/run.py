@@ -1,0 +1,401 @@
+"""`diloco run`: starts all parties on this machine, watches them, and brings the run to its end.
+
+How a run ends:
+
+- by its budget: the syncer drains and finishes it, the other processes end by themselves;
+- by Ctrl-C (or SIGTERM, or SIGHUP of a closed terminal): the launcher asks for the drain, and the rest is the same;
+- by a second Ctrl-C: everything is killed at once, without report;
+- by an error: a learner that died at the start, no syncer left, or no learner left.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import quote
+
+import typer
+
+from diloco.extras import need_extras
+from diloco.launcher.display import Screen
+from diloco.launcher.finish import conclude
+from diloco.launcher.folder import Folder, choose, plain, resume
+from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
+from diloco.launcher.locate import open_bus
+from diloco.launcher.report import Origin, Outcome
+from diloco.options import (
+    CHOSEN_BY_LAUNCHER,
+    DemoSettings,
+    RunProcess,
+    check,
+    method_notes,
+    takes,
+    with_groups,
+    with_preset,
+)
+from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.run import Event, Phase
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.status import Status, read_status
+from diloco.tape import read_archive
+
+TICK_S = 0.5
+SILENT_BUS_S = 60.0
+"""Redis, or the last syncer on another machine, may be away this long before the launcher gives up."""
+EVALUATE_S = 120.0
+"""Time for the last evaluation."""
+MARGIN_S = 15.0
+"""On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
+
+
+class Launcher:
+    """One run, from its first process to its last."""
+
+    def __init__(
+        self,
+        settings: RunProcess,
+        folder: Folder,
+        url: str,
+        bus: Bus,
+        children: Children,
+        screen: Screen,
+        others: dict[str, int],
+    ) -> None:
+        """`others`: pids of processes that are no children of ours to watch, for run.json."""
+        self._settings, self._folder, self._url = settings, folder, url
+        self._bus, self._children, self._screen = bus, children, screen
+        self._others = others
+        self._clock = LoopClock()
+        self._progress: list[tuple[float, int]] = []
+        self._drained_from_s: float | None = None
+        self._unserved_since: float | None = None
+        """Since when there has been no syncer, neither ours nor elsewhere."""
+        self._warnings: list[str] = []
+        self.stopped = False
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all processes."""
+        config = ["--config", str(self._folder.settings)]
+        secrets = {}
+        if self._settings.http_token is not None:
+            secrets["DILOCO_HTTP_TOKEN"] = self._settings.http_token.get_secret_value()
+        syncer = ["--checkpoint-dir", str(self._folder.checkpoints), "--tape-dir", str(self._folder.tape)]
+        if self._settings.record_deltas is not None:
+            syncer += ["--record-deltas", str(self._folder.recording(self._settings.record_deltas))]
+        if self._settings.resume is not None:
+            syncer += ["--resume", str(self._settings.resume)]
+        for number in range(self._settings.syncers):
+            name = f"syncer-{number}" if self._settings.syncers > 1 else "syncer"
+            port = self._settings.http_port and self._settings.http_port + number
+            own = ["--syncer-id", name, "--http-port", str(port)]
+            environ = environment(1, self._url_of(name)) | secrets
+            self._children.start(name, ["syncer", *config, *own, *syncer], environ)
+        threads = threads_for(self._settings.learners, self._settings.threads)
+        for number in range(self._settings.learners):
+            name = f"learner-{number}"
+            own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]
+            self._children.start(name, ["learner", *config, *own], environment(threads, self._url_of(name)))
+        evaluator = ["evaluator", *config, "--threads", "1"]
+        self._children.start("evaluator", evaluator, environment(1, self._url_of("evaluator")))
+        self._note_place()
+
+    def _url_of(self, name: str) -> str:
+        """How a process reaches Redis."""
+        return self._url
+
+    def _note_place(self) -> None:
+        self._folder.write_run(self._url, self._settings, self._others | self._children.pids())
+
+    # --- watch ------------------------------------------------------------------------------------
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Until the run is finished.
+
+        Raises:
+            ChildDied: the run cannot go on.
+            BusUnavailable: Redis has been away for too long.
+        """
+        silent_since: float | None = None
+        give_up_s = None
+        while True:
+            try:
+                status = await read_status(self._bus, self._clock, self._settings.liveness_s)
+                self._take(status)
+                await self._check(status)
+                if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
+                    self._children.kill()  # nothing was merged: there is nothing to wait for
+                    return
+                silent_since = None
+            except (BusError, PeerError) as error:  # away, or holding what cannot be read
+                if silent_since is None and not isinstance(error, BusUnavailable):
+                    self._warn(f"Redis cannot be read: {error}")
+                silent_since = silent_since or self._clock.now()
+                if self._clock.now() > silent_since + SILENT_BUS_S:
+                    raise
+            else:
+                if status["phase"] == Phase.FINISHED:
+                    return
+            if self._drained_from_s is not None:
+                give_up_s = self._drained_from_s + self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
+                give_up_s += 2 * self._settings.lease_s  # of a syncer that died in the end
+            if give_up_s is not None and self._clock.now() > give_up_s:
+                self._warn("the run did not finish its drain in time: SIGTERM to its processes")
+                self._children.terminate()
+                return
+            await _pause(stop)
+
+    def _take(self, status: Status) -> None:
+        now = self._clock.now()
+        if self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
+            self._drained_from_s = now
+        if status["tokens"]:
+            self._progress.append((time.time(), status["tokens"]))
+        for learner in status["learners"]:
+            if learner["step"]:
+                for child in self._children.named(learner["id"]):
+                    child.under_way = True
+        if status["evaluation"]:
+            self._children["evaluator"].under_way = True
+        self._screen.show(status)
+
+    async def _check(self, status: Status) -> None:
+        training = status["phase"] in ("waiting", Phase.RUNNING)
+        await self._check_syncers(status)
+        for child in (*self._children.named("learner-"), self._children["evaluator"]):
+            if child.alive or child.reported:
+                continue
+            child.reported = True
+            if child.status == 0 or child.expected_end:
+                continue
+            if training and not child.under_way and not child.restarted:
+                raise ChildDied(child.obituary())
+            self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+            name = "evaluator_died" if child.name == "evaluator" else "learner_died"
+            await self._event(name, child.name, child.ending())
+        if training and not self._anybody(status):
+            raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
+
+    async def _check_syncers(self, status: Status) -> None:
+        """The death of one of several is a warning: the others take its fragments over."""
+        ours = self._children.named("syncer")
+        elsewhere = {one["id"] for one in status["syncers"]} - {child.name for child in ours}
+        left = bool(elsewhere) or any(child.alive for child in ours)
+        gone = [child for child in ours if not (child.alive or child.reported)]
+        if left:
+            self._unserved_since = None
+        if status["phase"] == Phase.FINISHED or (left and not gone):
+            return
+        state = await self._bus.read_state()  # they may have finished the run since the status was read
+        if state is not None and state.phase is Phase.FINISHED:
+            return
+        if not left:
+            # One elsewhere may have been cut off for a moment; of ours we know that they are dead.
+            self._unserved_since = self._unserved_since or self._clock.now()
+            if gone or self._clock.now() > self._unserved_since + SILENT_BUS_S:
+                raise ChildDied((gone or ours)[-1].obituary())
+        for child in gone:
+            child.reported = True
+            self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+            await self._event("syncer_died", child.name, child.ending())
+
+    def _anybody(self, status: Status) -> bool:
+        """A learner is left: one of ours that runs, or one that joined from elsewhere."""
+        ours = self._children.named("learner-")
+        return any(child.alive for child in ours) or any(one["live"] for one in status["learners"])
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._screen.note(f"warning: {text}")
+
+    async def _event(self, name: str, who: str, detail: str) -> None:
+        await self._bus.add_event(Event(name=name, who=who, detail=detail[:500], unix_s=self._clock.unix()))
+
+    async def _ask_to_drain(self, status: Status) -> bool:
+        """Ask for the orderly end; True if there is nothing yet that could be drained."""
+        state = await self._bus.read_state()
+        if state is None or not status["fragments"]:
+            self.stopped = True
+            return True
+        update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}
+        await self._bus.write_state(state.model_copy(update=update))
+        self.stopped = True  # not before: if Redis was away, the next tick asks again
+        self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
+        return False
+
+    # --- end ----------------------------------------------------------------------------------------
+
+    async def wind_down(self) -> None:
+        """Wait for all processes to end, in order; remind those that take too long."""
+        leave_s, shutdown_s = self._settings.leave_s + MARGIN_S, self._settings.shutdown_s + MARGIN_S
+        for children, limit_s, stopping_s in (
+            (self._children.named("learner-"), leave_s, leave_s),
+            (self._children.named("evaluator"), EVALUATE_S, MARGIN_S),
+            (self._children.named("syncer"), shutdown_s, shutdown_s),
+        ):
+            for left in await _gone(children, limit_s):
+                self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
+                left.send(signal.SIGTERM)
+            for left in await _gone(children, stopping_s):
+                self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
+                left.kill_group()
+        for child in (*self._children.named("syncer"), self._children["evaluator"]):
+            if child.status != 0 and not child.reported:
+                self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
+
+    async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
+        """Everything that the report needs, read while Redis still runs; None before any fragment had a version."""
+        data = await self._bus.read_spec()
+        state = await self._bus.read_state()
+        if data is None or state is None:
+            if self._progress:
+                where, logs = self._folder.checkpoints, self._folder.logs
+                raise DilocoError(f"Redis has lost the run: what is saved of it is in {where}; the logs are in {logs}")
+            return None
+        status = await read_status(self._bus, self._clock, self._settings.liveness_s)
+        if not status["fragments"]:
+            return None
+        layout = layout_of(decode(Spec, data).tensors)
+        records = read_archive(self._folder.tape)
+        ended = [child.name for child in self._children.named("learner-")]
+        ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
+        return Outcome(
+            method=self._settings.method,
+            seed=self._settings.seed,
+            settings=plain(self._settings),
+            run=self._settings.run,
+            stopped=self.stopped,
+            wall_s=wall_s,
+            outer_steps=status["outer_steps"],
+            started_unix_s=state.started_unix_s,
+            layout=layout,
+            records=records,
+            ledger_inputs=ledger_inputs,
+            evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],
+            events=[one for _, one in await self._all(self._bus.read_events)],
+            progress=self._progress,
+            origin=origin,
+            warnings=self._warnings,
+        )
+
+    async def _all(self, read: Any) -> list[tuple[str, Any]]:
+        found: list[tuple[str, Any]] = []
+        while more := await read(found[-1][0] if found else START):
+            found += more
+        return found
+
+
+async def _pause(stop: asyncio.Event) -> None:
+    """One tick; the first signal cuts it short."""
+    if stop.is_set():
+        await asyncio.sleep(TICK_S)
+        return
+    try:
+        await asyncio.wait_for(stop.wait(), TICK_S)
+    except TimeoutError:
+        return
+
+
+async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
+    """Those that still run when all have ended or the time is over."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while any(child.alive for child in children):  # noqa: ASYNC110  # a process has no event to wait for
+                await asyncio.sleep(0.1)  # a process has no event to wait for
+    except TimeoutError:
+        pass
+    return [child for child in children if child.alive]
+
+
+async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind: type[Launcher]) -> Outcome | None:
+    from diloco.pipeline.bus.embedded import EmbeddedRedis
+
+    stop, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None  # noqa: S101  # this is a coroutine
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    with ExitStack() as stack:
+        named = settings.bus_url()
+        if named is not None:
+            url, others = named, {}
+        else:
+            password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
+            embedded = EmbeddedRedis(
+                port=settings.redis_port, host=settings.redis_bind, password=password, dies_with_us=True
+            )
+            url = stack.enter_context(embedded).url
+            others = {"redis": embedded.pid} if embedded.pid else {}
+            if password:
+                url += f"?password={quote(password, safe='')}"
+        async with open_bus(url, settings.run) as bus:
+            if await bus.read_spec() is not None:
+                raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
+            settings = with_groups(settings, (await bus.info()).nodes)
+            folder.make(settings)  # nothing is refused any more
+            began = time.monotonic()
+            screen = stack.enter_context(Screen())
+            children = stack.enter_context(Children(folder.logs))
+            launcher = kind(settings, folder, url, bus, children, screen, others)
+            launcher.start()
+            screen.note(f"output folder {folder.path}")
+            for note in method_notes(settings):
+                screen.note(note)
+            if settings.redis_port is not None:
+                secret = "" if settings.redis_password is None else ":<password>@"
+                where = f"redis://{secret}<this machine>:{settings.redis_port}"
+                screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
+            await launcher.watch(stop)
+            wall_s = time.monotonic() - began
+            await launcher.wind_down()
+            return await launcher.gather(wall_s, origin)
+
+
+def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
+    """One run, watched to its end: the exit status.
+
+    Args:
+        settings: as they were asked for.
+        kind: who watches it.
+
+    Raises:
+        DilocoError: what went wrong, in words; nothing is left running.
+    """
+    need_extras("run")
+    logs.configure("warning")
+    settings = with_preset(settings)
+    check(settings)
+    settings, origin = resume(settings)
+    folder = choose(settings)
+    outlive_readers(folder.launcher_log)
+    if settings.method == "data-parallel":
+        from diloco.launcher.baseline import run_baseline
+
+        folder.make(settings)
+        return run_baseline(settings, folder)
+    try:
+        outcome = asyncio.run(_run(settings, folder, origin, kind))
+    except asyncio.CancelledError as error:
+        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
+    if outcome is None:
+        print("stopped before the first step: there is nothing to save")
+        return 0
+    lifecycle.ignore_hangup()
+    conclude(outcome, settings, folder)
+    return 0
+
+
+@takes(
+    RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=dict.fromkeys(DemoSettings.model_fields, "it is one of `diloco demo`")
+)
+def command(settings: RunProcess) -> None:
+    """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
+    raise typer.Exit(main(settings))

@@ -1,0 +1,124 @@
+"""What a fragment's owner writes: staged payloads, and what each atomic step changes. Pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diloco.pipeline.messages.head import Head, MergedBase, WindowView
+from diloco.pipeline.messages.payload import Update
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A payload uploaded under a fresh key, expiring until a commit makes it stay."""
+
+    key: str
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest(Staged):
+    """What a staged global lacks of the exact values."""
+
+    shown: bytes
+    """Digest of the global payload beside it."""
+
+
+def named(
+    payload: Staged, rest: Rest | None, momentum: Staged | None, updates: Sequence[Update] = ()
+) -> tuple[Staged, ...]:
+    """All payloads that a head names."""
+    there = tuple(one for one in (payload, rest, momentum) if one is not None)
+    led = ((key, update.chunks) for update in updates for key in update.payloads)
+    return (*there, *(Staged(*one) for one in led))
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Everything one merge changes, in one atomic step.
+
+    Checked before the first write: the lease nonce, the head (`expected`, None for a fragment without a
+    head), and the lengths of the staged payloads.
+    """
+
+    nonce: str
+    expected: tuple[int, bytes] | None
+    """(version, digest) the head must have; None: there must be no head."""
+    version: int
+    """expected version + 1; for a first commit 0, or a checkpoint's version."""
+    digest: bytes
+    """Of the exact values."""
+    payload: Staged
+    momentum: Staged | None
+    """None: all zeros."""
+    window: WindowView
+    merged: tuple[MergedBase, ...]
+    record: Committed
+    entries: tuple[str, ...] = ()
+    """Header entries that go with it."""
+    delta_payloads: tuple[str, ...] = ()
+    """Payload keys that go with it."""
+    merged_tokens: int = 0
+    """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
+    rest: Rest | None = None
+    """None: the payload has the exact values."""
+    updates: tuple[Update, ...] = ()
+    behind: int = 0
+    """As `Head`. What the head named before may be named again: it stays."""
+    replaced_ttl_s: float = 120.0
+    """How long the global payload, rest and updates live on that the head names no more."""
+    retired: tuple[str, ...] = ()
+    """Older replaced payloads that must go now (byte cap)."""
+    lost: Head | None = None
+    """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
+        """All payloads that it makes stay: those that the head will name."""
+        return named(self.payload, self.rest, self.momentum, self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Republication:
+    """The values of a head's version in payloads of their own, in the place of what it names.
+
+    Checked before the first write: the lease nonce, the head, and the lengths of the staged payloads.
+    """
+
+    nonce: str
+    expected: tuple[int, bytes]
+    """(version, digest) the head must have, and keeps."""
+    payload: Staged
+    rest: Rest | None
+    momentum: Staged | None
+    replaced_ttl_s: float = 120.0
+    updates: ClassVar[tuple[Update, ...]] = ()
+    behind: ClassVar[int] = 0
+    """It is a key frame."""
+
+    @property
+    def staged(self) -> tuple[Staged, ...]:
+        """All payloads that it makes stay."""
+        return named(self.payload, self.rest, self.momentum)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Deltas refused in one atomic step: headers and payloads go, records go on the tape."""
+
+    nonce: str
+    expected: tuple[int, bytes]
+    """(version, digest) the head must have: who judged by an older one must look again."""
+    entries: tuple[str, ...]
+    delta_payloads: tuple[str, ...]
+    """Not those that another, accepted header still needs."""
+    records: tuple[Rejected, ...]
+    lost_tokens: int = 0
+    untold: tuple[RefusalReason, ...] = ()
+    """Reasons of refused entries that the tape does not tell of."""
+
+    def counts(self) -> dict[str, int]:
+        """How many were refused for which reason."""
+        return dict(Counter(reason.value for reason in (*(r.reason for r in self.records), *self.untold)))

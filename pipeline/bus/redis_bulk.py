@@ -1,0 +1,208 @@
+"""Large values to and from one Redis node with one copy in user space less at each turn than the client library makes.
+
+Sending: a command goes out as pieces, the values as they lie in memory. Receiving: the reply of an XREAD comes into one
+buffer that is used again, and is looked through there. Connections (with login, TLS and all that) are redis-py's.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import redis.exceptions as rx
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.chunks import ChunkParts
+
+Part = bytes | memoryview
+Argument = str | bytes | int | float | ChunkParts
+
+ROOM_BYTES = 4 * 2**20 + 64 * 2**10
+"""Of the buffer that a reply comes into; it grows if the reply does not fit."""
+_LEAST_ROOM = 64 * 2**10
+
+
+def pack(arguments: Sequence[Argument]) -> list[Part]:
+    """A command as it travels, in pieces."""
+    pieces: list[Part] = []
+    text = b"*%d\r\n" % len(arguments)
+    for argument in arguments:
+        if isinstance(argument, ChunkParts):
+            pieces += [text + b"$%d\r\n" % argument.nbytes + argument.head, argument.data]
+            text = argument.tail + b"\r\n"
+        else:
+            value = argument if isinstance(argument, bytes) else str(argument).encode()
+            text += b"$%d\r\n%b\r\n" % (len(value), value)
+    return [*pieces, text]
+
+
+async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[Any]:
+    """Several commands in one round trip; errors are among the replies."""
+    made = [pack(command) for command in commands]
+    connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    replies: list[Any] = []
+    try:
+        await connection.send_packed_command([part for pieces in made for part in pieces])
+        for _ in made:
+            try:
+                replies.append(await connection.read_response())
+            except rx.ResponseError as error:
+                replies.append(error)
+    except BaseException:
+        await connection.disconnect(nowait=True)  # or its next user would read these replies
+        raise
+    finally:
+        await client.connection_pool.release(connection)
+    return replies
+
+
+async def ask(client: Redis, command: Sequence[Argument]) -> Any:
+    """One command's reply as Redis gives it, by a shorter way than the library's own.
+
+    Raises:
+        ResponseError: the reply is an error.
+        ConnectionError: the connection was lost.
+    """
+    (reply,) = await send(client, (command,))
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview]:
+    """All strings of a command's reply, however they are nested; none where it is nil.
+
+    Raises:
+        ResponseError: the reply is an error.
+        ConnectionError: the connection was lost.
+    """
+    connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    try:
+        return await _receive(connection, b"".join(pack(command)))
+    except rx.ResponseError:
+        raise
+    except BaseException:
+        await connection.disconnect(nowait=True)  # the rest of the reply may still come
+        raise
+    finally:
+        await client.connection_pool.release(connection)
+
+
+async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:
+    if connection._writer is None:
+        raise rx.ConnectionError("connection lost before the command was sent")
+    transport: Any = connection._writer.transport  # the library has no other way to it
+    usual = transport.get_protocol()
+    reply = Reply(usual)
+    transport.pause_reading()
+    transport.set_protocol(reply)
+    transport.resume_reading()
+    transport.write(command)
+    try:
+        await reply.done
+    finally:
+        if not reply.lost:
+            transport.pause_reading()
+            transport.set_protocol(usual)
+            transport.resume_reading()
+    return reply.strings()
+
+
+class Reply(asyncio.BufferedProtocol):
+    """One reply as it comes in."""
+
+    def __init__(self, usual: asyncio.BaseProtocol, room_bytes: int = ROOM_BYTES) -> None:
+        """usual: the connection's protocol before and afterwards, which has to hear of its end."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lost = False
+        self._usual = usual
+        self._room = memoryview(pooled(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+        self._filled = self._at = self._needed = 0
+        self._due = 1
+        """Values not yet seen."""
+        self._strings: list[tuple[int, int]] = []
+        self._error = ""
+
+    def strings(self) -> list[memoryview]:
+        """What came, in order, where it lies.
+
+        Raises:
+            ResponseError: it is an error.
+        """
+        if self._error:
+            raise rx.ResponseError(self._error)
+        return [self._room[start:stop] for start, stop in self._strings]
+
+    # --- what the transport calls ---------------------------------------------------------------------
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Room for what comes next."""
+        if len(self._room) - self._filled < _LEAST_ROOM:
+            self._grow(2 * len(self._room))
+        return self._room[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So much has come."""
+        self._filled += nbytes
+        try:
+            if self._filled >= self._needed:
+                self._look()
+        except ValueError as error:  # int() of something else: no Redis speaks so
+            self._finish(rx.InvalidResponse(f"not a reply: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing more will come."""
+        self.lost = True
+        self._finish(rx.ConnectionError(f"connection lost: {exc or 'closed by the server'}"))
+        self._usual.connection_lost(exc)
+
+    # --- inside ---------------------------------------------------------------------------------------
+    def _finish(self, error: Exception | None = None) -> None:
+        if not self.done.done():
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+
+    def _grow(self, room_bytes: int) -> None:
+        larger = memoryview(pooled(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+        larger[: self._filled] = self._room[: self._filled]
+        self._room = larger
+
+    def _look(self) -> None:
+        """Walk over all values that are whole."""
+        while self._due and (line := self._line()) is not None:
+            kind, text, after = line
+            if kind == b"*":
+                self._due += max(0, int(text)) - 1
+            elif kind == b"$":
+                size = int(text)
+                stop = after + max(0, size) + (2 if size >= 0 else 0)
+                self._needed = stop
+                if stop > self._filled:
+                    if stop > len(self._room):
+                        self._grow(stop + _LEAST_ROOM)
+                    return
+                if size >= 0:
+                    self._strings.append((after, after + size))
+                after = stop
+                self._due -= 1
+            else:
+                if kind == b"-":
+                    self._error = text.decode(errors="replace")
+                self._due -= 1
+            self._at = after
+        if not self._due:
+            self._finish()
+
+    def _line(self) -> tuple[bytes, bytes, int] | None:
+        """Kind and text of the line at hand, and where it ends; None while it is not whole."""
+        near = bytes(self._room[self._at : min(self._filled, self._at + 64)])
+        end = near.find(b"\r\n")
+        if end < 0:
+            if len(near) < 64:
+                return None
+            near = bytes(self._room[self._at : self._filled])  # an error may be long
+            if (end := near.find(b"\r\n")) < 0:
+                return None
+        return near[:1], near[1:end], self._at + end + 2

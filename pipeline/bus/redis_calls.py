@@ -1,0 +1,477 @@
+"""How calls reach Redis: connections, scripts, time limits, and errors as this project names them.
+
+Three lanes with connections of their own, so that neither a long payload nor a blocking read holds up control.
+There are no retries here: the caller knows what may be repeated.
+"""
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from diloco.pipeline.bus import cluster_slots, entry_ids, redis_bulk, stored_values
+from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.bus.tls import check_files
+from diloco.pipeline.errors import (
+    BadMessage,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    DilocoError,
+    HeadMoved,
+    LeaseLost,
+    NotPermitted,
+    PayloadIncomplete,
+    UsageError,
+)
+from diloco.pipeline.payload.chunks import ChunkParts, whole
+
+Lane = Literal["control", "bulk", "blocking"]
+Client = Redis | RedisCluster
+
+LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "blocking": 256}
+"""Calls in flight at most; further ones wait for their turn."""
+CONNECT_S = 5.0
+CONTROL_S = 10.0
+BULK_S = 60.0
+"""Time limits of one call; a blocking read has its `block_s` on top of CONTROL_S."""
+
+_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
+_CLOSED = re.compile(r"the handler is closed|transport is clos")
+"""How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
+_THERE = re.compile("equal or smaller than the target stream top item")
+"""How XADD refuses an id that is there, or was passed."""
+_FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
+_REMEDIES = {
+    "OOM": "its memory is full: raise its maxmemory",
+    "MISCONF": "it cannot write to its disk: free space where it keeps its data",
+    "NOREPLICAS": "too few replicas answer: start them, or lower its min-replicas-to-write",
+}
+"""What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
+NEARLY_FULL = 0.9
+"""Share of maxmemory from which on it is warned of."""
+_FORBIDDEN = re.compile(r"^The user executing the script can't |ACL failure in script")
+_TLS = (
+    (
+        re.compile("CERTIFICATE_REQUIRED|certificate required"),
+        "it asks for a client certificate: set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
+    ),
+    (
+        re.compile("CERTIFICATE_VERIFY_FAILED"),
+        "its certificate is not to be trusted: set DILOCO_REDIS_CA to the file of the authority that issued it",
+    ),
+    (
+        re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
+        "no TLS is spoken there: name its TLS port, or use redis://",
+    ),
+)
+"""What OpenSSL says, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the name under which the server caches it."""
+
+    text: str
+    sha: str
+
+
+@cache
+def script(name: str) -> Script:
+    """A script of the `lua` folder behind the common prelude."""
+    folder = resources.files(__package__) / "lua"
+    text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def translate(error: BaseException, where: str) -> DilocoError:
+    """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials."""
+    if isinstance(error.__cause__, rx.AuthenticationError):
+        error = error.__cause__  # redis-py wraps what happens while it connects
+    text = str(error)
+    if isinstance(error, rx.NoPermissionError) or _FORBIDDEN.search(text):
+        return NotPermitted(
+            f"Redis at {where} does not permit this user that: {text}; set a user for this party in DILOCO_REDIS_URL "
+            "(a learner's own user goes with its --learner-id; `diloco acl` makes users)"
+        )
+    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
+        return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
+    for sign, hint in _TLS:
+        if sign.search(text):
+            return UsageError(f"Redis at {where}: {hint} ({text})")
+    if isinstance(error, rx.NoScriptError):
+        return BusUnavailable(f"Redis at {where} does not have the scripts yet: a syncer loads them")
+    if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
+        return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
+    if "WRONGTYPE" in text:
+        return BadMessage(f"Redis at {where}: {text}")
+    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
+    if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
+        return BusError(f"Redis at {where}: {text}")
+    return BusUnavailable(f"Redis at {where}: {text or type(error).__name__}")
+
+
+_ERRORS = (rx.RedisError, OSError, TimeoutError)
+
+
+def _refused(reply: list[Any]) -> DilocoError:
+    """What a script answered instead of OK."""
+    code, key, *more = (x.decode(errors="replace") if isinstance(x, bytes) else x for x in reply)
+    detail = more[0] if more else None
+    match code:
+        case "LEASE":
+            return LeaseLost(f"{key} is not held by this owner")
+        case "HEAD":
+            return HeadMoved(f"{key} is at version {detail}" if detail else f"{key} does not exist")
+        case "PAYLOAD":
+            return PayloadIncomplete(f"{key} has {detail} chunks")
+        case "HOLDER":
+            return stored_values.replaced(str(key), int(detail or 0))
+        case "TOTAL":
+            return BadMessage(f"{key}: {detail} is no total that can be added to")
+        case _:
+            return BadMessage(f"{key} holds a {detail}")
+
+
+def to_ms(seconds: float) -> int:
+    """Milliseconds as Redis takes them: whole, and never 0, which would mean none or for ever."""
+    return max(1, round(seconds * 1000))
+
+
+def parse(url: str) -> tuple[dict[str, Any], str]:
+    """A URL as arguments of redis-py's connections, and as a place that may be shown to anybody.
+
+    Raises:
+        UsageError: malformed.
+    """
+    try:
+        parsed: dict[str, Any] = dict(parse_url(url))
+    except ValueError:  # its text may hold a part of a password
+        raise UsageError(
+            "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, or "
+            "unix:///path/to/socket; special characters in a password are percent-encoded"
+        ) from None
+    where = parsed.get("path") or f"{parsed.get('host', 'localhost')}:{parsed.get('port', 6379)}"
+    # socket_timeout would cut blocking reads short; every call has its own time limit instead.
+    options = {**parsed, "socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2}
+    options |= {"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20}
+    if "path" not in parsed:
+        options["socket_keepalive"] = True
+    return options, where
+
+
+async def connect_calls(url: str) -> "RedisCalls":
+    """Reach a Redis server or cluster; see `redis_streams.connect`.
+
+    Raises:
+        UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
+        BusUnavailable: there is no answer.
+    """
+    options, where = parse(url)
+    check_files(options)
+    try:
+        probe = Redis.from_pool(ConnectionPool(**options))
+    except (ValueError, TypeError):
+        raise UsageError("Redis URL with an option (?name=value) that cannot be used") from None
+    try:
+        async with asyncio.timeout(2 * CONNECT_S):
+            info: dict[str, Any] = await probe.info()
+    except TypeError:
+        raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
+    except _ERRORS as error:
+        raise _hinted(translate(error, where), _is_tls(options)) from None
+    finally:
+        await probe.aclose()
+    version = str(info["redis_version"])
+    if tuple(map(int, version.split(".")[:2])) < (6, 2):
+        raise UsageError(f"Redis at {where} is version {version}; 6.2 or newer is needed")
+    cluster = bool(info.get("cluster_enabled"))
+    if cluster and "path" in options:
+        raise UsageError(f"Redis at {where} is a cluster: reach it by redis:// or rediss://, not by unix://")
+    calls = RedisCalls(options, where, cluster)
+    try:
+        await calls.load_scripts()
+    except BaseException:
+        await calls.close()
+        raise
+    return calls
+
+
+def _hinted(error: DilocoError, tls: bool) -> DilocoError:
+    """A server that hangs up, or is silent, may want another kind of connection, and cannot say so."""
+    if isinstance(error, BusUnavailable) and re.search("closed by server|reset by peer", str(error)):
+        wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else "TLS (rediss://)"
+        return BusUnavailable(f"{error}; perhaps it wants {wants}")
+    if isinstance(error, BusUnavailable) and tls and "Timeout" in str(error):
+        return BusUnavailable(f"{error}; perhaps no TLS is spoken there (redis://)")
+    return error
+
+
+def _is_tls(options: Mapping[str, Any]) -> bool:
+    kind = options.get("connection_class")
+    return kind is not None and kind.__name__ == "SSLConnection"
+
+
+def _warnings(node: Mapping[str, Any]) -> Iterator[str]:
+    """What a server says of itself that somebody should mend."""
+    limit, policy = int(node.get("maxmemory", 0)), node.get("maxmemory_policy", "noeviction")
+    if limit and policy != "noeviction":
+        yield f"maxmemory-policy is {policy}: keys may be evicted; set noeviction"
+    if limit and (share := int(node["used_memory"]) / limit) >= NEARLY_FULL:
+        yield f"Redis uses {share:.0%} of its maxmemory: raise it; deltas are refused where it is full"
+    if "err" in (node.get("aof_last_write_status"), node.get("rdb_last_bgsave_status")):
+        yield "Redis cannot write to its disk: free space where it keeps its data; until then it may refuse all writes"
+
+
+def _client(options: dict[str, Any], cluster: bool) -> Client:
+    if not cluster:
+        return Redis.from_pool(ConnectionPool(**options))
+    rest = {name: value for name, value in options.items() if name not in ("connection_class", "db")}
+    return RedisCluster(**rest, ssl=_is_tls(options), retry=Retry(NoBackoff(), 0))
+
+
+class RedisCalls:
+    """The ways to call a Redis server or cluster; made by `connect_calls`."""
+
+    def __init__(self, options: dict[str, Any], where: str, cluster: bool) -> None:
+        self.cluster = cluster
+        self._where = where
+        self._clients: dict[Lane, Client] = {lane: _client(options, cluster) for lane in LANES}
+        self._turns = {lane: asyncio.Semaphore(limit) for lane, limit in LANES.items()}
+        self._calls: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._closed = False
+
+    async def info(self) -> BusInfo:
+        """The server, or all primaries of a cluster, about themselves."""
+        targets = {"target_nodes": "primaries"} if self.cluster else {}
+        async with self.call("control", CONTROL_S) as client:
+            reply: Any = await client.execute_command("INFO", **targets)
+        nodes = list(reply.values()) if self.cluster and "redis_version" not in reply else [reply]
+        limits = [int(node.get("maxmemory", 0)) for node in nodes]
+        warnings = {warning for node in nodes for warning in _warnings(node)}
+        return BusInfo(
+            server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
+            version=str(nodes[0]["redis_version"]),
+            maxmemory_bytes=sum(limits) if all(limits) else 0,
+            used_bytes=sum(int(node["used_memory"]) for node in nodes),
+            cluster=self.cluster,
+            nodes=len(nodes),
+            warnings=tuple(sorted(warnings)),
+        )
+
+    async def close(self) -> None:
+        """End all calls in flight and close all connections."""
+        self._closed = True
+        for call in self._calls:
+            if not call.expired():
+                call.reschedule(asyncio.get_running_loop().time())
+        if self._calls:
+            await self._idle.wait()
+        for client in self._clients.values():
+            await client.aclose()
+            if isinstance(client, RedisCluster):  # whose aclose does nothing after a lost connection
+                await client.nodes_manager.aclose()
+                await client.nodes_manager.aclose("startup_nodes")
+
+    @asynccontextmanager
+    async def call(self, lane: Lane, limit_s: float) -> AsyncIterator[Any]:
+        """A client of the lane for the time of one call; errors leave it translated."""
+        if self._closed:
+            raise BusUnavailable("the bus is closed")
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                self._calls.add(scope)
+                self._idle.clear()
+                try:
+                    async with self._turns[lane]:
+                        yield self._clients[lane]
+                finally:
+                    self._calls.discard(scope)
+                    if not self._calls:
+                        self._idle.set()
+        except _ERRORS as error:
+            if self._closed:
+                raise BusUnavailable("the bus was closed") from None
+            if isinstance(error, TimeoutError):
+                raise BusUnavailable(f"Redis at {self._where}: no answer in {limit_s:g} s") from None
+            raise translate(error, self._where) from error
+        except RuntimeError as error:
+            if not _CLOSED.search(str(error)):
+                raise
+            raise BusUnavailable(f"Redis at {self._where}: the connection was reset") from error
+
+    async def command(self, *args: Any) -> Any:
+        """One command on the control lane."""
+        async with self.call("control", CONTROL_S) as client:
+            return await client.execute_command(*args)
+
+    async def script(self, name: str, keys: Sequence[str], *args: Any) -> list[Any]:
+        """Run a script; returns what it answered after OK."""
+        cluster_slots.one_slot(keys)
+        command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
+        async with self.call("control", CONTROL_S) as client:
+            try:
+                reply = await (client.execute_command(*command) if self.cluster else redis_bulk.ask(client, command))
+            except rx.NoScriptError:
+                reply = None
+        if reply is None:
+            await self.load_scripts()
+            reply = await self.command(*command)
+        return self.answer(reply)
+
+    async def load_scripts(self) -> None:
+        """Give the server all scripts, for all parties: a user that may not, waits for one that may."""
+        names = (path.name for path in (resources.files(__package__) / "lua").iterdir())
+        texts = [script(name[:-4]).text for name in names if name.endswith(".lua") and not name.startswith("_")]
+        async with self.call("control", CONTROL_S) as client:
+            nodes = client.get_primaries() if isinstance(client, RedisCluster) else [None]
+            for node in nodes:
+                there = {} if node is None else {"target_nodes": node}
+                try:
+                    for text in texts:
+                        await client.execute_command("SCRIPT LOAD", text, **there)
+                except rx.NoPermissionError:
+                    return
+
+    def answer(self, reply: Any) -> list[Any]:
+        """What a script answered after OK; raises what it answered else."""
+        if isinstance(reply, Exception):
+            raise translate(reply, self._where) from reply
+        if reply[0] != b"OK":
+            raise _refused(reply)
+        return list(reply[1:])
+
+    async def pipeline(self, lane: Lane, limit_s: float, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """Several commands in one round trip, not atomic; errors are among the replies."""
+        async with self.call(lane, limit_s) as client:
+            pipeline: Any = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            return replies
+
+    async def many(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """As `pipeline`, on the control lane; the first error among the replies is raised."""
+        replies = await self.pipeline("control", CONTROL_S, commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise translate(reply, self._where) from reply
+        return replies
+
+    async def hashes(self, keys: Iterable[str]) -> list[Mapping[bytes, bytes]]:
+        """Fields of hashes, in one round trip on the control lane; of one that is not there, none."""
+        commands = [("HGETALL", key) for key in keys]
+        if self.cluster:
+            return await self.many(commands)
+        async with self.call("control", CONTROL_S) as client:
+            replies = await redis_bulk.send(client, commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise translate(reply, self._where) from reply
+        return [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in replies]
+
+    async def scripts(
+        self,
+        name: str,
+        calls: Sequence[tuple[Sequence[str], Sequence[Any]]],
+        before: Iterable[tuple[Any, ...]] = (),
+    ) -> None:
+        """Run a script many times, as (keys, arguments), in one round trip on the bulk lane.
+
+        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
+        """
+        code = script(name)
+        commands = list(before)
+        plain = len(commands)
+        for keys, args in calls:
+            cluster_slots.one_slot(keys)
+            commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
+        replies = await self._bulk(commands)
+        if any(isinstance(reply, rx.NoScriptError) for reply in replies):
+            await self.load_scripts()
+            replies = await self._bulk(commands)
+        for reply in replies[:plain]:
+            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
+                raise translate(reply, self._where) from reply
+        for reply in replies[plain:]:
+            self.answer(reply)
+
+    async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """As `pipeline`, for commands with encoded chunks among their arguments."""
+        if self.cluster:  # where the library has to find the node
+            joined = [[whole(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            return await self.pipeline("bulk", BULK_S, joined)
+        async with self.call("bulk", BULK_S) as client:
+            return await redis_bulk.send(client, commands)
+
+    async def read_payload(self, key: str, after: str, limit: int, block_s: float) -> list[bytes | memoryview]:
+        """As `read` of one key with large values: these alone, perhaps in memory that nobody else has."""
+        if self.cluster:
+            found = await self.read({key: after}, limit, block_s, "bulk")
+            return [data for _, entries in found for _, data in entries]
+        command, lane = self._xread({key: after}, limit, block_s, "bulk")
+        async with self.call(lane, BULK_S + block_s) as client:
+            key_then_entries = await redis_bulk.receive(client, command)
+        return list(key_then_entries[3::3])  # id, field, value
+
+    @staticmethod
+    def _xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
+        """The command, and the lane it belongs to."""
+        block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
+        command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
+        return command, "blocking" if block else lane
+
+    async def read(
+        self, cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane = "control"
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        for cursor in cursors.values():
+            entry_ids.entry_id(cursor)
+        if self.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
+            return await self._read_slots(slots, limit, block_s)
+        limit_s = BULK_S if lane == "bulk" else CONTROL_S
+        command, lane = self._xread(cursors, limit, block_s, lane)
+        async with self.call(lane, limit_s + block_s) as client:
+            if isinstance(client, RedisCluster):
+                await client.initialize()
+                node = client.get_node_from_key(next(iter(cursors)))
+                found = await client.execute_command(*command, target_nodes=node)
+            else:
+                return [
+                    (key.decode(), [(at.decode(), fields[1] if fields else b"") for at, fields in entries])
+                    for key, entries in await redis_bulk.ask(client, command) or ()
+                ]
+        return [
+            (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])
+            for key, entries in found or ()
+        ]
+
+    async def _read_slots(
+        self, slots: Iterable[Mapping[str, str]], limit: int, block_s: float
+    ) -> list[tuple[str, list[tuple[str, bytes]]]]:
+        """One read for each slot; the first that has something ends the waiting."""
+        reads = [asyncio.ensure_future(self.read(cursors, limit, block_s)) for cursors in slots]
+        when = asyncio.FIRST_COMPLETED if block_s > 0 else asyncio.ALL_COMPLETED
+        pending, found = set(reads), list[tuple[str, list[tuple[str, bytes]]]]()
+        try:
+            while pending and not found:
+                done, pending = await asyncio.wait(pending, return_when=when)
+                found = [part for read in reads if read in done for part in read.result()]
+        finally:
+            for read in pending:
+                read.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return found

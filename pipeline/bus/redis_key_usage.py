@@ -1,0 +1,57 @@
+"""Counts what a run has on a Redis server, key by key; for audits. Not for a cluster."""
+
+import time
+from typing import Any
+
+from diloco.pipeline.bus.key_usage import KeyUsage, count
+from diloco.pipeline.bus.keys import PREFIX
+from diloco.pipeline.bus.redis_calls import RedisCalls, connect_calls
+
+LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
+"""Command that tells how many entries there are; a string is one."""
+AT_ONCE = 1000
+
+
+class RedisKeyUsage:
+    """A connection of its own for counting; made by `connect_key_usage`."""
+
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        self._calls, self._pattern = calls, f"{PREFIX}{{{run}[:}}]*"
+
+    async def take(self) -> KeyUsage:
+        """Count now. Keys that come or go meanwhile may be missed.
+
+        Raises:
+            BusUnavailable: Redis is away.
+        """
+        keys: set[bytes] = set()
+        cursor: Any = 0
+        while True:
+            cursor, found = await self._calls.command("SCAN", cursor, "MATCH", self._pattern, "COUNT", AT_ONCE)
+            keys |= set(found)
+            if int(cursor) == 0:
+                break
+        names = sorted(keys)
+        types = await self._calls.many(("TYPE", key) for key in names)
+        known = [(key, LENGTH[kind]) for key, kind in zip(names, types, strict=True) if kind in LENGTH]
+        lengths = await self._calls.many((command, key) for key, command in known)
+        sizes = await self._calls.many(("MEMORY", "USAGE", key) for key, _ in known)
+        counted = (
+            (key.decode(), int(length), int(size or 0))
+            for (key, _), length, size in zip(known, lengths, sizes, strict=True)
+        )
+        info = await self._calls.info()
+        return KeyUsage(time.time(), info.used_bytes, count(counted))
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._calls.close()
+
+
+async def connect_key_usage(url: str, run: str) -> RedisKeyUsage:
+    """Reach a run on a Redis server.
+
+    Raises:
+        UsageError, BusUnavailable: as `redis_streams.connect`.
+    """
+    return RedisKeyUsage(await connect_calls(url), run)

@@ -1,0 +1,1 @@
+"""What is written to disk: JSON without surprises, lines that are appended, digests of files."""

@@ -1,0 +1,48 @@
+"""Wire types of deltas."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from diloco.pipeline.messages.wire import (
+    MAX_CHUNKS,
+    Codec,
+    Digest,
+    FragmentId,
+    Message,
+    Nonce,
+    PartyId,
+    Seconds,
+    SignedCount,
+    Version,
+)
+
+
+class DeltaHeader(Message):
+    """Announces a delta: who, measured from what, how much training it carries. Chunks follow separately."""
+
+    max_bytes: ClassVar[int] = 4096
+    max_parts: ClassVar[int] = 1
+    max_items: ClassVar[int] = 0
+
+    format: Literal[1] = 1
+    learner: PartyId
+    incarnation: Nonce
+    fragment: FragmentId
+    base_version: Version
+    base_digest: Digest
+    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    serial: Annotated[int, Field(ge=0, le=2**53)]
+    """Counts this incarnation's deltas and names the payload. (base, attempt) does not: after the bus came back at
+    an earlier state, a learner may train on the same base once more."""
+    steps: SignedCount
+    """Inner steps since the base was adopted; the window refuses what is not positive."""
+    tokens: SignedCount
+    """Tokens since the base was adopted."""
+    due: bool
+    """True if the sync interval was over (may open a window); False if it follows an open window."""
+    codec: Codec
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
+    layout: Digest
+    step_s: Seconds
+    """The learner's smoothed compute step time, for the grace window."""

@@ -1,0 +1,84 @@
+"""Wire types of heads and windows."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from diloco.pipeline.messages.payload import Update
+from diloco.pipeline.messages.wire import (
+    MAX_LEARNERS,
+    MAX_UPDATES,
+    Count,
+    Digest,
+    FragmentId,
+    Message,
+    Nonce,
+    PartyId,
+    Seconds,
+    Text,
+    UnixSeconds,
+    Version,
+)
+
+
+class WindowView(Message):
+    """A window's state as its owner last published it, for learners and for people."""
+
+    state: Literal["idle", "collecting", "grace", "uploading", "merging"]
+    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
+    """Learners whose delta is in this window."""
+    expected: Annotated[int, Field(ge=0)]
+    """How many learners the window could hope for."""
+    reason: Text
+    deadline_unix_s: UnixSeconds | None
+    doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
+    """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
+    merge_s: Seconds = 0.0
+    """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
+
+
+class MergedBase(Message):
+    """The last delta of one learner that went into a fragment."""
+
+    learner: PartyId
+    incarnation: Nonce
+    base_version: Version
+    tokens: Count
+
+
+class Head(Message):
+    """The present truth about a fragment."""
+
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    """Of the exact values, float32: by it bases are named."""
+    payload: Text
+    """Key of the global payload, in the run's `global_codec`: what learners pull. With int8: of the key frame."""
+    chunks: Annotated[int, Field(ge=1)]
+    momentum: Text
+    """Key of the outer momentum payload, or "" for all zeros: of this version, or where it follows from the updates of
+    the key frame's (`globals`)."""
+    previous_digest: Digest | None
+    """Digest of version - 1: the base on which a stale delta is still on record."""
+    window: WindowView
+    merged: Annotated[tuple[MergedBase, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
+    merged_deltas: Count
+    merged_tokens: Count
+    rejected_tokens: Count
+    rest: Text = ""
+    payload_digest: Digest | None = None
+    """Key of what the global payload lacks of the exact values, and its digest; "" and None: it is exact."""
+    updates: Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, fail_fast=True)] = ()
+    """Those that led here, oldest first, the last one to this version."""
+    behind: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
+    """How many of the last of them the key frame lacks."""
+    refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
+    """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
+
+    @model_validator(mode="after")
+    def _key_frame_can_be_followed(self) -> Self:
+        if self.behind > len(self.updates):
+            raise ValueError(f"the key frame is {self.behind} updates behind, and {len(self.updates)} are there")
+        return self

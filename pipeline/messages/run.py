@@ -1,0 +1,131 @@
+"""Wire types of a run: its state, its learners' reports, events, evaluations, the upload of version 0."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from diloco.pipeline.messages.wire import (
+    MAX_FRAGMENTS,
+    Count,
+    Message,
+    Nonce,
+    PartyId,
+    Samples,
+    Seconds,
+    Text,
+    UnixSeconds,
+)
+
+
+class InitialUpload(Message):
+    """A complete upload of version 0 by the learner that held the claim `nonce`."""
+
+    learner: PartyId
+    nonce: Nonce
+    chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS, fail_fast=True)]
+    """Chunk count of each fragment's payload."""
+
+
+class LearnerReport(Message):
+    """A learner's last word about itself; one per incarnation, kept for the run."""
+
+    learner: PartyId
+    incarnation: Nonce
+    step: Count
+    tokens: Count
+    """Tokens trained by this incarnation."""
+    overwritten: Count
+    """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
+    published: Count
+    """Token-elements in deltas of this incarnation; of several on one base, the most."""
+    versions: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=2**48)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)
+    ]
+    """Adopted version of each fragment; -1 before the first."""
+    loss: float | None
+    tokens_per_s: Seconds
+    step_s: Seconds
+    """Smoothed compute step time."""
+    step_s_median: Seconds
+    blocked_s: Seconds
+    """Time the training thread has spent inside `Learner.step`. What other threads of the learner take from it, by the
+    interpreter's lock and on its core, is not in here: `diloco bench cost` measures that too."""
+    wall_s: Seconds
+    """Time since the first step."""
+    left: bool
+    """True in the last report of a clean leave."""
+    host: Text
+    device: Text
+    number: Count = 0
+    """Counts this incarnation's reports, so that an older one never replaces a newer."""
+    outages: Count = 0
+    """Calls to the bus that failed: it may have lost what it had acknowledged."""
+    threads: tuple[Count, Count] = (0, 0)
+    """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
+    generation: Count = 0
+    """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
+
+
+class SeenReport(Message):
+    """A report with its age by the server's clock."""
+
+    report: LearnerReport
+    age_s: Seconds
+
+
+class Evaluation(Message):
+    """Held-out loss of the global parameters (not of one learner's)."""
+
+    loss: float
+    """Nats per token."""
+    tokens: Count
+    """Trained tokens of the run when the heads were read."""
+    versions: Annotated[tuple[int, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
+    unix_s: UnixSeconds
+    elapsed_s: Seconds
+    """Since the run's first step."""
+    final: bool
+
+
+class Event(Message):
+    """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
+    who: Text
+    detail: Text
+    unix_s: UnixSeconds
+
+
+class Phase(StrEnum):
+    """A run only moves forward through these."""
+
+    RUNNING = "running"
+    DRAINING = "draining"
+    """Learners publish their last deltas, which are merged."""
+    CLOSING = "closing"
+    """No merge begins any more: the syncers give their fragments back, and one of them ends the run."""
+    FINISHED = "finished"
+
+    @property
+    def rank(self) -> int:
+        """Order: a state of lower rank never replaces one of higher rank."""
+        return list(Phase).index(self)
+
+
+class RunState(Message):
+    """Where the run stands; written by the lead syncer (owner of fragment 0), or to ask for a drain."""
+
+    phase: Annotated[Phase, Field(strict=False)]
+    tokens: Count
+    """Trained tokens of all learners, earlier parts of a resumed run included."""
+    base_tokens: Count
+    """Of those, tokens trained before this run was resumed."""
+    base_merged: Count | None = None
+    """Of these, tokens merged; None: not known, or nothing was resumed."""
+    budget_tokens: Count
+    started_unix_s: UnixSeconds
+    reason: Text
+    manifest: Annotated[tuple[tuple[int, bytes], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
+    """Once finished: (version, digest) of every fragment."""
+    samples: Samples = ()

@@ -1,0 +1,166 @@
+"""Wire types of the event tape: what was merged, what was refused and why."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.wire import (
+    MAX_LEARNERS,
+    Count,
+    Digest,
+    FragmentId,
+    Message,
+    Nonce,
+    PartyId,
+    Seconds,
+    Text,
+    UnixSeconds,
+    Version,
+)
+
+
+class RefusalReason(StrEnum):
+    """Why a delta was refused (typed, so that it can be counted)."""
+
+    WRONG_LAYOUT = "wrong_layout"
+    NON_FINITE = "non_finite"
+    ABSURD_NORM = "absurd_norm"
+    NOT_POSITIVE = "not_positive"
+    UNKNOWN_BASE = "unknown_base"
+    TOO_STALE = "too_stale"
+    BAD_PAYLOAD = "bad_payload"
+    UPLOAD_TIMEOUT = "upload_timeout"
+    ALREADY_MERGED = "already_merged"
+    DUPLICATE = "duplicate"
+    BAD_MESSAGE = "bad_message"
+    FLOOD = "flood"
+    RUN_FINISHED = "run_finished"
+
+
+class Contribution(Message):
+    """One learner's part of a merge."""
+
+    learner: PartyId
+    incarnation: Nonce
+    base_version: Version
+    attempt: Count
+    steps: Count
+    tokens: Count
+    weight: Annotated[float, Field(ge=0, le=1)]
+    norm: Seconds
+    """L2 norm of the whole delta."""
+
+
+class Committed(Message):
+    """A merge, in the order in which its contributions were summed: enough to replay it."""
+
+    kind: Literal["committed"] = "committed"
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    base_digest: Digest | None
+    contributions: Annotated[tuple[Contribution, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
+    reason: Text
+    norm: Seconds
+    """L2 norm of the merged pseudogradient."""
+    quorum_s: Seconds
+    grace_s: Seconds
+    upload_s: Seconds
+    merge_s: Seconds
+    syncer: PartyId
+    unix_s: UnixSeconds
+
+    @classmethod
+    def installed(
+        cls, fragment: int, version: int, digest: bytes, *, reason: str, syncer: str, unix_s: float
+    ) -> "Committed":
+        """A version that no merge made: initial parameters, or a checkpoint's."""
+        return cls(
+            fragment=fragment,
+            version=version,
+            digest=digest,
+            base_digest=None,
+            contributions=(),
+            reason=reason,
+            norm=0.0,
+            quorum_s=0.0,
+            grace_s=0.0,
+            upload_s=0.0,
+            merge_s=0.0,
+            syncer=syncer,
+            unix_s=unix_s,
+        )
+
+
+class Rejected(Message):
+    """A delta that was refused, once and for all."""
+
+    kind: Literal["rejected"] = "rejected"
+    fragment: FragmentId
+    version: Version
+    learner: Text
+    incarnation: Text
+    base_version: Count
+    attempt: Count
+    steps: int
+    tokens: int
+    lost_tokens: Count
+    """Tokens of the fragment lost by it (0 where another delta of the same training was merged)."""
+    reason: Annotated[RefusalReason, Field(strict=False)]
+    detail: Text
+    unix_s: UnixSeconds
+    last_told: bool = False
+    """Further ones of this learner may be in the head's sum alone: the tape tells no more of them in this window."""
+
+    @classmethod
+    def of(
+        cls,
+        header: DeltaHeader | None,
+        head: tuple[int, int],
+        *,
+        lost_tokens: int,
+        reason: RefusalReason,
+        detail: str,
+        unix_s: float,
+    ) -> "Rejected":
+        """The record of a refused delta; no header: its bytes did not decode. head: (fragment, version)."""
+        return cls(
+            fragment=head[0],
+            version=head[1],
+            learner=header.learner if header else "",
+            incarnation=header.incarnation if header else "",
+            base_version=header.base_version if header else 0,
+            attempt=header.attempt if header else 0,
+            steps=header.steps if header else 0,
+            tokens=header.tokens if header else 0,
+            lost_tokens=lost_tokens,
+            reason=reason,
+            detail=detail[:500],
+            unix_s=unix_s,
+        )
+
+
+class WindowChanged(Message):
+    """A window opened, or opened again with the next attempt: wakes the learners that may follow."""
+
+    kind: Literal["window"] = "window"
+    fragment: FragmentId
+    version: Version
+    attempt: Count
+    reason: Text
+    unix_s: UnixSeconds
+
+
+class Rewound(Message):
+    """The bus came back at an earlier state than its owner had seen, or without the head, which was put back."""
+
+    kind: Literal["rewound"] = "rewound"
+    fragment: FragmentId
+    version: Version
+    was_version: Version
+    unix_s: UnixSeconds
+
+
+TapeRecord = Annotated[Committed | Rejected | WindowChanged | Rewound, Field(discriminator="kind")]

@@ -1,0 +1,81 @@
+"""What all wire types are made of: the base of messages with its bounds, and bounded field types. Pure.
+
+The messages lie by what they are about in `spec_messages`, `delta_messages`, `payload_messages`, `head_messages`,
+`run_messages`, `tape_messages`, `moments_messages` and `shard_messages`. They are frozen. Every bound that a peer's
+bytes must keep stands there, as a field constraint. A message is msgpack of its field dict: `codec.encode` and
+`codec.decode` are the only way in and out. Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no
+defence against forgery.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diloco.pipeline.view.shares import MOST_SAMPLES
+
+FORMAT = 1
+"""Version of the wire format. A party that meets another one says so and stops."""
+
+MAX_FRAGMENTS = 4096
+MAX_LEARNERS = 4096
+MAX_TENSORS = 100_000
+MAX_DIMS = 16
+"""Of a tensor."""
+MAX_TEXT_CHARS = 512
+MAX_CHUNKS = 10**6
+MAX_UPDATES = 64
+MAX_CHUNK_BYTES = 16 * 2**20
+CHUNK_EXTRA_BYTES = 256
+"""What an encoded chunk has besides its data, at most."""
+
+Codec = Literal["bf16", "fp32", "int8", "int4", "e3m0"]
+"""How an element of a delta travels: as it is, or quantized (`quantize`). Momentum is always fp32."""
+
+GlobalCodec = Literal["fp32", "bf16", "int8"]
+"""How learners read globals: as they are, rounded (`halves`), or as updates of what they have (`updates`). Syncers have
+them in float32 in any case."""
+
+PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
+FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
+Version = Annotated[int, Field(ge=0, le=2**48)]
+SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
+MOST_TOKENS = 2**62
+Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+
+Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
+"""(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
+
+MergeRule = Literal["rda", "rda-row", "mean"]
+"""How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""
+MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
+"""Which tensor has which rule: `workers.parameters.tensor_table`."""
+WeightsName = Literal["tokens", "equal"]
+"""Merge weights: `syncer.algorithm.WEIGHTS`."""
+OuterName = Literal["nesterov", "muon"]
+"""The outer optimizer: `syncer.algorithm.OUTER`."""
+
+
+class Message(BaseModel):
+    """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.
+
+    A message takes no more than `max_bytes`, and has no more than `max_parts` arrays and maps, of which no array is
+    longer than `max_items`: `codec` looks at all three before it makes anything of it.
+    """
+
+    max_bytes: ClassVar[int] = 2 * 2**20
+    max_parts: ClassVar[int] = 2 * MAX_LEARNERS
+    max_items: ClassVar[int] = MAX_LEARNERS
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        ser_json_bytes="hex",
+        val_json_bytes="hex",
+        ser_json_inf_nan="constants",  # a checkpoint has to know `clip = inf` again
+    )

@@ -1,0 +1,302 @@
+"""Messages to bytes and back; vectors to chunks and back. Pure: numpy, msgpack and xxhash only.
+
+A payload is a flat array, or a vector in one of `quantize`'s codes, cut into chunks of `chunk_bytes`. Each chunk
+carries its digest; the last one also carries the digest over all chunk digests, which is the payload's digest. Nothing
+here unpickles.
+"""
+
+import reprlib
+from typing import Any, TypeVar
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+from diloco.pipeline.errors import BadMessage, BadPayload
+from diloco.pipeline.messages.payload import Chunk
+from diloco.pipeline.messages.tape import Committed, TapeRecord
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
+from diloco.pipeline.payload import chunks
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.quantize import KINDS, Kind, Quantized, decodable, wire_bytes
+
+M = TypeVar("M", bound=Message)
+
+MAX_FIELDS = 256
+"""Of any map in a message."""
+
+DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+"""Element type on the wire of each codec that has one; the others are `quantize`'s."""
+
+Vector = npt.NDArray[Any] | Quantized
+"""A flat vector (elements,) as it travels: `vector[start:stop]` is an array in either case."""
+
+_tape: TypeAdapter[TapeRecord] = TypeAdapter(TapeRecord)
+
+
+def encode(message: Message) -> bytes:
+    """Message to msgpack."""
+    packed: bytes = msgpack.packb(message.model_dump())
+    return packed
+
+
+class _Shown(reprlib.Repr):
+    """A peer's value in few characters, however large it is."""
+
+    def repr_bytes(self, value: bytes, _: int) -> str:
+        """reprlib has none of its own for bytes."""
+        return repr(value[: self.maxstring])
+
+
+_shown = _Shown().repr
+
+
+def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
+    """What msgpack makes of it, with no more objects, and no longer arrays, than the kind has.
+
+    A peer can announce a large array in a few bytes, inside another one, and msgpack makes room for all of them first.
+    So a message that may have arrays is walked through before, which makes nothing: afterwards all that it announces
+    is known to be there.
+    """
+    what, parts = kind.__name__, kind.max_parts
+    if len(data) > limit:
+        raise BadMessage(f"{what} of {len(data)} bytes is over the limit of {limit}")
+
+    def part(value: Any) -> Any:
+        nonlocal parts
+        parts -= 1
+        if parts < 0:
+            raise ValueError(f"more than {kind.max_parts} arrays and maps")
+        return value
+
+    try:
+        if kind.max_items:
+            walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), read_size=max(1, len(data)))
+            walker.feed(data)
+            walker.skip()
+        return msgpack.unpackb(
+            data,
+            use_list=False,
+            object_hook=part,
+            list_hook=part,
+            max_array_len=kind.max_items,
+            max_map_len=MAX_FIELDS,
+            max_bin_len=limit,
+            max_str_len=min(limit, 2**20),
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
+        raise BadMessage(f"{what} is no msgpack within its bounds: {error}") from error
+
+
+def _complaint(what: str, raw: Any, error: ValidationError, speaks: int = FORMAT) -> BadMessage:
+    if isinstance(raw, dict) and raw.get("format", speaks) != speaks:
+        spoken = _shown(raw["format"])
+        return BadMessage(f"{what} has wire format {spoken}, this build speaks {speaks}: upgrade one side")
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part)[:80] for part in first["loc"]) or "message"
+    return BadMessage(f"{what}: {where}: {first['msg'][:200]} (got {_shown(first['input'])[:80]})")
+
+
+def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
+    """msgpack to a message of `kind`.
+
+    Args:
+        kind: has bounds of its own (`Message`).
+        data: what came.
+        limit: a lower bound for its bytes.
+
+    Raises:
+        BadMessage: not msgpack, too large, another format version, or a field out of bounds.
+    """
+    raw = _unpack(kind, data, kind.max_bytes if limit is None else min(limit, kind.max_bytes))
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        speaks = kind.model_fields["format"].default if "format" in kind.model_fields else FORMAT
+        raise _complaint(kind.__name__, raw, error, speaks) from None
+
+
+def decode_tape(data: bytes) -> TapeRecord:
+    """msgpack to a tape record of whichever kind.
+
+    Raises:
+        BadMessage: as `decode`.
+    """
+    raw = _unpack(Committed, data, Committed.max_bytes)  # the largest of them
+    try:
+        return _tape.validate_python(raw)
+    except ValidationError as error:
+        raise _complaint("TapeRecord", raw, error) from None
+
+
+# --- payloads ------------------------------------------------------------------------------------
+
+
+class _Plain:
+    """A codec with an element type."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+
+    def nbytes(self, elements: int) -> int:
+        return elements * self._dtype.itemsize
+
+    def held(self, size: int, elements: int) -> int:
+        return min(size // self._dtype.itemsize, elements)
+
+    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
+        return data.view(self._dtype)
+
+
+class _Blocks:
+    """A codec of `quantize`."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def nbytes(self, elements: int) -> int:
+        return wire_bytes(elements, self._kind)
+
+    def held(self, size: int, elements: int) -> int:
+        return decodable(size, elements, self._kind)
+
+    def vector(self, data: npt.NDArray[np.uint8], elements: int, sound: int) -> Vector:
+        return Quantized(data, elements, self._kind, sound)
+
+
+_CODECS: dict[str, _Plain | _Blocks] = {name: _Plain(dtype) for name, dtype in DTYPES.items()}
+_CODECS |= {kind: _Blocks(kind) for kind in KINDS}
+
+
+def payload_bytes(elements: int, codec: Codec) -> int:
+    """Size of a payload of `elements`."""
+    return _CODECS[codec].nbytes(elements)
+
+
+def held(size: int, elements: int, codec: Codec) -> int:
+    """How many of a vector's elements the first `size` bytes of its payload hold."""
+    return _CODECS[codec].held(size, elements)
+
+
+def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
+    """How many chunks a payload of `elements` has; an empty fragment is not allowed."""
+    return -(-payload_bytes(elements, codec) // chunk_bytes)
+
+
+def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec, sound: int = 0) -> Vector:
+    """A payload's bytes (`payload_bytes`,) as the vector that they are, sharing their memory.
+
+    sound: as `Quantized`.
+
+    Raises:
+        BadPayload: as `Quantized`.
+    """
+    return _CODECS[codec].vector(data, elements, sound)
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """xxh3-128."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
+    """Digest of a payload: xxh3-128 over its chunk digests."""
+    total = xxhash.xxh3_128()
+    for at in range(0, len(data), chunk_bytes):
+        total.update(digest_of(data[at : at + chunk_bytes]))
+    return total.digest()
+
+
+def as_bytes(vector: Vector) -> memoryview:
+    """The bytes of a contiguous array, or of a vector as it came, without a copy."""
+    array = vector.wire if isinstance(vector, Quantized) else vector
+    return memoryview(array.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+
+
+class PayloadReader:
+    """Puts a payload together from its chunks; bounds come from the spec, never from the peer."""
+
+    def __init__(self, elements: int, codec: Codec, chunk_bytes: int) -> None:
+        self._elements, self._codec, self._sound = elements, codec, 0
+        self.chunk_bytes = chunk_bytes
+        self._size = payload_bytes(elements, codec)
+        self._data = np.empty(0, np.uint8)  # memory for all of it is taken for the first sound chunk
+        self._total = xxhash.xxh3_128()
+        self.expected = chunk_count(elements, codec, chunk_bytes)
+        self.received = 0
+
+    @property
+    def complete(self) -> bool:
+        """All chunks are in and verified."""
+        return self.received == self.expected
+
+    def feed(self, encoded: bytes | memoryview) -> None:
+        """Take the next chunk.
+
+        Raises:
+            BadPayload: out of order, of the wrong size, or corrupt.
+        """
+        start = self.received * self.chunk_bytes
+        size = min(self.chunk_bytes, self._size - start)
+        found = None if self.complete else chunks.split(encoded, self.received, size)
+        data, digest, total = found or self._decoded(bytes(encoded), size)
+        if digest_of(data) != digest:
+            raise BadPayload(f"chunk {self.received} fails its digest")
+        if not self.received:
+            self._data = pooled(self._size)
+        self._data[start : start + size] = np.frombuffer(data, np.uint8)
+        self._total.update(digest)
+        self.received += 1
+        if self.complete and total != self._total.digest():
+            raise BadPayload("the payload fails its digest over all chunks")
+
+    def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
+        """Data, digest and total of a chunk that is written in another way than ours, or is not what is due."""
+        try:
+            chunk = decode(Chunk, encoded, self.chunk_bytes + CHUNK_EXTRA_BYTES)
+        except BadMessage as error:
+            raise BadPayload(str(error)) from error
+        if self.complete or chunk.index != self.received:
+            raise BadPayload(f"chunk {chunk.index} came where {self.received} of {self.expected} was due")
+        if len(chunk.data) != size:
+            raise BadPayload(f"chunk {chunk.index} has {len(chunk.data)} bytes, the spec says {size}")
+        return chunk.data, chunk.digest, chunk.total
+
+    @property
+    def digest(self) -> bytes:
+        """The payload's digest, once complete."""
+        return self._total.digest()
+
+    def so_far(self) -> Vector:
+        """What is here and verified: the first elements of `vector`.
+
+        Raises:
+            BadPayload: as `vector`.
+        """
+        here = held(self.received * self.chunk_bytes, self._elements, self._codec)
+        sound, self._sound = self._sound, here
+        return as_vector(self._data[: payload_bytes(here, self._codec)], here, self._codec, sound)
+
+    def vector(self) -> Vector:
+        """The flat vector (elements,), sharing the reader's memory.
+
+        Raises:
+            BadPayload: not all of it is here, or a scale in it is none.
+        """
+        if not self.complete:
+            raise BadPayload(f"{self.received} of {self.expected} chunks are here")
+        return as_vector(self._data, self._elements, self._codec)
+
+    def array(self) -> npt.NDArray[Any]:
+        """The same in a codec that has an element type: an array (elements,) of it.
+
+        Raises:
+            BadPayload: as `vector`.
+            KeyError: the codec has none.
+        """
+        self.vector()
+        return self._data.view(DTYPES[self._codec])

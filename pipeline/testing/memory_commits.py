@@ -1,0 +1,134 @@
+"""What a fragment's owner writes, on the bus in memory: the twin of the scripts `commit`, `republish`, `refuse` ..."""
+
+from collections.abc import Iterable, Mapping
+
+from diloco.pipeline.bus import cluster_slots, entry_ids, head_hash, stored_values
+from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Staged
+from diloco.pipeline.bus.ports import OwnerWrites
+from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.memory_calls import MemoryCalls
+from diloco.pipeline.testing.memory_store import EntryId, Hash
+
+
+class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
+    """Commits, republications, refusals and windows."""
+
+    def _owned(self, key: str, nonce: str) -> None:
+        if self._bytes(key) != nonce.encode():
+            raise LeaseLost(f"{key} is not held by this owner")
+
+    def _owner_checks(self, p: int, nonce: str, *streams: str) -> Hash:
+        """Types first, then the lease; returns the head."""
+        self._bytes(self.keys.lease(p))
+        head = self._hash(self.keys.head(p))
+        for key in (self.keys.tape(self.keys.group(p)), *streams):
+            self._stream(key)
+        self._owned(self.keys.lease(p), nonce)
+        return head
+
+    def _expect(self, p: int, head: Hash, expected: tuple[int, bytes] | None) -> None:
+        now = (stored_values.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
+        if now != expected:
+            raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
+
+    def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
+        sums = {name: stored_values.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
+        if max(sums.values()) >= head_hash.COUNTER_LIMIT:
+            raise BadMessage("a total of the head is out of bounds")
+        return {name: b"%d" % total for name, total in sums.items()}
+
+    def _room(self, head: Hash, lost_tokens: int) -> int:
+        """A refusal is never refused for what a peer says that it lost."""
+        have = stored_values.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
+        return lost_tokens if have + lost_tokens < head_hash.COUNTER_LIMIT else 0
+
+    def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
+        """Streams and the entries named of each."""
+        found = entry_ids.by_learner(entries)
+        return {self.keys.deltas(p, learner): list(map(entry_ids.entry_id, ids)) for learner, ids in found.items()}
+
+    def _delete(self, headers: Mapping[str, list[EntryId]], keys: Iterable[str]) -> None:
+        for deltas, entries in headers.items():
+            stream = self._stream(deltas)
+            for at in entries:
+                stream.delete(at)
+        for key in keys:
+            self.store.delete(key)
+
+    async def commit(self, commit: Commit) -> None:
+        p = head_hash.fragment_of(commit)
+        keys = self.keys
+        staged = commit.staged
+        headers = self._headers(p, commit.entries)
+        gone = (*commit.delta_payloads, *commit.retired)
+        cluster_slots.one_slot((keys.head(p), *(s.key for s in staged), *gone))
+        await self._turn()
+        head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
+        self._expect(p, head, commit.expected)
+        replaced, old_momentum = self._replaced(head, commit)
+        totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
+        lost = {name.encode(): total for name, total in head_hash.lost_totals(commit).items()}
+        sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
+        self._keep(staged)
+        self.store.hset(keys.head(p), {**head_hash.head_fields(commit), **sums})
+        self._xadd(keys.tape(keys.group(p)), encode(commit.record))
+        for old in replaced:
+            self._expire(old, commit.replaced_ttl_s)
+        self._delete(headers, (*gone, old_momentum))
+
+    def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
+        return head_hash.replaced_by(of, [head.get(name.encode(), b"") for name in head_hash.NAMED])
+
+    def _keep(self, staged: Iterable[Staged]) -> None:
+        """Make payloads stay that are whole, all of them or none."""
+        for s in staged:
+            if (have := len(self._stream(s.key).ids)) != s.chunks:
+                raise PayloadIncomplete(f"{s.key} has {have} of {s.chunks} chunks")
+        for s in staged:
+            self.store.expiries.pop(s.key, None)
+
+    async def republish(self, fragment: int, anew: Republication) -> None:
+        key, staged = self.keys.head(fragment), anew.staged
+        cluster_slots.one_slot((key, *(s.key for s in staged)))
+        await self._turn()
+        head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))
+        self._expect(fragment, head, anew.expected)
+        replaced, old_momentum = self._replaced(head, anew)
+        self._keep(staged)
+        self.store.hset(key, head_hash.payload_fields(anew))
+        for old in replaced:
+            self._expire(old, anew.replaced_ttl_s)
+        self._delete({}, (old_momentum,))
+
+    async def refuse(self, fragment: int, refusal: Refusal) -> None:
+        keys = self.keys
+        headers = self._headers(fragment, refusal.entries)
+        cluster_slots.one_slot((keys.head(fragment), *refusal.delta_payloads))
+        await self._turn()
+        head = self._owner_checks(fragment, refusal.nonce, *headers)
+        self._expect(fragment, head, refusal.expected)
+        counts = {head_hash.refused_field(reason): n for reason, n in refusal.counts().items()}
+        sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
+        if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
+            return  # refused before; counted and recorded then
+        self._delete(headers, refusal.delta_payloads)
+        self.store.hset(keys.head(fragment), sums)
+        for record in refusal.records:
+            self._xadd(keys.tape(keys.group(fragment)), encode(record))
+
+    async def write_window(
+        self,
+        fragment: int,
+        nonce: str,
+        expected: tuple[int, bytes],
+        window: WindowView,
+        record: WindowChanged | Rewound | None,
+    ) -> None:
+        await self._turn()
+        self._expect(fragment, self._owner_checks(fragment, nonce), expected)
+        self.store.hset(self.keys.head(fragment), {"window": encode(window)})
+        if record is not None:
+            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record))

@@ -1,0 +1,140 @@
+"""What everybody may do with fragments, on the bus in memory: payloads, heads, tape, headers, leases."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from diloco.pipeline.bus import entry_ids, head_hash, stored_values
+from diloco.pipeline.bus.ports import (
+    START,
+    FragmentLeases,
+    Heads,
+    Offered,
+    Offers,
+    PayloadStore,
+    SyncerBoard,
+    Tape,
+    TapeEntry,
+)
+from diloco.pipeline.errors import PayloadIncomplete
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.payload.chunks import Encoded, whole
+from diloco.pipeline.payload.codec import decode_tape, encode
+from diloco.pipeline.testing.memory_calls import MemoryCalls
+
+
+class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLeases, SyncerBoard):
+    """Payloads, heads to read, tape, headers, leases and syncers."""
+
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
+        stored_values.check_chunks(first, chunks)
+        await self._turn()
+        for index, chunk in enumerate(chunks, first):
+            have = len(self._stream(key).ids)
+            kept = have > 0 and not self._expires(key)  # a commit made it stay: it is complete
+            if index > have or (kept and index == have):
+                raise PayloadIncomplete(f"{key} has {have} chunks, so chunk {index} cannot be next")
+            if index == have:
+                self.store.need_room()
+                self._xadd(key, whole(chunk), (index + 1, 0))
+            if not kept:
+                self._expire(key, ttl_s)
+
+    async def count_chunks(self, key: str) -> int:
+        await self._turn()
+        return len(self._stream(key).ids)
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes | memoryview]:
+        found = await self._read({key: f"{first}-0"}, limit, block_s)
+        left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()
+        if left_s < extend_s:
+            self._expire(key, extend_s)
+        return [data for _, entries in found for _, data in entries]
+
+    async def offer(self, header: DeltaHeader) -> str:
+        await self._turn()
+        key = self.keys.deltas(header.fragment, header.learner)
+        senders = self.keys.senders(self.keys.group(header.fragment))
+        arrivals = self.keys.arrivals(self.keys.group(header.fragment))
+        _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
+        self.store.need_room()
+        at = self._xadd(key, encode(header))
+        if header.learner.encode() not in known:
+            self.store.hset(senders, {header.learner: b""})
+            self._xadd(arrivals, header.learner.encode())
+            self.store.stream(arrivals).keep_last()
+        return entry_ids.offer_id(header.learner, at)
+
+    async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
+        await self._turn()
+        return [head_hash.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
+
+    async def tape_end(self) -> dict[int, str]:
+        await self._turn()
+        tapes = {group: self._stream(self.keys.tape(group)) for group in range(self.keys.groups)}
+        return {group: "{}-{}".format(*tape.ids[-1]) if tape.ids else START for group, tape in tapes.items()}
+
+    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+        groups = {self.keys.tape(group): group for group in cursors}
+        found = await self._read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+
+    async def trim_tape(self, group: int, before: str) -> None:
+        await self._turn()
+        tape, limit = self._stream(self.keys.tape(group)), entry_ids.entry_id(before)
+        for at in tape.ids[: bisect_left(tape.ids, limit)]:
+            tape.delete(at)
+
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s)
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        await self._turn()
+        if self._bytes(self.keys.lease(fragment)) == nonce.encode():
+            self.store.delete(self.keys.lease(fragment))
+
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        await self._turn()
+        found = (self._bytes(self.keys.lease(p)) for p in fragments)
+        return [None if holder is None else holder.decode(errors="replace") for holder in found]
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        await self._turn()
+        now_ms, found = self._unix_ms(), self._hash(self.keys.syncers)
+        live = {*stored_values.live_syncers(now_ms, found), nonce}
+        for other in [other for other in found if other.decode(errors="replace") not in live]:
+            del found[other]
+        until_ms = now_ms + max(1, round(1000 * ttl_s))
+        self.store.hset(self.keys.syncers, {nonce: f"{until_ms} {name}".encode()})
+        return tuple(sorted(live))
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        await self._turn()
+        found = self._hash(self.keys.syncers)
+        found.pop(nonce.encode(), None)
+        if not found:
+            self.store.delete(self.keys.syncers)
+
+    async def read_syncers(self) -> dict[str, str]:
+        await self._turn()
+        return stored_values.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
+
+    async def read_offers(
+        self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
+    ) -> list[Offered]:
+        await self._turn()
+        group = self.keys.group(fragment)
+
+        def cursors() -> dict[str, str]:
+            return entry_ids.cursors(self._hash(self.keys.senders(group)), after)
+
+        arrivals = self._stream(self.keys.arrivals(group))
+        known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
+        await self._read(known | {self.keys.arrivals(group): "{}-{}".format(*arrivals.last)}, 1, block_s)
+        return [
+            stored_values.decode_offer(fragment, name, at, data)
+            for name, cursor in cursors().items()
+            for at, data in self._stream(self.keys.deltas(fragment, name)).after(entry_ids.entry_id(cursor), limit)
+        ]

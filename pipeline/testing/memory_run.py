@@ -1,0 +1,160 @@
+"""What concerns a run as a whole, on the bus in memory: spec and state, reports, logs, version 0, moments."""
+
+from contextlib import suppress
+from typing import TypeVar
+
+from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus.ports import (
+    START,
+    InitialUploads,
+    MomentsBoard,
+    MomentsExchange,
+    Reports,
+    RunLogs,
+    SpecAndState,
+)
+from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.payload.codec import decode, encode
+from diloco.pipeline.testing.memory_calls import MemoryCalls
+
+T = TypeVar("T", bound=Message)
+
+
+class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, MomentsExchange):
+    """Spec and state, reports, logs, version 0 and moments."""
+
+    async def propose_spec(self, spec: bytes) -> bytes:
+        await self._turn()
+        holds = self._bytes(self.keys.spec)
+        if holds is None:
+            self.store.need_room()
+            self._set(self.keys.spec, spec)
+            return spec
+        return holds
+
+    async def read_spec(self) -> bytes | None:
+        await self._turn()
+        return self._bytes(self.keys.spec)
+
+    async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
+        await self._turn()
+        if self._bytes(self.keys.spec) != instead_of:
+            return False
+        self.store.need_room()
+        self._set(self.keys.spec, spec)
+        return True
+
+    async def write_state(self, state: RunState) -> RunState:
+        await self._turn()
+        now = self._hash(self.keys.state)
+        if stored_values.decode_count("rank", now.get(b"rank")) > state.phase.rank:
+            return decode(RunState, now[b"blob"])
+        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
+        return state
+
+    async def read_state(self) -> RunState | None:
+        await self._turn()
+        return stored_values.decode_state(self._hash(self.keys.state).get(b"blob"))
+
+    async def write_report(self, report: LearnerReport) -> RunState | None:
+        await self._turn()
+        name = f"{report.learner}/{report.incarnation}"
+        holder, mine = self.keys.holder(report.learner), stored_values.holder(report)
+        stored_values.check_holder(holder, self._bytes(holder), mine, report.generation)
+        state = self._hash(self.keys.state).get(b"blob")
+        before = self._hash(self.keys.learners).get(name.encode())
+        self._hash(self.keys.seen)  # types before the first write
+        with suppress(BadMessage):
+            if before and decode(LearnerReport, before).number > report.number:
+                return stored_values.decode_state(state)
+        self._set(holder, mine)
+        self.store.hset(self.keys.learners, {name: encode(report)})
+        self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
+        return stored_values.decode_state(state)
+
+    async def put_back_report(self, seen: SeenReport) -> None:
+        await self._turn()
+        name = f"{seen.report.learner}/{seen.report.incarnation}"
+        self._hash(self.keys.seen)  # types before the first write
+        if name.encode() not in self._hash(self.keys.learners):
+            self.store.hset(self.keys.learners, {name: encode(seen.report)})
+            self.store.hset(self.keys.seen, {name: b"%d" % (self._unix_ms() - int(seen.age_s * 1000))})
+
+    async def read_reports(self) -> list[SeenReport]:
+        await self._turn()
+        seen = self._hash(self.keys.seen)
+        return stored_values.seen_reports(self._unix_ms(), self._hash(self.keys.learners), seen)
+
+    async def _add_capped(self, key: str, message: Message, cap: int) -> None:
+        await self._turn()
+        stream = self._stream(key)
+        self.store.need_room()
+        self._xadd(key, encode(message))
+        for at in stream.ids[:-cap]:
+            stream.delete(at)
+
+    async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
+        found = await self._read({key: after}, limit, 0)
+        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
+
+    async def add_event(self, event: Event) -> None:
+        await self._add_capped(self.keys.events, event, stored_values.EVENTS_CAP)
+
+    async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
+        return await self._log(self.keys.events, Event, after, limit)
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        await self._add_capped(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
+
+    async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
+        return await self._log(self.keys.evaluations, Evaluation, after, limit)
+
+    # --- version 0 -------------------------------------------------------------------------------
+    async def _announce(self, claim: str, key: str, nonce: str, announced: Message, ttl_s: float, *gone: str) -> bool:
+        """Say that an upload is complete, if its claim is still held; some keys go with that."""
+        await self._turn()
+        for other in (key, *gone):
+            self._bytes(other)
+        if self._bytes(claim) != nonce.encode():
+            return False
+        self.store.need_room()
+        self._set(key, encode(announced), ttl_s)
+        for other in gone:
+            self.store.delete(other)
+        return True
+
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        return await self._announce(self.keys.init_claim, self.keys.initial, upload.nonce, upload, ttl_s)
+
+    async def read_initial(self) -> InitialUpload | None:
+        await self._turn()
+        blob = self._bytes(self.keys.initial)
+        return None if blob is None else decode(InitialUpload, blob)
+
+    # --- an inner optimizer's moments ------------------------------------------------------------
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
+        await self._turn()
+        if self._bytes(self.keys.moments_wish) is None:
+            self.store.need_room()
+            self._set(self.keys.moments_wish, encode(wish), ttl_s)
+
+    async def read_moments(self) -> MomentsBoard:
+        await self._turn()
+        keys = self.keys
+        return stored_values.moments_board(
+            *map(self._bytes, (keys.moments_wish, keys.moments_claim, keys.moments_offer))
+        )
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        keys = self.keys
+        gone = (keys.moments_wish, keys.moments_claim)
+        return await self._announce(keys.moments_claim, keys.moments_offer, offer.nonce, offer, ttl_s, *gone)

@@ -1,0 +1,69 @@
+"""Globals in two halves of 16 bits (`halves`): the rounded values, and the rest that they lack. Pure.
+
+Learners train from the rounded values: they are the base that deltas are measured from, so a delta holds what was
+trained and nothing of the rounding. Whoever keeps the values (syncers, checkpoints, the evaluator) reads both payloads
+and has them bit for bit: deltas are added to what was never rounded, and no error adds up.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.payload.chunks import Grown, Payload
+from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.transfer.global_format import Float32, GlobalFormat, GlobalWriter, Held, Kind, Source, check
+from diloco.pipeline.transfer.global_fp32 import Fp32Writer
+from diloco.pipeline.transfer.halves import Halves, complete, split, widened
+
+
+class _Writer(Fp32Writer):
+    def __init__(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> None:
+        super().__init__(fragment, elements, sync, grown)
+        self._halves = Halves(elements, sync.chunk_bytes, grown)
+
+    def written(self, stop: int) -> int:
+        self._halves.grow_to(self.values, stop)
+        return super().written(stop)  # whose payload has the digest of the exact values
+
+    def uploads(self, version: int) -> dict[Kind, Payload]:
+        return {"global": self._halves.high, "rest": self._halves.low}
+
+
+class Bf16Globals(GlobalFormat):
+    """As `GlobalFormat`."""
+
+    def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
+        """As `GlobalFormat`."""
+        return _Writer(fragment, elements, sync, grown)
+
+    def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
+        """As `GlobalFormat`."""
+        high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
+        split(values, high, low)
+        return {"global": high, "rest": low}
+
+    async def exact(self, source: Source) -> Float32:
+        """As `GlobalFormat`."""
+        head = source.head
+        reader = await source.pull(head.payload, "bf16")
+        values: Float32 = await source.work(widened, reader.array())
+        del reader  # many owners begin at once: no more than one half of each fragment is here beside its values
+        rest = await source.pull(head.rest, "bf16")  # as many bytes
+        check(head, await source.work(_completed, values, rest.array(), source.sync.chunk_bytes), head.digest)
+        return values
+
+    async def shown(self, source: Source, held: Held | None) -> Float32:
+        """As `GlobalFormat`."""
+        head = source.head
+        reader = await source.pull(head.payload, "bf16")
+        check(head, reader.digest, head.payload_digest or head.digest)
+        values: Float32 = await source.work(widened, reader.array())
+        return values
+
+
+def _completed(values: Float32, low: npt.NDArray[Any], chunk_bytes: int) -> bytes:
+    complete(values, low)
+    return payload_digest(as_bytes(values), chunk_bytes)

@@ -1,0 +1,22 @@
+"""The formats in which globals lie on the bus, by the run's `global_codec`. Pure.
+
+global_codec   the global payload              beside it
+fp32           the values                      nothing
+bf16           the values, rounded             the rest: what they lack
+int8           the values of a key frame       the last updates, of which some led to it
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from diloco.pipeline.messages.wire import GlobalCodec
+from diloco.pipeline.transfer.global_bf16 import Bf16Globals
+from diloco.pipeline.transfer.global_format import GlobalFormat
+from diloco.pipeline.transfer.global_fp32 import Fp32Globals
+from diloco.pipeline.transfer.global_int8 import Int8Globals
+
+FORMATS: Final[Mapping[GlobalCodec, GlobalFormat]] = {
+    "fp32": Fp32Globals(),
+    "bf16": Bf16Globals(),
+    "int8": Int8Globals(),
+}

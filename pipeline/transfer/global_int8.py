@@ -1,0 +1,198 @@
+"""Globals as updates (`updates`) of a key frame in float32. Pure.
+
+The values are what the updates lead to, so all have the same. A learner that has one of the versions before pulls the
+updates that it lacks; whoever has none of them, or cannot get them, pulls the key frame and those after it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+
+from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.payload import Update
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.payload.chunks import Grown, Payload
+from diloco.pipeline.payload.codec import as_bytes, payload_bytes, payload_digest
+from diloco.pipeline.transfer.global_format import (
+    Float32,
+    GlobalFormat,
+    GlobalWriter,
+    Held,
+    Kind,
+    Published,
+    Source,
+    Step,
+    StepWriter,
+    alone,
+    check,
+    published_by,
+)
+from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, StateRule
+from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, Following, StepCoder, advance, gather
+
+KEPT_UPDATES = 4
+"""The last so many updates stay for learners that have not the version before: more of them are more bytes than the
+values."""
+
+
+def key_frame_due(sync: SyncSpec, fragment: int, version: int) -> bool:
+    """Whether a version is published whole: fragments take turns."""
+    return (version + fragment) % sync.key_frame_interval == 0
+
+
+def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
+    """The updates that lead from what somebody holds to a head; none if it holds no base of any of them."""
+    count = 0 if held is None else head.version - held.version
+    if held is None or not 0 < count <= len(head.updates) or head.updates[-count].base != held.digest:
+        return ()
+    return head.updates[-count:]
+
+
+# --- publishing --------------------------------------------------------------------------------------
+
+
+class _StepWriter:
+    def __init__(self, values: Float32, exact: Payload, coder: StepCoder, gradient: CodedGradient | None) -> None:
+        self._values, self._exact, self._coder, self._gradient = values, exact, coder, gradient
+
+    def reduced(self) -> None:
+        """A step that is not told by its update is one of what the pseudogradient's code stands for."""
+        if self._gradient is not None:
+            self._gradient.replace(self._values)
+
+    def written(self, stop: int) -> int:
+        done = self._coder.written(self._values, stop)
+        self._exact.grow_to(self._values.itemsize * done)
+        return done
+
+
+class _Writer(GlobalWriter):
+    takes_steps: ClassVar[bool] = True
+
+    def __init__(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> None:
+        super().__init__(fragment, elements, sync, grown)
+        self._step = CodedStep(elements, sync.chunk_bytes, grown)
+        self._gradient: CodedGradient | None = None
+        """Where the update does not tell it."""
+        self._averaged = False
+
+    def prepare(self, *, averaged: bool, told: bool) -> None:
+        self._averaged = averaged
+        if not told and self._gradient is None:
+            self._gradient = CodedGradient(self._elements, self._sync.chunk_bytes, self._grown)
+
+    def begin(self, step: Step) -> StepWriter:
+        following = None
+        if step.rule is not None and self._gradient is None:
+            following = Following(step.rule, step.before, step.after)
+        coder = self._step.begin(step.theta, following)
+        return _StepWriter(self.values, self.exact, coder, self._gradient)
+
+    def is_alone(self, version: int) -> bool:
+        return key_frame_due(self._sync, self._fragment, version)
+
+    def uploads(self, version: int) -> dict[Kind, Payload]:
+        found: dict[Kind, Payload] = {"update": self._step.payload}
+        if self._gradient is not None:
+            found["merged"] = self._gradient.payload
+        if self.is_alone(version):
+            found["global"] = self.exact
+        return found
+
+    def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
+        led, merged = staged["update"], staged["merged"].key if "merged" in staged else ""
+        update = Update(payload=led.key, chunks=led.chunks, base=head.digest, averaged=self._averaged, merged=merged)
+        key_frame, behind = alone(staged, {}) if "global" in staged else None, 0
+        if key_frame is None:
+            key_frame, behind = published_by(head, self._elements, self._sync), head.behind + 1
+        updates = (*head.updates, update)[-max(behind, KEPT_UPDATES) :]
+        return Published(key_frame.payload, None, key_frame.outer_state, updates, behind)
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+class Int8Globals(GlobalFormat):
+    """As `GlobalFormat`."""
+
+    follows: ClassVar[bool] = True
+
+    def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
+        """As `GlobalFormat`."""
+        return _Writer(fragment, elements, sync, grown)
+
+    def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
+        """As `GlobalFormat`: a key frame."""
+        return {"global": values}
+
+    async def exact(self, source: Source) -> Float32:
+        """As `GlobalFormat`."""
+        key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
+        values, _ = await _follow(source, key_frame, {}, _after_key_frame(source.head), None)
+        await _check_values(source, values)
+        return values
+
+    async def state(self, source: Source) -> tuple[Float32, OuterState]:
+        """As `GlobalFormat`."""
+        sync = source.sync
+        key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
+        rule = STATE_RULES[sync.outer](sync.outer_lr, sync.outer_momentum) if sync.outer_momentum else None
+        begun = await source.pull_state()
+        values, state = await _follow(source, key_frame, begun, _after_key_frame(source.head), rule)
+        await _check_values(source, values)
+        return values, state
+
+    async def shown(self, source: Source, held: Held | None) -> Float32:
+        """As `GlobalFormat`."""
+        lacking = updates_after(source.head, held)
+        if held is not None and lacking:
+            try:
+                values, _ = await _follow(source, held.values, {}, lacking, None, own=False)
+                await _check_values(source, values)
+                return values
+            except BadPayload:
+                pass  # one of them has gone, or led elsewhere: a key frame begins anew
+        return await self.exact(source)
+
+    def sizes(self, head: Head, elements: int) -> dict[str, int]:
+        """As `GlobalFormat`."""
+        size = payload_bytes(elements, "int8")
+        return {key: size for update in head.updates for key in update.payloads} | super().sizes(head, elements)
+
+
+def _after_key_frame(head: Head) -> tuple[Update, ...]:
+    return head.updates[len(head.updates) - head.behind :]
+
+
+async def _follow(
+    source: Source,
+    theta: Float32,
+    state: OuterState,
+    updates: Sequence[Update],
+    rule: StateRule | None,
+    *,
+    own: bool = True,
+) -> tuple[Float32, OuterState]:
+    """Values and outer state after some updates.
+
+    rule: None: there is no state, or it is not wanted. own: the arrays may be written to.
+    """
+    for update in updates:
+        reader = await source.pull(update.payload, "int8")
+        following = rule
+        if rule is None or update.averaged:
+            state, following = {}, None
+        elif update.merged:
+            merged = await source.pull(update.merged, "int8")
+            state, following = await source.work(gather, rule, state, merged.vector()), None
+        theta, state = await source.work(advance, theta, state, reader.vector(), following, own)
+        own = True
+    return theta, state
+
+
+async def _check_values(source: Source, values: Float32) -> None:
+    digest = await source.work(payload_digest, as_bytes(values), source.sync.chunk_bytes)
+    check(source.head, digest, source.head.digest)

@@ -1,0 +1,385 @@
+"""A run's status (`Status`, JSON-able): for `diloco status`, the HTTP side, the display and the report.
+
+`build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
+tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
+is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
+of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on
+it is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more,
+and the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
+(`pipeline.view.ledger`).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+from diloco.pipeline.bus.ports import START, Bus, Clock
+from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.pacing import Pace, slow_merges
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view.shares import MergedShare, shares
+
+LIVE_S = 5.0
+"""A learner not heard from for this long is not live."""
+
+_RECENT_S = 3600.0
+
+
+class LearnerStatus(TypedDict):
+    """One incarnation of a learner: its last report."""
+
+    id: str
+    incarnation: str
+    live: bool
+    left: bool
+    step: int
+    tokens: int
+    tokens_per_s: float
+    loss: float | None
+    step_s: float
+    versions: list[int]
+    age_s: float
+    """Since the report, by the server's clock."""
+    # A rank of a data-parallel baseline says nothing of these.
+    step_s_median: NotRequired[float]
+    blocked_s: NotRequired[float]
+    wall_s: NotRequired[float]
+    host: NotRequired[str]
+    device: NotRequired[str]
+
+
+class WindowStatus(TypedDict):
+    """A fragment's window, as its owner last published it."""
+
+    state: str
+    attempt: int
+    members: list[str]
+    expected: int
+    quorum: int
+    reason: str
+    doubted: list[str]
+    deadline_in_s: float | None
+    merge_s: float
+
+
+class FragmentStatus(TypedDict):
+    """A fragment's head."""
+
+    id: int
+    version: int
+    digest: str
+    """Hex."""
+    merged_deltas: int
+    merged_tokens: int
+    rejected_tokens: int
+    refused: dict[str, int]
+    """Deltas refused, by reason."""
+    window: WindowStatus
+
+
+class SyncerStatus(TypedDict):
+    """A syncer that is here."""
+
+    id: str
+    leads: bool
+    """It serves fragment 0."""
+    fragments: list[int]
+
+
+class EvaluationStatus(TypedDict):
+    """The newest held-out loss."""
+
+    loss: float
+    tokens: int
+    elapsed_s: float
+    final: bool
+
+
+class TokensLost(TypedDict):
+    """Tokens of the whole model that are not merged, by cause."""
+
+    overwritten: int
+    rejected: int
+    died: int
+    pending: int
+
+
+class Status(TypedDict):
+    """A run's status. The names are what users read at `/status` and from `diloco status --json`."""
+
+    run: str
+    phase: str
+    """Of `Phase`, or "waiting"."""
+    reason: str
+    tokens: int
+    budget_tokens: int
+    progress: float
+    merged_tokens: int
+    merged_share: MergedShare
+    outer_steps: int
+    tokens_lost: TokensLost
+    refused: dict[str, int]
+    """Deltas refused, by reason."""
+    elapsed_s: float
+    learners: list[LearnerStatus]
+    syncers: list[SyncerStatus]
+    fragments: list[FragmentStatus]
+    evaluation: EvaluationStatus | None
+    warnings: list[str]
+
+
+def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
+    report = seen.report
+    return {
+        "id": report.learner,
+        "incarnation": report.incarnation,
+        "live": _is_live(seen, live_s),
+        "left": report.left,
+        "step": report.step,
+        "tokens": report.tokens,
+        "tokens_per_s": report.tokens_per_s,
+        "loss": report.loss,
+        "step_s": report.step_s,
+        "step_s_median": report.step_s_median,
+        "blocked_s": report.blocked_s,
+        "wall_s": report.wall_s,
+        "versions": list(report.versions),
+        "age_s": seen.age_s,
+        "host": report.host,
+        "device": report.device,
+    }
+
+
+def _is_live(seen: SeenReport, live_s: float) -> bool:
+    return not seen.report.left and seen.age_s < live_s
+
+
+def _fragment(head: Head, quorum: int, now_unix_s: float) -> FragmentStatus:
+    window = head.window
+    deadline = window.deadline_unix_s
+    return {
+        "id": head.fragment,
+        "version": head.version,
+        "digest": head.digest.hex(),
+        "merged_deltas": head.merged_deltas,
+        "merged_tokens": head.merged_tokens,
+        "rejected_tokens": head.rejected_tokens,
+        "refused": dict(head.refused),
+        "window": {
+            "state": window.state,
+            "attempt": window.attempt,
+            "members": list(window.members),
+            "expected": window.expected,
+            "quorum": quorum,
+            "reason": window.reason,
+            "doubted": list(window.doubted),
+            "deadline_in_s": None if deadline is None else deadline - now_unix_s,
+            "merge_s": window.merge_s,
+        },
+    }
+
+
+def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
+    """Merged tokens of the whole model: a fragment counts by its share of it."""
+    elements = [fragment.elements for fragment in layout.fragments]
+    return sum(head.merged_tokens * elements[head.fragment] for head in heads) // layout.elements
+
+
+def _crowded(reports: Sequence[SeenReport]) -> list[str]:
+    """Machines on which learners have more threads together than there are cores, and could have fewer."""
+    by_host: dict[str, list[SeenReport]] = {}
+    for seen in reports:
+        if all(seen.report.threads):
+            by_host.setdefault(seen.report.host, []).append(seen)
+    found = []
+    for host, here in sorted(by_host.items()):
+        threads, cores = sum(seen.report.threads[0] for seen in here), max(seen.report.threads[1] for seen in here)
+        each = max(1, cores // len(here))
+        if threads > cores and len(here) > 1 and any(seen.report.threads[0] > each for seen in here):
+            found.append(
+                f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
+                f"start each with --threads {each}"
+            )
+    return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
+
+
+def _tokens(
+    layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head], live_s: float
+) -> tuple[int, int, TokensLost]:
+    """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
+    base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
+    tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
+    merged = overwritten = rejected = unpublished = 0
+    if layout is not None:
+        elements = [fragment.elements for fragment in layout.fragments]
+        total = layout.elements
+        merged = min(tokens, merged_tokens(layout, heads))
+        rejected = min(tokens, sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total)
+        overwritten = sum(seen.report.overwritten for seen in reports) // total
+        dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
+        unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
+    # What a checkpoint lacked of what was trained before it will not come any more.
+    before = 0 if state is None or state.base_merged is None else max(0, base - state.base_merged)
+    rest = max(0, tokens - merged - overwritten - rejected)
+    finished = state is not None and state.phase is Phase.FINISHED
+    died = rest if finished else min(rest, unpublished + before)
+    return tokens, merged, TokensLost(overwritten=overwritten, rejected=rejected, died=died, pending=rest - died)
+
+
+def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
+    """Since the start of the run; of a finished one, up to the last word of a learner."""
+    if state is None:
+        return 0.0
+    silent_s = min((seen.age_s for seen in reports), default=0.0) if state.phase is Phase.FINISHED else 0.0
+    return max(0.0, now_unix_s - silent_s - state.started_unix_s)
+
+
+def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[SyncerStatus]:
+    """Who serves which fragments; the one of fragment 0 leads."""
+    return [
+        {
+            "id": name,
+            "leads": holders[:1] == [nonce],
+            "fragments": [p for p, holder in enumerate(holders) if holder == nonce],
+        }
+        for nonce, name in sorted(syncers.items(), key=lambda item: (item[1], item[0]))
+    ]
+
+
+def _gone(spec: Spec | None, state: RunState | None, heads: Sequence[Head | None], tokens: int) -> str:
+    """What the bus has lost of a run that has trained, and what to do; "" if nothing."""
+    if not tokens or (state is not None and state.phase is Phase.FINISHED):
+        return ""
+    missing = [str(p) for p, head in enumerate(heads) if head is None]
+    if spec is not None and not missing:
+        return ""
+    what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
+    return (
+        f"{what} not on the bus, so nothing is merged there: a syncer that served the run puts back what it knows, its "
+        "learners what they have adopted. If that takes longer than a minute, see that `diloco syncer` runs"
+    )
+
+
+def build_status(
+    run: str,
+    spec: Spec | None,
+    state: RunState | None,
+    reports: Sequence[SeenReport],
+    heads: Sequence[Head | None],
+    evaluation: Evaluation | None,
+    bus_warnings: Sequence[str],
+    now_unix_s: float,
+    live_s: float = LIVE_S,
+    syncers: Mapping[str, str] | None = None,
+    holders: Sequence[str | None] = (),
+) -> Status:
+    """The status from its parts.
+
+    `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held.
+    Before a spec and a state exist the phase is "waiting", and the shape is the same.
+    """
+    present = [head for head in heads if head is not None]
+    layout = layout_of(spec.tensors) if spec is not None else None
+    tokens, merged, lost = _tokens(layout, state, reports, present, live_s)
+    budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
+    quorum = spec.sync.quorum if spec is not None else 0
+    live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})
+    warnings = list(bus_warnings)
+    gone = _gone(spec, state, heads, tokens)
+    warnings += [gone] if gone else []
+    if quorum > live and (state is None or state.phase is Phase.RUNNING):
+        warnings.insert(0, f"quorum {quorum} > {live} live")
+    if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
+        warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
+    doubted = sorted({learner for head in present for learner in head.window.doubted})
+    if doubted and (state is None or state.phase is not Phase.FINISHED):
+        warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")
+    if spec is not None and (state is None or state.phase is Phase.RUNNING):
+        here = [seen for seen in reports if _is_live(seen, live_s)]
+        paces = [Pace(head.fragment, head.version, head.window.merge_s) for head in present]
+        slow = slow_merges(spec.sync, paces, [seen.report.step_s for seen in here], len(syncers or {}))
+        warnings += [slow] if slow else []
+        warnings += _crowded(here)
+    elapsed_s = _elapsed_s(state, reports, now_unix_s)
+    samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
+    merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])
+    refused: Counter[str] = Counter()
+    for head in present:
+        refused.update(head.refused)
+    return {
+        "run": run,
+        "phase": "waiting" if state is None or (gone and state.phase is Phase.RUNNING) else state.phase.value,
+        "reason": gone or ("waiting for a syncer and a learner" if state is None else state.reason),
+        "tokens": tokens,
+        "budget_tokens": budget,
+        "progress": min(1.0, tokens / budget) if budget else 0.0,
+        "merged_tokens": merged,
+        "merged_share": merged_share,
+        "outer_steps": sum(head.version for head in present),
+        "tokens_lost": lost,
+        "refused": dict(sorted(refused.items())),
+        "elapsed_s": elapsed_s,
+        "learners": [_learner(seen, live_s) for seen in reports],
+        "syncers": _syncers(syncers or {}, holders),
+        "fragments": [_fragment(head, quorum, now_unix_s) for head in present],
+        "evaluation": None
+        if evaluation is None
+        else {
+            "loss": evaluation.loss,
+            "tokens": evaluation.tokens,
+            "elapsed_s": evaluation.elapsed_s,
+            "final": evaluation.final,
+        },
+        "warnings": warnings,
+    }
+
+
+async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
+    """The newest one; looks at the last hour first, so that a long run is not read from its start each time."""
+    last: Evaluation | None = None
+    for start in (f"{max(0, int((clock.unix() - _RECENT_S) * 1000))}-0", START):
+        cursor = start
+        while found := await bus.read_evaluations(cursor):
+            cursor, last = found[-1]
+        if last is not None:
+            break
+    return last
+
+
+async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
+    """The status of the bus's run.
+
+    Raises:
+        BusError: the bus cannot be read.
+        BadMessage: what is stored there is not a run of this build.
+    """
+    data = await bus.read_spec()
+    spec = None if data is None else decode(Spec, data)
+    heads: list[Head | None] = []
+    if spec is not None:
+        bus.use_groups(spec.sync.groups)
+        # Totals of heads before those of reports: what was merged was reported as trained earlier.
+        heads = await bus.read_heads(range(spec.sync.fragments))
+    syncers = await bus.read_syncers()
+    holders = await bus.read_leases(range(len(heads)))
+    reports = await bus.read_reports()
+    state = await bus.read_state()
+    evaluation = await _last_evaluation(bus, clock)
+    info = await bus.info()
+    return build_status(
+        bus.keys.run,
+        spec,
+        state,
+        reports,
+        heads,
+        evaluation,
+        info.warnings,
+        clock.unix(),
+        live_s,
+        syncers,
+        holders,
+    )

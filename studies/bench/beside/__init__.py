@@ -1,0 +1,1 @@
+"""Ours beside other programs, each in an environment of its own."""

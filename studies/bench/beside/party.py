@@ -1,0 +1,113 @@
+"""A learner of `bench end-to-end`: the production one around random weights, moved by hand instead of trained.
+
+Commands come line by line on stdin, answers leave as JSON lines on stdout:
+`python -m diloco.studies.bench.beside.party '{"...": ...}'`.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.process import logs
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.learner import Learner
+
+POLL_S = 0.0005
+"""How often it is looked whether a fragment has come; a trainer looks at each of its steps."""
+TENSORS = 64
+MOVED = 1e-2
+"""By this share of itself each weight is moved in a round: more than the step between two bf16 values."""
+
+
+class Weights(nn.Module):
+    """An embedding of a tenth, or of one fragment if that is less, and equal matrices."""
+
+    def __init__(self, elements: int, fragments: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, tensors = 64, max(TENSORS, 2 * fragments)
+        rows = max(1, elements // width)
+        embedded = rows // max(10, fragments)
+        self.embedding = nn.Embedding(max(1, embedded), width, dtype=dtype)
+        rest = [(rows - embedded) // tensors] * tensors
+        rest[0] += rows - embedded - sum(rest)
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width, dtype=dtype)) for n in rest)
+        for number, tensor in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                tensor.normal_(0.0, 0.02, generator=generator)
+
+    @torch.no_grad()
+    def move(self, factor: float) -> None:
+        """Stands for training."""
+        for tensor in self.parameters():
+            tensor.mul_(factor)
+
+
+class Party:
+    """One learner and what it is told."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.number: int = given["number"]
+        self.delay_s: float = given["delay_s"]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
+        self.weights = Weights(given["params"], given["sync"]["fragments"], dtype)
+        self.learner = Learner(
+            self.weights,
+            run=given["run"],
+            redis_url=given["url"],
+            learner_id=f"bench-{self.number}",
+            sync=SyncSettings(**given["sync"]),
+            leave_s=1.0,
+        )
+
+    def prepare(self) -> dict[str, Any]:
+        """Move the weights, each learner by something else."""
+        self.weights.move(1.0 - MOVED * (1 + self.number))
+        return {}
+
+    def round(self) -> dict[str, Any]:
+        """Publish what is due, wait until all of it has come back as the next version, adopt it."""
+        learner = self.learner
+        shared, rounds = learner.joined.shared, learner.joined.training.rounds
+        before = rounds.deltas
+        time.sleep(self.delay_s)
+        while True:
+            began = time.monotonic()
+            learner.step(tokens=1000)
+            published = time.monotonic()
+            if rounds.deltas > before:  # fragments that take turns are not due at every step
+                break
+        count = rounds.deltas - before
+        while len(shared.adoptions) < count:
+            time.sleep(POLL_S)
+        arrived = time.monotonic()
+        learner.step(tokens=1000)
+        adopted = time.monotonic()
+        return {
+            "began": began,
+            "publish_s": published - began,
+            "arrived": arrived,
+            "adopt_s": adopted - arrived,
+            "adopted": adopted,
+            "fragments": count,
+        }
+
+
+def main() -> None:
+    """Join, answer until stdin ends."""
+    logs.configure("warning")
+    party = Party(json.loads(sys.argv[1]))
+    with party.learner:
+        print(dumps({"joined": True}), flush=True)
+        for line in sys.stdin:
+            print(dumps(getattr(party, line.strip())()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

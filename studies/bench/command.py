@@ -1,0 +1,323 @@
+"""`diloco bench`: the commands and their options. What they measure is in `bench`, loaded by that command alone."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+from rich.console import Console
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import Codec, GlobalCodec
+from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
+from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.settings import CHUNK_BYTES
+from diloco.studies.bench import codec
+from diloco.studies.bench.beside import command as bench_compare
+from diloco.studies.bench.figures import Spread, check_files, show_machine, shown, table, write_json
+from diloco.studies.bench.machine import describe
+from diloco.studies.goodput.commands.options import whole
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Benchmarks on this machine: medians of several rounds, least and most, beside what the machine could do.",
+)
+
+
+@app.callback()
+def _stop_cleanly() -> None:
+    """Ctrl-C, SIGTERM or SIGHUP ends the processes that were started and removes what they left."""
+    interrupt_at_end_signals()
+    outlive_readers()  # an hour's measurements may go to files too
+
+
+Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
+Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
+Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
+Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8, int4 or e3m0")]
+Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
+Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
+Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
+Aofs = Annotated[
+    Literal["off", "on", "both"],
+    typer.Option(
+        "--aof", help="The embedded Redis keeps an append-only file (synced every second); both: one after another"
+    ),
+]
+Url = Annotated[
+    str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
+]
+Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
+
+
+def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
+    if name not in allowed:
+        raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
+    return name
+
+
+def _count(text: str, option: str) -> int:
+    (found,) = whole(text, option)
+    return found
+
+
+def _pictures(plot: Path | None) -> ModuleType | None:
+    if plot is None:
+        return None
+    try:
+        return importlib.import_module("diloco.studies.bench.pictures")
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
+
+
+def _learners(command: str) -> None:
+    """Whether torch is here, which learners need."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"`diloco bench {command}` needs torch: pip install 'diloco[learner]'")
+
+
+class _Out:
+    """Where a benchmark's figures go: the console, and the files that were asked for."""
+
+    def __init__(self, json_file: Path | None, plot: Path | None) -> None:
+        """Before anything is measured, since a mistake shows here."""
+        check_files(json_file, plot)
+        self.console, self._json, self._plot, self.drawing = Console(), json_file, plot, _pictures(plot)
+
+    def write(self, kind: str, given: Any, redis: str, found: Mapping[str, Any], **more: Any) -> None:
+        """The machine, and all as JSON."""
+        machine = describe(redis)
+        show_machine(self.console, machine)
+        report = {"benchmark": kind, "settings": asdict(given), "machine": machine, **more, **found}
+        write_json(self._json, report)
+
+    def show(self, title: str, by_way: Mapping[str, Mapping[str, Spread]]) -> None:
+        """A column for each way in which the same was measured; one may lack figures that another has."""
+        names = dict.fromkeys(name for found in by_way.values() for name in found)
+        rows = ((name, *(shown(one[name]) if name in one else "-" for one in by_way.values())) for name in names)
+        ways = list(by_way) if len(by_way) > 1 else ["median (least - most)"]
+        self.console.print(table(title, ("", *ways), rows))
+
+    def draw(
+        self, title: str, by_way: Mapping[str, Mapping[str, Spread]], unit: str, drawn: Callable[[str], bool]
+    ) -> None:
+        """A panel of bars for each way, with the figures whose names are to be drawn."""
+        if self.drawing:
+            panels = {
+                f"{unit}, {way}" if way else unit: {name: one for name, one in found.items() if drawn(name)}
+                for way, found in by_way.items()
+            }
+            self.drawing.bars(panels, title, self._plot)
+
+    def ladder(self, title: str, found: Mapping[str, Any]) -> None:
+        """Figures against numbers of fragments."""
+        if self.drawing:
+            self.drawing.ladder(found, title, self._plot)
+
+
+@app.command("end-to-end")
+def end_to_end(
+    params: Params = "10e6",
+    fragments: Fragments = 1,
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    momentum: Momentum = 0.0,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
+    ] = False,
+    rounds: Rounds = 5,
+    chunk_bytes: Chunk = CHUNK_BYTES,
+    spread: Annotated[
+        float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
+    ] = 0.0,
+    global_codec: Globals = "fp32",
+    link: Annotated[
+        float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
+    ] = 0.0,
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Type of the learners' parameters; globals are fp32 in any case")
+    ] = "fp32",
+    warm_up: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds before those that count; default: two for each fragment", show_default=False),
+    ] = None,
+    aof: Aofs = "off",
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """From the last publish to the global adopted by all: real Redis, syncer and learners (which do not train).
+
+    redis_floor_ratio: the time over the floor of the same round: the same bytes through the same server by a C client,
+    and the merge's memory traffic at the speed of copies on all cores.
+
+    Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
+    """
+    out = _Out(json_file, plot)
+    _learners("end-to-end")
+    measuring = importlib.import_module("diloco.studies.bench.end_to_end")
+    case = measuring.Case(
+        *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
+        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up),
+    )
+    ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
+    passes = {way: measuring.measure(case, out.console, redis_url, way == "on") for way in ways}
+    by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
+    found, note = next(iter(by_way.values())), passes[ways[0]][1]
+    what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
+    what += f", globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
+    what += ", parameters in bf16" if dtype == "bf16" else ""
+    title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
+    out.show(title, by_way)
+    share = "not known" if note["merged_share"] is None else f"{note['merged_share']:.0%}"
+    out.console.print(f"floor: {note['floor_client']}; merged share of what was trained: {share}", highlight=False)
+    if link:
+        out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
+    more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
+    out.write("end-to-end", case, note["redis_version"], found, aof=aof, **note, **more)
+    seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
+    out.draw(title, by_way, "seconds", lambda name: name in seconds)
+
+
+@app.command()
+def merge(
+    params: Annotated[str, typer.Option(metavar="N", help="Elements of the fragment")] = "8e6",
+    learners: Learners = 8,
+    wire: Wire = "bf16",
+    momentum: Momentum = 0.9,
+    rounds: Rounds = 7,
+    side: Annotated[int, typer.Option(min=2, help="Rows and columns of the matrices that a Muon step takes")] = 768,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies."""
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("diloco.studies.bench.merging")
+    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side)
+    found = measuring.measure(sizes, out.console)
+    title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
+    out.show(title, {"": found})
+    out.write("merge", sizes, "not used", found)
+    out.draw(title, {"": found}, "GB/s of deltas", lambda name: name.endswith("gb_per_s"))
+
+
+@app.command()
+def transport(
+    params: Annotated[str, typer.Option(metavar="N", help="fp32 elements of the payload")] = "12.5e6",
+    chunk_bytes: Chunk = CHUNK_BYTES,
+    rounds: Rounds = 7,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("diloco.studies.bench.transport")
+    payload = measuring.Payload(_count(params, "params"), chunk_bytes, rounds)
+    found, version = measuring.measure(payload, out.console, redis_url, aof)
+    title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
+    out.show(title, {"": found})
+    out.write("transport", payload, version, found, aof=aof)
+    out.draw(title, {"": found}, "GB/s", lambda name: name.endswith("gb_s"))
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help="tiny, small, base, medium or large (100M)")] = "large",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a training step")] = 128,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
+    out = _Out(json_file, plot)
+    _learners("step")
+    measuring = importlib.import_module("diloco.studies.bench.stepping")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    given = measuring.Training(model, interval, fragments, _wire(wire), tokens, rounds)
+    by_way = {"as it is": measuring.measure(given, out.console, redis_url)}
+    if compiled:
+        by_way["compiled"] = measuring.measure(replace(given, compile=True), out.console, redis_url)
+    found, more = by_way["as it is"], {"compiled": by_way["compiled"]} if compiled else {}
+    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {tokens} tokens a step"
+    out.show(title, by_way)
+    out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
+    out.draw(title, by_way, "seconds a step", lambda name: name in ("with_s", "without_s"))
+
+
+@app.command()
+def cost(
+    steps: Annotated[str, typer.Option(metavar="MS,MS,...", help="Lengths of a step in ms")] = "1,10,100",
+    model: Annotated[
+        str, typer.Option(help="tiny, small, base, medium or large (100M): what is synchronised")
+    ] = "tiny",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of a second, with the learner and without it each")] = 15,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
+    out = _Out(json_file, plot)
+    _learners("cost")
+    lengths = tuple(map(float, whole(steps, "steps")))
+    measuring = importlib.import_module("diloco.studies.bench.cost")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    given = measuring.Loops(model, interval, fragments, _wire(wire), lengths, rounds)
+    found = measuring.measure(given, out.console, redis_url)
+    title = f"A learner beside a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop alone"
+    figures = {"added_share": "added", "blocked_share": "inside step()", "deltas_per_s": "deltas a second"}
+    rows = ((case, *(shown(one[name]) for name in figures)) for case, one in found.items())
+    out.console.print(table(title, ("loop", *figures.values()), rows))
+    out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
+    out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
+
+
+@app.command()
+def window(
+    params: Params = "10e6",
+    fragments: Annotated[str, typer.Option(metavar="P,P,...", help="Numbers of fragments")] = "1,2,4,8,16,32",
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    rounds: Rounds = 5,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
+    out = _Out(json_file, plot)
+    _learners("window")
+    measuring = importlib.import_module("diloco.studies.bench.windows")
+    counts = whole(fragments, "fragments")
+    given = measuring.Ladder(_count(params, "params"), counts, learners, _wire(wire), rounds)
+    found = measuring.measure(given, out.console, redis_url, aof)
+    title = f"Windows: {given.params / 1e6:g}M parameters, {learners} learners, {wire}"
+    rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
+    out.console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
+    out.write("window", given, "embedded" if redis_url is None else "given", {"by_fragments": found}, aof=aof)
+    out.ladder(title, found)
+
+
+app.command("codec")(codec.main)
+app.command("compare")(bench_compare.main)

@@ -1,0 +1,1 @@
+"""`diloco simulate`: its commands, tables and pictures."""

@@ -1,0 +1,118 @@
+"""What a run needs, and how it fares on mixed hardware: bandwidth, a plan, two studies of the paper."""
+
+from dataclasses import asdict
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.needs import layers_of
+from diloco.pipeline.units import Amount, Span
+from diloco.plan import choices
+from diloco.studies.goodput import bandwidth as links
+from diloco.studies.goodput import studies
+from diloco.studies.goodput.commands.options import Files, Pictured, one, one_whole
+from diloco.studies.goodput.constants import Constants
+from diloco.studies.goodput.plan import plan as make_plan
+from diloco.studies.goodput.table import standard_error
+
+
+def bandwidth(params: str, step_time: str, layers: int, files: Pictured) -> None:
+    """`diloco simulate bandwidth`."""
+    console = Console()
+    files.check()
+    size, step_s = one(params, Amount, "params"), one(step_time, Span, "step-time")
+    model = links.Model(size, step_s, layers or layers_of(size))
+    found = links.table(model)
+    about = f"{size / 1e9:g}B parameters, {step_s:g} s a step"
+    shown = Table(title=f"Gbit/s for so much compute utilisation: {about}, {model.layers} layers, H = {links.INTERVAL}")
+    for name in ("", *(f"{target} %" for target in links.TARGETS)):
+        shown.add_column(name, justify="right" if name else "left")
+    for name, needs in found.items():
+        shown.add_row(name, *("more" if rate is None else f"{rate:.1f}" for rate in needs.values()))
+    console.print(shown)
+    regions = {link: links.speed_up(links.REGIONS, link * 1e9) for link in links.REGION_LINKS_GBIT_S}
+    across = Table(title="12B over 4 regions: times faster than data-parallel (paper: over 20 on 2-5 Gbit/s)")
+    for name in ("", *(f"{link:g} Gbit/s" for link in regions)):
+        across.add_column(name, justify="right" if name else "left")
+    across.add_row("decoupled, 4-bit", *(f"{times:.0f}" for times in regions.values()))
+    console.print(across)
+    rows = [{"method": name, "gbit_s": {str(t): rate for t, rate in needs.items()}} for name, needs in found.items()]
+    given = {"params": size, "step_time_s": step_s, "layers": model.layers, "interval": links.INTERVAL}
+    files.write(rows, {**given, "regions_12b_times_faster": {f"{link:g}": times for link, times in regions.items()}})
+    curves = {
+        name: (
+            list(links.GRID_GBIT_S),
+            [100 * links.utilisation(model, method, rate * 1e9) for rate in links.GRID_GBIT_S],
+            None,
+        )
+        for name, method in links.METHODS.items()
+    }
+    files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), about, scales=("log", "linear"))
+
+
+def plan(constants: Constants, chips: str, codec: str, global_codec: str, files: Files) -> None:
+    """`diloco simulate plan`."""
+    console = Console()
+    files.check()
+    count = one_whole(chips, "chips")
+    made = make_plan(constants, count, codec, global_codec)
+    console.print(choices(made, f"{count:,} chips, {constants.params / 1e9:g}B parameters"))
+    console.print(
+        f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
+        f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
+        f"{made.lines()}"
+    )
+    for warning in made.warnings:
+        console.print(f"warning: {warning}")
+    if files.json_file:
+        files.json_file.write_text(dumps(asdict(made), indent=1) + "\n")
+    Files(None, files.csv_file).write([asdict(made) | {"warnings": "; ".join(made.warnings)}], {})
+
+
+def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Pictured) -> None:
+    """`diloco simulate mixed`."""
+    console = Console()
+    files.check()
+    given = constants.model_fields_set
+    world = constants.model_copy(update={k: v for k, v in studies.MIXED.items() if k not in given})
+    runs = [studies.mixed(world, learners, days, seed) for seed in range(seeds)]
+    shown = Table(title=f"{learners} learners, {round(world.older_learners * learners)} of them slower")
+    for name in ("", "goodput", "the paper's", "learners a merge", "overwritten", "grace"):
+        shown.add_column(name)
+    rows = []
+    for name, paper in studies.MIXED_PAPER.items():
+        mine = [run[name] for run in runs]
+        m = studies.Mixed(*map(fmean, zip(*mine, strict=True)))
+        errors = {"goodput_stderr": standard_error([r.goodput for r in mine])}
+        errors["mean_participants_stderr"] = standard_error([r.mean_participants for r in mine])
+        rows.append({"way": name, **m._asdict(), **errors, "paper": paper})
+        texts = f"{m.goodput:.1%}", f"{paper:.0%}", f"{m.mean_participants:.2f}", f"{m.overwritten:.1%}"
+        shown.add_row(name, *texts, f"{m.mean_grace_s:.2f} s")
+    console.print(shown)
+    files.write(rows, {"constants": world.model_dump(mode="json"), "learners": learners, "days": days, "seeds": seeds})
+    bars = {
+        "goodput": {r["way"]: (r["goodput"], r["goodput_stderr"]) for r in rows},
+        "learners in a merge / M": {
+            r["way"]: (r["mean_participants"] / learners, r["mean_participants_stderr"] / learners) for r in rows
+        },
+    }
+    files.draw("bars", bars, ("", "share"), "Mixed hardware")
+
+
+def scavenge(files: Pictured) -> None:
+    """`diloco simulate scavenge`."""
+    files.check()
+    rows = studies.rows()
+    shown = Table(title="time of a run relative to one without extra compute (in brackets: the paper's)")
+    for name in ("extra compute", "data-parallel", "decoupled"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        texts = (f"{row[name]:.2f} ({row[f'paper, {name}']:.2f})" for name in ("data-parallel", "decoupled"))
+        shown.add_row(f"+{row['extra']:.0%}", *texts)
+    Console().print(shown)
+    files.write(rows, {"share": studies.SCAVENGED_SHARE, "comm": studies.DATA_PARALLEL_COMM})
+    x = [100 * row["extra"] for row in rows]
+    series = {name: (x, [row[name] for row in rows], None) for name in rows[0] if name != "extra"}
+    files.draw("lines", series, ("extra compute (%)", "relative time"), "Scavenging")

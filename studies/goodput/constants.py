@@ -1,0 +1,104 @@
+"""Every assumption of the simulator in one class, each with its source or the word 'calibrated'. Pure.
+
+'Paper' is arXiv:2604.21428. 'Calibrated': found by `diloco simulate calibrate` from the 150k and 1.2M columns of the
+paper's table. 'Assumed': neither published nor fitted; the default leaves the paper's table as it is. What a real run
+has a default for that the paper does not give is that default.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from diloco.pipeline.methods import PAPER
+from diloco.pipeline.needs import Site
+from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
+from diloco.pipeline.units import YEAR_S, Span
+
+USUAL = defaults(SyncSettings) | defaults(SyncerSettings)
+"""A real run's defaults."""
+
+
+class Constants(Site):
+    """What the simulated world is like. Durations are seconds of wall time."""
+
+    # --- interruptions
+    mtbi: Span = Field(YEAR_S, gt=0, description="Mean time between interruptions of a chip. Paper: 1 year")
+    slice_chips: int = Field(
+        64, ge=1, description="Chips that leave and return together, the unit of resizing. Assumed"
+    )
+    repair: Literal["weibull", "constant", "trace"] = Field(
+        "weibull", description="Distribution of the time until a struck slice is back. Paper: exponentiated Weibull"
+    )
+    repair_mean: Span = Field(
+        30.0, gt=0, description="Its mean. Assumed: the paper's table tells 20 s from 60 s by no more than its rounding"
+    )
+    repair_shape: float = Field(0.8, gt=0, description="Weibull shape; below 1 the tail is heavy. Assumed")
+    repair_power: float = Field(
+        2.0, gt=0, description="Exponent of the Weibull's distribution function; above 1, few very short ones. Assumed"
+    )
+    repair_trace: Path | None = Field(None, description="File of repair times, s, one a line, drawn from at random")
+    host_mtbi: Span = Field(0.0, description="Mean time between failures of a whole host; 0: none. Assumed")
+    host_chips: int = Field(8, ge=1, description="Chips of a host; its slice is struck. Assumed")
+    rack_mtbi: Span = Field(0.0, description="Mean time between failures of a whole rack; 0: none. Assumed")
+    rack_chips: int = Field(256, ge=1, description="Chips of a rack. Assumed")
+    region_mtbi: Span = Field(0.0, description="Mean time between outages of a whole region; 0: none. Assumed")
+    region_repair: Span = Field(3600.0, gt=0, description="Length of such an outage. Assumed")
+    regions: int = Field(4, ge=1, description="Regions over which chips, or whole learners, are spread. Assumed")
+
+    # --- what a job does about them
+    gather: Span = Field(
+        9.6,
+        description="From the first interruption or return until the pause that deals with it: the other slices train "
+        "on, and what else happens joins the same pause. Calibrated",
+    )
+    detect: Span = Field(
+        0.0, description="Time lost before each pause after an interruption, in which all slices hang. Assumed"
+    )
+    down: Span = Field(18.0, description="Pause of an elastic job to go on with fewer slices. Calibrated")
+    up: Span = Field(18.0, description="Pause of an elastic job to take slices back. Calibrated, as long as `down`")
+    restart: Span = Field(
+        70.0, description="A job without elasticity: from the last slice's return until it trains again. Calibrated"
+    )
+    checkpoint_every: Span = Field(
+        0.0,
+        description="A job without elasticity: training time between checkpoints; what came after the last one is "
+        "done again. 0: every step, to host memory. Paper: learners copy the model to host RAM after each step",
+    )
+    checkpoint_write: Span = Field(0.0, description="Time that each checkpoint stops the training. Assumed")
+
+    # --- chips and steps
+    speed_spread: float = Field(
+        0.0, ge=0, lt=1, description="Standard deviation of slices' step times, as share. Assumed"
+    )
+    step_jitter: float = Field(
+        0.0, ge=0, le=10, description="Each inner step of a learner is up to this share longer, at random. Assumed"
+    )
+    older_learners: float = Field(0.0, ge=0, le=1, description="Share of the learners on an older generation. Assumed")
+    older_slowdown: float = Field(0.0, ge=0, le=10, description="How much longer their steps are, as share. Assumed")
+
+    # --- the protocol
+    sync_interval: int = Field(PAPER["sync_interval"], ge=1, description="H of decoupled learners. Paper: 24")
+    fragments: int = Field(PAPER["fragments"], ge=1, le=1024, description="P. Paper: 24")
+    quorum: int = Field(PAPER["quorum"], ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
+    overlap_steps: int = Field(PAPER["overlap_steps"], ge=0, description="tau. Paper: 2")
+    grace_gamma: float = Field(
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. A real run's"
+    )
+    diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
+    liveness: Span = Field(
+        USUAL["liveness_s"], gt=0, description="A learner silent for this long is not waited for. The syncer's own"
+    )
+    lease: Span = Field(USUAL["lease_s"], gt=0, description="How long a lease lasts. The syncer's own")
+    syncers: int = Field(2, ge=1, le=64, description="Syncers that share the fragments. Assumed")
+    syncer_mtbi: Span = Field(0.0, description="Mean time between failures of a syncer; 0: none. Assumed")
+    syncer_repair: Span = Field(60.0, gt=0, description="How long it is away then. Assumed")
+
+    # --- the network between learners and syncers
+    wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")
+    global_bits: float = Field(
+        32, ge=1, le=32, description="Bits of an element of a global, as learners pull it. Assumed"
+    )
+    link_trace: Path | None = Field(
+        None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"
+    )

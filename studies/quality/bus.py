@@ -1,0 +1,41 @@
+"""A party's connection to the bus in memory, whose calls take virtual time. asyncio."""
+
+import asyncio
+from collections.abc import Sequence
+
+from diloco.pipeline.bus.ports import Clock
+from diloco.pipeline.payload.chunks import Encoded, size
+from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
+
+RUN = "lab"
+
+
+class LabBus(MemoryBus):
+    """Each call takes `latency_s`, and chunks the time their bytes need; closed, it fails (its party is dead)."""
+
+    def __init__(self, clock: Clock, store: MemoryStore, latency_s: float, link_mb_s: float | None) -> None:
+        super().__init__(RUN, clock, store)
+        self._latency_s = latency_s
+        self._byte_s = 0.0 if link_mb_s is None else 1e-6 / link_mb_s
+
+    async def _turn(self) -> None:
+        if self._latency_s:
+            await asyncio.sleep(self._latency_s)
+        await super()._turn()
+
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
+        """They arrive together, when the last one is there."""
+        await self._transfer(chunks)
+        await super().write_chunks(key, first, chunks, ttl_s)
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes | memoryview]:
+        """They are there when the last one is."""
+        chunks = await super().read_chunks(key, first, limit, block_s, extend_s)
+        await self._transfer(chunks)
+        return chunks
+
+    async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
+        if self._byte_s and chunks:
+            await asyncio.sleep(self._byte_s * sum(map(size, chunks)))

@@ -1,0 +1,148 @@
+"""`diloco lab`: run experiments and show their results. Neither torch nor matplotlib is loaded before it is needed."""
+
+import importlib
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.output import outlive_readers
+from diloco.studies.quality.report import Table, markdown, table_of
+from diloco.studies.quality.settings import Experiment, LabRun, read_experiment, settings_help
+from diloco.studies.quality.store import Store
+from diloco.studies.quality.summary import RunName, RunSummary, decode, encode
+from diloco.studies.quality.sweep import News, sweep
+
+OUT = Path("runs/lab")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quality experiments: real gradients in virtual time, under the production protocol.",
+)
+
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="Experiment files (TOML); see `diloco lab settings`")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of results; experiments may share one")]
+
+
+@app.command()
+def run(
+    files: Files,
+    out: Out = OUT,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time (default: cores // threads)")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each run")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is to do")] = False,
+) -> None:
+    """Do all runs of experiments that are not done yet.
+
+    A result is kept as soon as it is there, under a digest of the run's settings, data and code: started again, only
+    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest.
+
+    Example: diloco lab run docs/quality/methods.toml
+    """
+    experiments, store = [read_experiment(file) for file in files], Store(out)
+    runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
+    missing = list({store.path(one): one for one in runs if store.read(one) is None}.values())
+    console = Console(stderr=True)
+    console.print(f"{len(runs)} runs, {len(missing)} to do; results in {out}")
+    if dry_run or not missing:
+        return
+    if find_spec("torch") is None:
+        raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
+    names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
+    raise typer.Exit(_sweep(console, names, missing, out, jobs or max(1, usable_cores() // threads), threads, device))
+
+
+def _sweep(
+    console: Console, names: dict[LabRun, str], runs: Sequence[LabRun], out: Path, jobs: int, threads: int, device: str
+) -> int:
+    """Do runs with a progress bar; the exit status."""
+    outlive_readers()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shares, failed, done = [0.0] * len(runs), 0, 0
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("runs", total=len(runs))
+
+        def heard(news: News) -> None:
+            shares[news.run] = news.share
+            last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
+            bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
+
+        for number, result in sweep(runs, out, jobs=jobs, threads=threads, device=device, heard=heard):
+            shares[number] = 1.0
+            bar.update(task, completed=sum(shares))
+            if isinstance(result, DilocoError):
+                failed += 1
+                console.print(f"failed  {names[runs[number]]}: {result}", style="red", markup=False)
+            else:
+                done += 1
+                console.print(
+                    f"{result['final']['value']:.4f}  {result['wall_s']:.0f} s  {names[runs[number]]}", markup=False
+                )
+    left = len(runs) - done - failed
+    console.print(f"{done} done, {failed} failed, {left} left" + ("; the same command goes on" if left else ""))
+    return 1 if failed or done < len(runs) else 0
+
+
+@app.command()
+def report(
+    files: Files,
+    out: Out = OUT,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE.csv", help="Read this CSV instead of a folder of results")
+    ] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE.csv", help="Also keep the summaries here; other runs' lines in it stay"),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
+    any_code: Annotated[
+        bool, typer.Option(help="Show results of other versions of the code where there are none")
+    ] = False,
+) -> None:
+    """Print tables (Markdown) of what experiments have given so far; what was not run says so.
+
+    Example: diloco lab report docs/quality/methods.toml --from docs/quality/results.csv --plot methods.png
+    """
+    kept, store = ({} if source is None else _read_csv(source)), Store(out)
+
+    def table(experiment: Experiment) -> Table:
+        if source is None:
+            return table_of(experiment, lambda row, run: store.summary(run, any_code))
+        return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
+
+    tables = [table(read_experiment(file)) for file in files]
+    typer.echo("\n".join(map(markdown, tables)), nl=False)
+    if csv_file is not None:
+        before = _read_csv(csv_file) if csv_file.exists() else {}
+        csv_file.write_text(encode(before | {name: one for table in tables for name, one in table.named()}))
+    if plot is not None:
+        try:
+            drawer = importlib.import_module("diloco.studies.quality.plot")
+        except ModuleNotFoundError as error:
+            raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
+        drawer.draw(tables, plot)
+
+
+def _read_csv(path: Path) -> dict[RunName, RunSummary]:
+    try:
+        return decode(path.read_text())
+    except (OSError, UnicodeDecodeError, UsageError) as error:
+        raise UsageError(f"cannot read summaries {path}: {error}") from error
+
+
+@app.command()
+def settings() -> None:
+    """List all that an experiment file may say of a run: name, default, allowed words, meaning."""
+    typer.echo(settings_help())

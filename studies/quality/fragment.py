@@ -1,0 +1,92 @@
+"""A global fragment of the lab: production's, with another outer step or another fate of stale deltas where a run asks
+for it. Pure: numpy only."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.messages.head import MergedBase
+from diloco.studies.quality.outer import RULES, Memory, Merge
+from diloco.studies.quality.settings import LabRun
+from diloco.syncer.merging.draft import Draft
+from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, Stepped
+from diloco.syncer.merging.norms import delta_norms
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Stale:
+    """What became of deltas whose base was one before the present one, all fragments."""
+
+    deltas: int = 0
+    dropped_tokens: Counter[int] = field(default_factory=Counter)
+    """Fragment -> tokens of those that were left out; its head counts them as merged."""
+
+
+class LabFragment(FragmentState):
+    """As production's, where `outer` is production's and `stale` is off."""
+
+    def __init__(self, run: LabRun, stale: Stale, *state: Any) -> None:
+        """state: as `FragmentState`."""
+        super().__init__(*state)
+        self._run, self._stale = run, stale
+        self._before = self.theta
+        """Values at the version before this one; of the first one, its own."""
+        self._memory: Memory = {}
+        self._next: tuple[Memory, int, int] = ({}, 0, 0)
+        """Memory, stale deltas and dropped tokens of the merge in hand, for when it is committed."""
+
+    def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
+        """As production's; stale deltas fare as the run says, unless there are no others."""
+        stale = [d.offer.header for d in deltas if self._is_stale(d)]
+        taken, dropped = list(deltas), 0
+        if self._run.stale == "drop" and len(stale) < len(deltas):
+            taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
+        elif self._run.stale == "rebase":
+            taken = [self._rebased(d) if self._is_stale(d) else d for d in deltas]
+        if draft is not None and stale and self._run.stale is not None:
+            draft.discard_sum()  # the stale ones may be in it as they came
+        merged = super().merge(taken, before, draft)
+        self._next = (self._next[0], len(stale), dropped)
+        return merged
+
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
+        """The run's outer step; where production only averages, its step."""
+        lr, mu = self.outer(deltas)
+        self._next = ({}, 0, 0)
+        averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
+        if self._run.outer not in RULES or averages:
+            return super().step(deltas, shares, draft)
+        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
+        reduced = draft.sum.close(values, norms, shares)
+        squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
+        spread = squares / reduced.norm**2 if reduced.norm else 1.0
+        step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
+        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread)
+        draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
+        for vector in draft.outer_state.values():
+            vector.fill(0)  # a rule keeps its own
+        draft.begin(self.theta, self.outer_state, lr, mu).written(self.layout.elements)
+        self._next = (memory, 0, 0)
+        return Stepped(draft.theta, draft.outer_state, reduced)
+
+    def advance(self, merged: Merged) -> None:
+        """The commit succeeded."""
+        self._before = self.theta
+        super().advance(merged)
+        self._memory, stale, dropped = self._next
+        self._stale.deltas += stale
+        self._stale.dropped_tokens[self.layout.id] += dropped
+
+    def _is_stale(self, delta: Delta) -> bool:
+        return delta.offer.header.base_version < self.version
+
+    def _rebased(self, delta: Delta) -> Delta:
+        """Its learner's values, measured from the present base: base - values = delta + base - base before."""
+        values = np.asarray(delta.values[:], np.float32) + (self.theta - self._before)
+        return Delta(delta.offer, values, delta_norms(self.layout, values))

@@ -1,0 +1,140 @@
+"""Tables of an experiment's summaries: rows of runs that differ in their seeds only. Pure: summaries in, text out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, stdev
+from typing import Any
+
+from diloco.studies.quality.settings import Experiment, LabRun, Row
+from diloco.studies.quality.summary import RunName, RunSummary
+
+
+@dataclass(slots=True)
+class Line:
+    """One row of the table."""
+
+    row: Row
+    summaries: dict[int, RunSummary]
+    """By seed, of those of its runs that were done."""
+
+    @property
+    def label(self) -> str:
+        """RunName of the row."""
+        return self.row.label
+
+    @property
+    def done(self) -> bool:
+        """At least one of its runs was done."""
+        return bool(self.summaries)
+
+    @property
+    def values(self) -> list[float]:
+        """Final measures."""
+        return [one.value for one in self.summaries.values()]
+
+    @property
+    def mid(self) -> float:
+        """Median over the seeds."""
+        return median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over the seeds; 0 for a single one."""
+        return stdev(self.values) if len(self.summaries) > 1 else 0.0
+
+
+@dataclass(slots=True)
+class Table:
+    """An experiment with what is known of it."""
+
+    experiment: Experiment
+    lines: list[Line]
+
+    @property
+    def measure(self) -> str:
+        """What the values are."""
+        return next((one.measure for _, one in self.named()), "value")
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Direction of the measure."""
+        return next((one.higher_is_better for _, one in self.named()), False)
+
+    def named(self) -> Iterator[tuple[RunName, RunSummary]]:
+        """All summaries, in the order of the rows."""
+        for line in self.lines:
+            for seed, one in line.summaries.items():
+                yield RunName(self.experiment.name, line.label, seed), one
+
+    def best(self) -> list[Line]:
+        """Of the rows that differ in `best_of` only, the best one by its median."""
+        chosen: dict[tuple[Any, ...], Line] = {}
+        for line in self.lines:
+            others = {n: v for n, v in line.row.swept.items() if n not in self.experiment.best_of}
+            key = (line.row.variant, repr(others))
+            held = chosen.get(key)
+            if held is None or (line.done and (not held.done or self._better(line.mid, held.mid))):
+                chosen[key] = line
+        return list(chosen.values())
+
+    def reference(self, line: Line) -> Line | None:
+        """The reference's best row that a line is compared with: where it can, one with the line's learners."""
+        of_it = [other for other in self.best() if other.row.variant == self.experiment.reference and other.done]
+        same = [other for other in of_it if _shape(other) == _shape(line)]
+        best = None
+        for other in same or of_it:
+            if best is None or self._better(other.mid, best.mid):
+                best = other
+        return best
+
+    def _better(self, a: float, b: float) -> bool:
+        return a > b if self.higher_is_better else a < b
+
+
+def _shape(line: Line) -> tuple[object, ...]:
+    run: LabRun = line.row.runs[0]
+    return run.task, run.model, run.learners, run.steps, run.batch, run.fail_every_s is None
+
+
+def table_of(experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None]) -> Table:
+    """An experiment with what `find` knows of its runs; None: not done."""
+    lines = []
+    for row in experiment.rows:
+        found = ((run.seed, find(row, run)) for run in row.runs)
+        lines.append(Line(row, {seed: one for seed, one in found if one is not None}))
+    return Table(experiment, lines)
+
+
+def markdown(table: Table) -> str:
+    """Tables as Markdown: all rows, and each row's best of what the experiment names."""
+    experiment, parts = table.experiment, []
+    parts.append(f"### {experiment.name}\n\n{experiment.question}\n")
+    if experiment.best_of:
+        parts.append(f"Best {', '.join(experiment.best_of)} of each:\n\n{_rows(table, table.best())}\n\nAll:\n")
+    parts.append(_rows(table, table.lines))
+    return "\n".join(parts) + "\n"
+
+
+def _rows(table: Table, lines: Sequence[Line]) -> str:
+    versus = f" against {table.experiment.reference} |" if table.experiment.reference else ""
+    head = f"| run | {table.measure}: median | +- | seeds |{versus} tokens merged | goodput | virtual h |"
+    rule = "|---" * (head.count("|") - 1) + "|"
+    return "\n".join([head, rule, *(_row(table, line) for line in lines)])
+
+
+def _row(table: Table, line: Line) -> str:
+    reference = table.reference(line)
+    if not line.done:
+        cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
+        cells += [""] if table.experiment.reference else []
+        return f"| {' | '.join([*cells, '', '', ''])} |"
+    summaries = list(line.summaries.values())
+    done, of = len(summaries), len(line.row.runs)
+    cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
+    if table.experiment.reference:
+        cells.append("" if reference is None else f"{100 * (line.mid / reference.mid - 1):+.2f} %")
+    merged = [one.merged_share for one in summaries if one.merged_share is not None]
+    cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
+    cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")
+    cells.append(f"{mean(one.virtual_s for one in summaries) / 3600:.2f}")
+    return f"| {' | '.join(cells)} |"

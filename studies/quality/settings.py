@@ -1,0 +1,373 @@
+"""What an experiment is: a TOML file with settings, in which a list means a sweep. Pure: pydantic only.
+
+    question = "Which outer optimizer?"
+    reference = "data-parallel"          # variant that the others are compared with
+    best_of = ["lr"]                     # the report also shows each row at its best of these
+
+    [settings]                           # for every run; lists are swept, crossed with each other
+    learners = 4
+    seed = [0, 1, 2]                     # seeds of one row are its error bars
+
+    [[variants]]                         # bundles of settings that belong together; each is swept on its own
+    name = "data-parallel"
+    method = "data-parallel"
+    lr = [2e-3, 4e-3]
+
+`LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's digest: so a new option
+that is off by default leaves the results of earlier runs valid.
+"""
+
+import itertools
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, WeightsName
+from diloco.pipeline.messages.wire import OuterName as Production
+from diloco.pipeline.methods import METHODS, RunMethod
+from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
+from diloco.workers.trainer.models.sizes import SIZES
+
+Method = Literal[RunMethod, "single"]
+OuterName = Literal["nesterov", "muon", "delayed", "agreement", "extrapolated", "schedule-free"]
+MOST_RUNS = 10_000
+
+_WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
+"""What the papers' learners do and those of `diloco run` do not."""
+PRESETS: dict[str, dict[str, Any]] = {
+    **{name: {**method.settings, **_WAITING.get(name, {})} for name, method in METHODS.items()},
+    "single": {},
+}
+"""What a method means where a file does not say otherwise."""
+USUAL = defaults(SyncSettings) | defaults(TrainerSettings)
+"""A real run's defaults, which are the lab's."""
+
+
+class LabRun(BaseModel):
+    """One run: what is trained, by which method, in which world. Names that `diloco run` has mean the same here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # --- what is trained -----------------------------------------------------------------------------
+    task: Literal["text", "digits", "images"] = Field("text", description="What is learnt")
+    model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
+    experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
+    experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
+    balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
+    data: str = Field(
+        USUAL["data"],
+        description="Text file or folder, or 'stdlib'; for images a folder with a folder of them for each class",
+    )
+    image_size: int = Field(32, ge=8, le=1024, description="What images are made to be, pixels a side")
+    patch_size: int = Field(4, ge=1, description="Pixels a side of what the ViT sees as one token")
+    seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
+    eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
+    evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
+    seed: int = Field(USUAL["seed"], ge=0, description="Of the parameters, the data's order and the world")
+    # --- by whom, and for how long -------------------------------------------------------------------
+    method: Method = Field("decoupled", description="How learners come together")
+    learners: int = Field(4, ge=1, le=256, description="M")
+    steps: int = Field(400, ge=1, description="Inner steps of each learner: the budget is M x steps x batch")
+    batch: int = Field(USUAL["batch"], ge=1, description="Examples in an inner step of one learner")
+    # --- inner optimizer -----------------------------------------------------------------------------
+    lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
+    min_lr_ratio: float = Field(
+        USUAL["min_lr_ratio"], ge=0, le=1, description="Learning rate at the end, as share of the peak"
+    )
+    warmup: float = Field(USUAL["warmup"], ge=0, lt=1, description="Warm-up, as share of the run's progress")
+    weight_decay: float = Field(USUAL["weight_decay"], ge=0, description="AdamW weight decay on matrices")
+    clip: float = Field(USUAL["clip"], gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
+    beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
+    eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
+    # --- synchronisation -----------------------------------------------------------------------------
+    fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
+    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H")
+    quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
+    overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")
+    grace_gamma: float = Field(
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
+    )
+    codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
+    global_codec: GlobalCodec | None = Field(
+        None, description="Globals as learners pull them; off: fp32. int8: updates"
+    )
+    merge: MergeName = Field(
+        USUAL["merge"],
+        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean",
+    )
+    weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
+    outer_lr: float = Field(USUAL["outer_lr"], gt=0, le=100, description="Outer learning rate")
+    outer_momentum: float = Field(USUAL["outer_momentum"], ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(
+        USUAL["outer_warmup"], ge=0, description="First outer steps of each fragment that average only"
+    )
+    outer: OuterName = Field(
+        USUAL["outer"],
+        description="Outer optimizer: production's nesterov or muon, or one for research (studies/quality/outer.py)",
+    )
+    outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
+    stale: Literal["drop", "rebase"] | None = Field(
+        None,
+        description="What becomes of a delta whose base is the one before the present one. off: merged as it is; drop: "
+        "left out of the merge; rebase: its learner's values are merged, measured from the present base",
+    )
+    first_interval: int = Field(
+        USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
+    )
+    doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
+    wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
+    adopt: Literal["overwrite", "blend", "carry"] = Field(
+        "overwrite",
+        description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
+        "mixed with it (Streaming DiLoCo); carry: the global and the steps made since the snapshot",
+    )
+    mixing: float = Field(0.5, ge=0, lt=1, description="Share of the local fragment that blend keeps")
+    # --- the world -----------------------------------------------------------------------------------
+    step_s: float = Field(1.0, gt=0, description="Virtual time of an inner step")
+    slowdown: float = Field(0.0, ge=0, le=100, description="Every second learner's steps take longer by this share")
+    jitter: float = Field(0.0, ge=0, le=100, description="Each step takes longer by up to this share, at random")
+    latency_s: float = Field(0.01, ge=0, description="Time of a call to the bus")
+    link_mb_s: float | None = Field(None, gt=0, description="Megabytes a second between a party and the bus")
+    fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
+    fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
+    moments: Literal["own", "peer", "fresh"] = Field("peer", description="Whose moments a learner comes back with")
+    resize_s: float = Field(10.0, ge=0, description="Pause of elastic data-parallel when its size changes")
+    elastic: bool = Field(True, description="Data-parallel goes on with fewer; if not, it stops until all are back")
+    late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
+    scavengers: int | None = Field(
+        None, ge=1, le=256, description="Learners besides the M, there for a part of the run: the budget stays"
+    )
+    scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
+    scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LabRun":
+        if self.quorum == "all":
+            object.__setattr__(self, "quorum", self.learners)
+        elif self.quorum > self.learners:
+            raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
+        if self.experts is not None and self.task != "text":
+            raise ValueError("experts are for task='text'")
+        if self.task == "images" and self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
+        if self.late_join_s is not None and self.learners < 2:
+            raise ValueError("late_join_s needs 2 learners or more")
+        if self.global_codec == "int8" and self.outer not in get_args(Production):
+            raise ValueError("global_codec='int8' publishes production's outer step: it goes with no other 'outer'")
+        if self.scavengers is not None and not self.elastic:
+            raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
+        return self
+
+    @property
+    def decoupled(self) -> bool:
+        """It runs the protocol; else it is one loop."""
+        return self.method not in ("data-parallel", "single")
+
+    @property
+    def scavenge_until_s(self) -> float:
+        """When scavengers are taken away."""
+        return math.inf if self.scavenge_s is None else self.scavenge_from_s + self.scavenge_s
+
+    @property
+    def members(self) -> int:
+        """Learners that are ever there, failures aside."""
+        return 1 if self.method == "single" else self.learners + (self.scavengers or 0)
+
+    @property
+    def budget_examples(self) -> int:
+        """Examples of all learners together."""
+        return self.steps * self.batch * (1 if self.method == "single" else self.learners)
+
+    def sync_spec(self, tokens: int) -> SyncSpec:
+        """The protocol's constants, with a budget in tokens."""
+        assert isinstance(self.quorum, int)  # noqa: S101  # by the validator
+        return SyncSpec(
+            fragments=self.fragments,
+            sync_interval=self.sync_interval,
+            quorum=self.quorum,
+            overlap_steps=self.overlap_steps,
+            grace_gamma=self.grace_gamma,
+            codec=self.codec,
+            global_codec=self.global_codec or USUAL["global_codec"],
+            merge=self.merge,
+            weights=self.weights or USUAL["weights"],
+            outer="muon" if self.outer == "muon" else "nesterov",
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
+            outer_warmup=self.outer_warmup,
+            first_interval=self.first_interval,
+            doubling=self.doubling,
+            tokens=tokens,
+            groups=USUAL["groups"],
+            chunk_bytes=USUAL["chunk_bytes"],
+        )
+
+    def relevant(self) -> dict[str, Any]:
+        """The settings that decide this run's result: those its method looks at, without what is off."""
+        given = self.model_dump(exclude_none=True)
+        left_out = set() if self.decoupled else set(PROTOCOL)
+        if self.task != "text":
+            left_out.add("seq_len")
+        if self.task == "digits":
+            left_out |= {"data", "eval_tokens"}
+        if self.task != "images":
+            left_out |= {"image_size", "patch_size"}
+        if self.experts is None:
+            left_out |= {"experts_a_token", "balance"}
+        if self.method == "single":
+            left_out |= {*LEARNERS_ONLY, "slowdown"}
+        if self.fail_every_s is None:
+            left_out |= {"fail_down_s", "resize_s", "elastic"}
+            left_out |= {"moments"} if self.late_join_s is None else set()
+        if self.scavengers is None:
+            left_out |= {"scavenge_from_s"}
+        elif not self.decoupled:
+            left_out -= {"resize_s", "elastic"}
+        if self.decoupled:
+            left_out |= {"resize_s", "elastic"}
+        if not self.first_interval:
+            left_out.add("doubling")
+        if self.outer != "delayed":
+            left_out.add("outer_delay")
+        if self.adopt != "blend":
+            left_out.add("mixing")
+        return {name: value for name, value in given.items() if name not in left_out}
+
+
+PROTOCOL = (
+    *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
+    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
+)
+"""Settings that a single loop does not look at."""
+LEARNERS_ONLY = (
+    *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
+    *("scavengers", "scavenge_from_s", "scavenge_s"),
+)
+
+
+class Row(BaseModel):
+    """Runs that differ in their seeds only."""
+
+    model_config = ConfigDict(frozen=True)
+
+    variant: str
+    swept: dict[str, Any]
+    """What its sweeps gave it, but for the seed."""
+    runs: tuple[LabRun, ...]
+
+    @property
+    def label(self) -> str:
+        """For tables and legends."""
+        return ", ".join([self.variant, *(f"{name}={value}" for name, value in self.swept.items())])
+
+
+class Experiment(BaseModel):
+    """A file, read and checked."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    question: str
+    reference: str | None
+    best_of: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def runs(self) -> list[LabRun]:
+        """All runs, each once."""
+        return list(dict.fromkeys(run for row in self.rows for run in row.runs))
+
+
+def read_experiment(path: Path) -> Experiment:
+    """An experiment file.
+
+    Raises:
+        UsageError: not readable, an unknown name, a value out of bounds: says where, and what is allowed.
+    """
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read experiment {path}: {error}") from error
+    known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}
+    for name, value in table.items():
+        if name not in known:
+            raise UsageError(f"{path}: unknown {name!r} at the top; known are {', '.join(known)} (settings go below)")
+        if not isinstance(value, known[name]):
+            raise UsageError(f"{path}: {name} must be a {known[name].__name__}, and is {value!r}")
+    settings, variants = table.get("settings", {}), table.get("variants", [{"name": path.stem}])
+    rows: list[Row] = []
+    for number, given in enumerate(variants):
+        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+            raise UsageError(f"{path}: variant {number + 1} needs a name")
+        variant = dict(given)
+        rows += _rows(path, variant.pop("name"), {**settings, **variant})
+        if sum(len(row.runs) for row in rows) > MOST_RUNS:
+            raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
+    names = [given["name"] for given in variants]
+    if len(set(names)) < len(names):
+        raise UsageError(f"{path}: two variants have the same name")
+    reference, best_of = table.get("reference"), table.get("best_of", [])
+    if reference is not None and reference not in names:
+        raise UsageError(f"{path}: reference={reference!r} is no variant; there are {', '.join(names)}")
+    if wrong := [name for name in best_of if name not in LabRun.model_fields]:
+        raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
+    return Experiment(
+        name=path.stem,
+        question=table.get("question", ""),
+        reference=reference,
+        best_of=tuple(best_of),
+        rows=tuple(rows),
+    )
+
+
+def _rows(path: Path, variant: str, given: Mapping[str, Any]) -> Iterator[Row]:
+    """A variant's sweeps crossed with each other, in the file's order; seeds stay together."""
+    where = f"{path}, variant {variant!r}"
+    for name, value in given.items():
+        if name not in LabRun.model_fields:
+            raise UsageError(f"{where}: unknown setting {name!r}; known are {', '.join(sorted(LabRun.model_fields))}")
+        if value == []:
+            raise UsageError(f"{where}: {name} is an empty list: there is nothing to run")
+    swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
+    seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
+    for values in itertools.product(*swept.values()):
+        chosen = dict(zip(swept, values, strict=True))
+        runs = [_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]
+        yield Row(variant=variant, swept=chosen, runs=tuple(runs))
+
+
+def _run(where: str, given: Mapping[str, Any]) -> LabRun:
+    method = given.get("method", LabRun.model_fields["method"].default)
+    preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
+    dense = given.get("task", "text") == "text" and given.get("experts") is None
+    if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
+        preset["fragments"] = min(preset["fragments"], size.tensors)
+    try:
+        return LabRun(**{**preset, **given})
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors(include_url=False):
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            shown = f"{name}={problem['input']!r}: " if name else ""
+            known = name in LabRun.model_fields
+            about = f" ({LabRun.model_fields[name].description})" if known else ""
+            lines.append(f"{where}: {shown}{problem['msg']}{about}")
+        raise UsageError("\n".join(dict.fromkeys(lines))) from error
+
+
+def settings_help() -> str:
+    """All settings with defaults and meaning, one a line."""
+    lines = []
+    for name, info in LabRun.model_fields.items():
+        choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
+        words = [choice for choice in choices if isinstance(choice, str)]
+        allowed = f" [{', '.join(words)}]" if words else ""
+        lines.append(f"{name} = {'off' if info.default is None else info.default}{allowed}: {info.description}")
+    return "\n".join(lines)

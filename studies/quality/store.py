@@ -1,0 +1,79 @@
+"""Results in a folder, one file a run, named by what decides the result: settings, data and code.
+
+So a run that was done is never done again, for whichever experiment, and a result of other code is never taken for
+one of this code.
+"""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from diloco.pipeline.files.strict_json import dumps
+from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.source import code_digest
+from diloco.studies.quality.summary import RunSummary, summary_of
+from diloco.studies.quality.tasks import images
+from diloco.workers.trainer.data.text import open_text
+
+Result = dict[str, Any]
+
+
+def settings_digest(run: LabRun) -> str:
+    """Of all that a run is told, and of the data it finds."""
+    told = dumps(run.relevant(), sort_keys=True)
+    return xxhash.xxh3_64_hexdigest(f"{told} {data_fingerprint(run)}".encode())
+
+
+def data_fingerprint(run: LabRun) -> str:
+    """Of a run's data, as they are on this machine; nothing where they come with a library."""
+    if run.task == "images":
+        return images.fingerprint(run.data)
+    return _text_fingerprint(run.data) if run.task == "text" else ""
+
+
+@cache
+def _text_fingerprint(data: str) -> str:
+    return open_text(data).fingerprint
+
+
+def code_of(run: LabRun) -> str:
+    """Digest of the code that decides a run's result."""
+    return code_digest("diloco.studies.quality.decoupled" if run.decoupled else "diloco.studies.quality.synchronous")
+
+
+class Store:
+    """A folder of results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, run: LabRun) -> Path:
+        """Where a run's result lies, or would."""
+        return self.folder / f"{settings_digest(run)}-{code_of(run)}.json"
+
+    def read(self, run: LabRun, any_code: bool = False) -> Result | None:
+        """A run's result, or None. `any_code`: the newest of another code, if there is none of this one."""
+        found = [path] if (path := self.path(run)).exists() else []
+        if not found and any_code:
+            found = sorted(self.folder.glob(f"{settings_digest(run)}-*.json"), key=lambda p: p.stat().st_mtime)
+        if not found:
+            return None
+        result: Result = json.loads(found[-1].read_text())
+        return result
+
+    def summary(self, run: LabRun, any_code: bool = False) -> RunSummary | None:
+        """What tables need of a run's result; as `read`."""
+        result = self.read(run, any_code)
+        return None if result is None else summary_of(result)
+
+    def write(self, run: LabRun, result: Result) -> None:
+        """Keep a result; whole, or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(run)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(dumps(result))
+        partial.replace(path)

@@ -1,0 +1,148 @@
+"""What tables and pictures need of a run, and the CSV that keeps it beside a page. Pure: text in, text out.
+
+A line of the CSV is named by its experiment, its row of the report and its seed. Raw results stay in their folder.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import number
+
+COLUMNS = (
+    *("experiment", "run", "seed", "measure", "better", "value"),
+    *("merged_share", "overwritten_share", "stale_share", "goodput", "virtual_s", "curve"),
+)
+BETTER = {"more": True, "less": False}
+MOST_MARKS = 15
+"""Of a curve, in the CSV."""
+
+
+class Mark(NamedTuple):
+    """A point of a curve."""
+
+    tokens: int
+    """Trained by all learners until then."""
+    virtual_s: float
+    value: float
+
+
+class RunName(NamedTuple):
+    """Whose summary it is."""
+
+    experiment: str
+    run: str
+    """Label of the row."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run, in short."""
+
+    measure: str
+    """What the values are, with their unit."""
+    higher_is_better: bool
+    value: float
+    """At the end."""
+    merged_share: float | None
+    """Of the trained tokens; None where there is no protocol, as for the other two shares."""
+    overwritten_share: float | None
+    stale_share: float | None
+    """Of the merged deltas."""
+    goodput: float
+    virtual_s: float
+    curve: tuple[Mark, ...]
+
+
+def summary_of(result: Mapping[str, Any]) -> RunSummary:
+    """Of a raw result, as `Recorder.result` has it."""
+    return RunSummary(
+        measure=result["measure"],
+        higher_is_better=result["higher_is_better"],
+        value=number(result["final"]["value"]),
+        merged_share=result.get("merged_share"),
+        overwritten_share=result.get("overwritten_share"),
+        stale_share=result.get("stale_share"),
+        goodput=result["goodput"],
+        virtual_s=result["virtual_s"],
+        curve=tuple(Mark(p["tokens"], p["virtual_s"], number(p["measures"]["value"])) for p in result["points"]),
+    )
+
+
+def encode(summaries: Mapping[RunName, RunSummary]) -> str:
+    """A CSV, experiments in the order of their names; eight digits of what tables show, five of a thinned curve."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for name, one in sorted(summaries.items(), key=lambda item: item[0].experiment):
+        better = "more" if one.higher_is_better else "less"
+        shares = (one.merged_share, one.overwritten_share, one.stale_share)
+        curve = ";".join(f"{tokens} {virtual_s:.5g} {value:.5g}" for tokens, virtual_s, value in _thinned(one.curve))
+        cells = ["" if share is None else f"{share:.4g}" for share in shares]
+        ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
+        writer.writerow((*name, one.measure, better, *ends, curve))
+    return text.getvalue()
+
+
+def decode(text: str) -> dict[RunName, RunSummary]:
+    """What `encode` wrote.
+
+    Raises:
+        UsageError: other columns, or a line that is none; says which.
+    """
+    lines = csv.reader(io.StringIO(text))
+    if (found := tuple(next(lines, ()))) != COLUMNS:
+        raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
+    summaries = {}
+    for line in lines:
+        try:
+            name, one = _summary(*line)
+        except (TypeError, ValueError, KeyError) as error:
+            raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
+        summaries[name] = one
+    return summaries
+
+
+def _summary(
+    experiment: str,
+    run: str,
+    seed: str,
+    measure: str,
+    better: str,
+    value: str,
+    merged: str,
+    overwritten: str,
+    stale: str,
+    goodput: str,
+    virtual_s: str,
+    curve: str,
+) -> tuple[RunName, RunSummary]:
+    return RunName(experiment, run, int(seed)), RunSummary(
+        measure=measure,
+        higher_is_better=BETTER[better],
+        value=float(value),
+        merged_share=_share(merged),
+        overwritten_share=_share(overwritten),
+        stale_share=_share(stale),
+        goodput=float(goodput),
+        virtual_s=float(virtual_s),
+        curve=tuple(_mark(*point.split(" ")) for point in curve.split(";")),
+    )
+
+
+def _thinned(curve: Sequence[Mark]) -> Sequence[Mark]:
+    """Every n-th mark, counted from the last one."""
+    every = -(-len(curve) // MOST_MARKS)
+    return curve[(len(curve) - 1) % every :: every]
+
+
+def _share(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
+def _mark(tokens: str, virtual_s: str, value: str) -> Mark:
+    return Mark(int(tokens), float(virtual_s), float(value))

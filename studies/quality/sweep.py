@@ -1,0 +1,154 @@
+"""Many runs over several processes; each result is kept as soon as it is there. Ctrl-C keeps what is done."""
+
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.process.cores import one_blas_thread
+from diloco.pipeline.process.lifecycle import end_signals, ignore_hangup, two_phases
+from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.store import Result, Store
+
+LOOK_S = 0.2
+
+
+class LabProcessDied(DilocoError):
+    """Not by an error of its own."""
+
+
+class News(NamedTuple):
+    """What is known of a run under way."""
+
+    run: int
+    """Index in the list of runs."""
+    share: float
+    """Of its budget."""
+    last: float
+    """Last measure; not a number before the first."""
+
+
+def sweep(
+    runs: Sequence[LabRun],
+    folder: Path,
+    *,
+    jobs: int,
+    threads: int,
+    device: str,
+    heard: Callable[[News], None] = lambda news: None,
+) -> Iterator[tuple[int, Result | DilocoError]]:
+    """Do these runs; yields (index, result or why there is none) as they end, and keeps the results in `folder`.
+
+    On Ctrl-C runs under way are given up within a step, and the iterator ends. A second one ends the process.
+
+    Raises:
+        LabProcessDied: the system killed one.
+    """
+    context = multiprocessing.get_context("spawn")
+    # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
+    os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
+    with (
+        _interrupted(context) as (stop, news),
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
+    ):
+        doing: dict[Future[Result | DilocoError | None], int] = {
+            pool.submit(_run, number, run, folder, device): number for number, run in enumerate(runs)
+        }
+        while doing:
+            done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            with_news = _drain(news)
+            for one in with_news:
+                heard(one)
+            for future in done:
+                number = doing.pop(future)
+                try:
+                    result = future.result()
+                except BrokenProcessPool as error:
+                    raise LabProcessDied(
+                        "a process was killed, perhaps for want of memory: try fewer --jobs. What is done is kept"
+                    ) from error
+                if result is not None:
+                    yield number, result
+            if stop.is_set():
+                for future in list(doing):
+                    if future.cancel():
+                        del doing[future]
+
+
+def _drain(news: Any) -> list[News]:
+    found = []
+    while True:
+        try:
+            found.append(news.get_nowait())
+        except queue.Empty:
+            return found
+
+
+@contextmanager
+def _interrupted(context: Any) -> Iterator[tuple[Any, Any]]:
+    """An event that the first signal to end sets, while a second one interrupts; and a queue for news."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in end_signals()}
+    ignore_hangup()  # for Python's tracker of what processes share, which starts here
+    stop, news = context.Event(), context.Queue()
+    handle = two_phases(stop.set, interrupt)
+    for number in before:
+        signal.signal(number, lambda number, frame: handle(number))
+    try:
+        yield stop, news
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- in a process of its own -----------------------------------------------------------------------------
+
+_stop: Any = None
+_news: Any = None
+
+
+def _begin(stop: Any, news: Any, threads: int) -> None:
+    global _stop, _news  # what a process of the pool has in common over its runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and so is the terminal
+    ignore_hangup()
+    import torch
+
+    torch.set_num_threads(threads)
+    one_blas_thread()
+    _stop, _news = stop, news
+
+
+def _run(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
+    """One run; None: asked to stop."""
+    from diloco.studies.quality.curve import Stopped
+    from diloco.studies.quality.engine import train
+
+    told = 0.0
+
+    def progress(share: float, last: float) -> bool:
+        nonlocal told
+        if share >= told:
+            told = share + 0.01
+            _news.put(News(number, share, last))
+        return not _stop.is_set()
+
+    if _stop.is_set():
+        return None
+    try:
+        result = train(run, device, progress)
+    except Stopped:
+        return None
+    except DilocoError as error:
+        return error
+    Store(folder).write(run, result)
+    return result

@@ -1,0 +1,1 @@
+"""What the lab trains: text, handwritten digits, folders of images."""

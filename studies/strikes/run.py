@@ -1,0 +1,202 @@
+"""A real run on this machine under planned strikes, and the evidence of what it leaves.
+
+    launcher (this process): proxy, monkey, key usage ──▶ Redis (append-only file)
+      └─ spawner ──forks──▶ learners, syncers, evaluator ──TCP, a door each──▶ proxy
+
+It ends when `--for` is over, the budget is spent, or at Ctrl-C: then nobody is struck any more, all strikes are undone,
+the run drains as any other, and what it left is audited. A second Ctrl-C ends everything at once, without an audit.
+"""
+
+import asyncio
+import os
+import time
+from contextlib import ExitStack, suppress
+from typing import Literal
+
+from diloco.launcher.display import Screen
+from diloco.launcher.folder import Folder
+from diloco.launcher.launch import Children, environment, threads_for
+from diloco.launcher.locate import open_bus
+from diloco.launcher.report import Outcome
+from diloco.options import ChaosProcess
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.key_usage import KeyUsage
+from diloco.pipeline.bus.redis_key_usage import RedisKeyUsage, connect_key_usage
+from diloco.pipeline.errors import BusError, DilocoError
+from diloco.pipeline.messages.shards import ShardQueue
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.payload.codec import chunk_count
+from diloco.pipeline.process import lifecycle
+from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
+from diloco.pipeline.waiting import first_of
+from diloco.studies.strikes.audit import Evidence
+from diloco.studies.strikes.evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
+from diloco.studies.strikes.growth import Scale
+from diloco.studies.strikes.launch import StruckLauncher, patiently
+from diloco.studies.strikes.monkey import REDIS, Monkey
+from diloco.studies.strikes.proxy import Proxy
+from diloco.studies.strikes.report import Facts
+from diloco.studies.strikes.schedule import Manner, Party, Rule, draw
+from diloco.studies.strikes.spawner import Spawner
+
+CENSUS_S = 1.0
+REPLACED_S = 130.0
+"""A replaced global lives on for two minutes."""
+
+
+class Count:
+    """Counts what is on the bus every second."""
+
+    def __init__(self, key_usage: RedisKeyUsage) -> None:
+        self._key_usage = key_usage
+        self.samples: list[KeyUsage] = []
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        while True:
+            with suppress(BusError):  # it is struck
+                self.samples.append(await self._key_usage.take())
+            await asyncio.sleep(CENSUS_S)
+
+
+async def _strike(launcher: StruckLauncher, monkey: Monkey, asked: asyncio.Event, for_s: float) -> None:
+    """Strike from when all is under way until the time is over, the run ends or the user asks for it."""
+    await first_of(launcher.under_way, launcher.ending, asked)
+    if not launcher.under_way.is_set():
+        return
+    async with asyncio.TaskGroup() as group:
+        group.create_task(monkey.run())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(for_s):
+                await first_of(launcher.ending, launcher.merged_enough, asked)
+        monkey.relent()
+
+
+async def run(
+    settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until_merged: int | None = None
+) -> tuple[Facts, Evidence]:
+    """Strike a run for a time at most, or until so many tokens are merged.
+
+    Raises:
+        DilocoError: it could not be struck, or read afterwards; nothing is left running.
+    """
+    asked, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
+    lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
+    fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
+    threads = threads_for(settings.learners, settings.threads)
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
+        folder.make(settings)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
+        stack.enter_context(spawner)
+        screen = stack.enter_context(Screen())
+        screen.note(f"output folder {folder.path}")
+        async with Proxy(server.socket_path) as proxy, open_bus(server.url, settings.run) as bus:
+            await asyncio.to_thread(spawner.wait_until_ready)
+            children = stack.enter_context(Children(folder.logs, spawner.child))
+            others = {REDIS: server.pid} if server.pid else {}
+            launcher = StruckLauncher(settings, folder, server.url, bus, children, screen, others, proxy)
+            launcher.until_merged = until_merged
+            names = [f"learner-{number}" for number in range(settings.learners)]
+            names += [f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"]
+            for name in names:
+                await proxy.add(name)
+            key_usage = await connect_key_usage(server.url, settings.run)
+            count = Count(key_usage)
+            counting = asyncio.create_task(count.follow())
+
+            def note(text: str) -> None:
+                screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
+
+            monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
+            launcher.start()
+            stop = asyncio.Event()
+            watching = asyncio.create_task(launcher.watch(stop))
+            striking = asyncio.create_task(_strike(launcher, monkey, asked, for_s))
+            try:
+                await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():  # by its budget, or by an error
+                    watching.result()
+                await striking
+                screen.note("no more strikes: the run comes to its end")
+                stop.set()
+                await watching
+                await launcher.wind_down()
+                outcome = await patiently(launcher.gather, for_s, None)
+                if outcome is None or not launcher.under_way.is_set():
+                    raise DilocoError(f"stopped before all learners trained: nothing was struck; logs in {folder.logs}")
+                queue = await patiently(bus.read_shards)
+                left = left_running(os.getpid(), {server.pid, spawner.pid})
+            finally:
+                for one in (counting, watching, striking):
+                    one.cancel()
+                await asyncio.gather(counting, watching, striking, return_exceptions=True)
+                await key_usage.close()
+    facts = Facts(
+        outcome=outcome,
+        seed=settings.seed,
+        plan={manner.value: getattr(settings, manner.value) for manner in Manner},
+        began_s=launcher.began_s,
+        ended_s=launcher.ended_s,
+        steps=read_step_times(folder.learners),
+        learners=settings.learners,
+        lease_s=settings.lease_s,
+        sync_interval=settings.sync_interval,
+        missed=monkey.missed,
+        late_s=monkey.late_s,
+        stopped=asked.is_set(),
+    )
+    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, count.samples, left)
+
+
+def _evidence(
+    settings: ChaosProcess,
+    folder: Folder,
+    launcher: StruckLauncher,
+    monkey: Monkey,
+    outcome: Outcome,
+    queue: ShardQueue,
+    key_usage: list[KeyUsage],
+    left: list[str],
+) -> Evidence:
+    layout = outcome.layout
+    assert layout is not None  # noqa: S101  # of a run with a syncer
+    killed = [one.party for one in monkey.history if one.manner is Manner.KILL]
+    shards = read_shards_per_epoch(folder.logs)
+    elements = max(fragment.elements for fragment in layout.fragments)
+    scale = Scale(
+        learners=settings.learners,
+        fragments=settings.fragments,
+        chunks=chunk_count(elements, "fp32", settings.chunk_bytes),
+        lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
+        syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
+        replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
+        updates=max(settings.key_frame_interval, KEPT_UPDATES),
+        shards=shards,
+    )
+    return Evidence(
+        layout=layout,
+        records=outcome.records,
+        ledger_inputs=outcome.ledger_inputs,
+        strikes=monkey.history,
+        tail_lost=settings.lose_tail,
+        shards=read_shard_notes(folder.logs),
+        queue=queue,
+        shards_per_epoch=shards if settings.log_level == "debug" else 0,
+        key_usage=key_usage,
+        scale=scale,
+        endings=launcher.endings,
+        left_running=left,
+    )
+
+
+def _most_within(times_s: list[float], span_s: float) -> int:
+    """Most of the times that lie within a span of this length."""
+    most = first = 0
+    for last, at in enumerate(times_s):
+        while times_s[first] < at - span_s:
+            first += 1
+        most = max(most, last - first + 1)
+    return most

@@ -1,0 +1,334 @@
+"""The merge, fast: `algorithm.pseudogradient` in float32 and in blocks (paper, RDA). Pure numpy.
+
+A merge rule is a class here and a line in `RULES`, and beside it a plain function and a line in
+`algorithm.MERGE_RULES`, which says what it means. `wire` has its name; `test_algorithm.py` tells what is missing of a
+new one, and holds its class to its function.
+
+Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
+the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits, however many
+of them were summed (`Sum.add`) before the last one was here.
+
+Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
+bits on every machine, and so are numpy's sums of a row's elements (its length), in numpy's own order
+(`test_merge.py` has it). Any other reduction (a tensor's length) sums in an order that the machine's libraries
+choose: the same to about 1e-7. Such reductions enter the elementwise work as factors, so a merge can be repeated bit
+for bit from recorded ones.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from diloco.pipeline.fragments import FragmentLayout, Slot
+from diloco.pipeline.messages.wire import MergeRule, WeightsName
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import Vector
+from diloco.syncer.algorithm import CANCELLED, WEIGHTS
+from diloco.syncer.merging.norms import BLOCK, Float32, Float64, squares
+
+_NO_DIRECTION = 1e-30
+"""A delta shorter than this has no direction: in bf16 and float32 it is rounding noise."""
+
+ROWS_BLOCK = 32 * 1024
+"""Elements of whole rows that are merged at a time, in float64: a few arrays of so many stay in the cache."""
+
+MOST_SHARE = 2.0**20
+"""No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
+
+Finish = Callable[[int, int], None]
+"""Called with (start, stop) of each block of the pseudogradient once it is what it will be, from front to back. It is
+in the cache then, and may be overwritten."""
+
+
+# --- merge weights --------------------------------------------------------------------------------------
+
+
+def merge_shares(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> tuple[float, ...]:
+    """`algorithm.merge_weights` but for their common factor, which is known once all are in.
+
+    In shares of the first contribution, which has 1; or of the largest, if that has over `MOST_SHARE`. So those of the
+    first few are known before the others are here. Single float64 operations: the same bits on every machine.
+    """
+    raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counters]
+    of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
+    return tuple(one / of for one in raw)
+
+
+# --- merge rules ------------------------------------------------------------------------------------------
+
+
+class Terms(NamedTuple):
+    """Some contributions to one tensor."""
+
+    deltas: Sequence[Vector]
+    """Each (elements,) of the whole fragment."""
+    lengths: Sequence[float]
+    """L2 norm of each in this tensor."""
+    shares: Sequence[float]
+
+
+class Closed(NamedTuple):
+    """One tensor's pseudogradient, measured on the way."""
+
+    squares: float
+    """Sum of its squares."""
+    direction: float = 0.0
+    """L2 norm of the weighted mean of directions; 0 where the whole tensor is not merged by its direction."""
+
+
+class Rule(Protocol):
+    """Contributions to one tensor: added as they come, the last ones when the tensor is closed."""
+
+    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+        """The tensor is out[slot.start : slot.stop]; scratch: (block,) for whoever works at the moment."""
+
+    def add(self, terms: Terms) -> None:
+        """Sum these too."""
+
+    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+        """Sum the rest and make the pseudogradient.
+
+        Args:
+            rest: what was not added; may be empty.
+            scale: 1 / sum of all shares.
+            recorded: `Closed.direction` of an earlier merge to scale by, instead of the one measured here.
+            finish: called for each block.
+        """
+
+
+class _Running:
+    """Sum of factor * delta, in float32, in the tensor's own place."""
+
+    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+        self._slot, self._out, self._scratch = slot, out, scratch
+        self._count = 0
+
+    def add(self, deltas: Sequence[Vector], factors: Sequence[float]) -> Iterator[tuple[int, int, Float32]]:
+        """Add these, block by block: yields (start, stop) and the block of each once they are in it."""
+        begun = self._count
+        self._count += len(deltas)
+        for start, stop in _blocks(self._slot.start, self._slot.stop):
+            block, term = self._out[start:stop], self._scratch[: stop - start]
+            for number, (delta, factor) in enumerate(zip(deltas, factors, strict=True), begun):
+                part, into = delta[start:stop], term if number else block
+                if part.dtype != np.float32:
+                    np.copyto(into, part)
+                    part = into
+                if factor != 1.0 or (part is not into and not number):
+                    np.multiply(part, factor, out=into)
+                    part = into
+                if number:
+                    np.add(block, part, out=block)
+            yield start, stop, block
+
+
+class Mean:
+    """`algorithm.mean`."""
+
+    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+        self._sum = _Running(slot, out, scratch)
+
+    def add(self, terms: Terms) -> None:
+        """As `Rule`."""
+        for _ in self._sum.add(terms.deltas, terms.shares):
+            pass
+
+    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+        """As `Rule`, in one pass."""
+        found = 0.0
+        for start, stop, block in self._sum.add(rest.deltas, rest.shares):
+            if scale != 1.0:
+                np.multiply(block, scale, out=block)
+            found += squares(block)
+            finish(start, stop)
+        return Closed(found)
+
+
+class Rda:
+    """`algorithm.rda`."""
+
+    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+        self._sum, self._slot, self._out = _Running(slot, out, scratch), slot, out
+        self._lengths: list[float] = []
+
+    def add(self, terms: Terms) -> None:
+        """As `Rule`."""
+        for _ in self._added(terms):
+            pass
+
+    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+        """As `Rule`. The length of the mean direction is known after one pass, so the scaling is another one."""
+        found = 0.0
+        for *_, block in self._added(rest):
+            found += squares(block)
+        measured = scale * math.sqrt(found)
+        direction = measured if recorded is None else recorded
+        length = scale * math.fsum(self._lengths)
+        factor = scale * (length / direction) if direction > CANCELLED else 0.0
+        for start, stop in _blocks(self._slot.start, self._slot.stop):
+            np.multiply(self._out[start:stop], factor, out=self._out[start:stop])
+            finish(start, stop)
+        return Closed(found * factor * factor, measured)
+
+    def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
+        both = list(zip(terms.shares, terms.lengths, strict=True))
+        self._lengths += [share * length for share, length in both]
+        factors = [share / length if length > _NO_DIRECTION else 0.0 for share, length in both]
+        return self._sum.add(terms.deltas, factors)
+
+
+class RdaRow:
+    """`algorithm.rda_row`. Sums are in float64, since short rows nearly cancel far oftener than tensors."""
+
+    def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
+        self._slot, self._out = slot, out
+        self._columns = (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
+        self._rows: _Rows | None = None
+
+    def add(self, terms: Terms) -> None:
+        """As `Rule`."""
+        if self._rows is None:
+            self._rows = _Rows.zero((self._slot.stop - self._slot.start) // self._columns, self._columns)
+        for start, stop in self._row_blocks():
+            self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
+
+    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+        """As `Rule`."""
+        found = 0.0
+        for start, stop in self._row_blocks():
+            first, last = self._numbers(start, stop)
+            rows = _Rows.zero(last - first, self._columns) if self._rows is None else self._rows.part(first, last)
+            self._add(rest, rows, start, stop)
+            rows.merged(scale, self._out[start:stop].reshape(-1, self._columns))
+            for block_start, block_stop in _blocks(start, stop):
+                found += squares(self._out[block_start:block_stop])
+                finish(block_start, block_stop)
+        return Closed(found)
+
+    def _row_blocks(self) -> Iterator[tuple[int, int]]:
+        """Elements of whole rows."""
+        return _blocks(self._slot.start, self._slot.stop, self._columns * max(1, ROWS_BLOCK // self._columns))
+
+    def _numbers(self, start: int, stop: int) -> tuple[int, int]:
+        """Of the rows that these elements are."""
+        return (start - self._slot.start) // self._columns, (stop - self._slot.start) // self._columns
+
+    def _add(self, terms: Terms, rows: "_Rows", start: int, stop: int) -> None:
+        rows.add([delta[start:stop].reshape(-1, self._columns) for delta in terms.deltas], terms.shares)
+
+
+class _Rows(NamedTuple):
+    """Sums over contributions of a tensor's rows, in float64."""
+
+    directions: Float64
+    """(rows, columns)"""
+    lengths: Float64
+    """(rows,)"""
+
+    @classmethod
+    def zero(cls, rows: int, columns: int) -> "_Rows":
+        directions = pooled(rows * columns, np.float64).reshape(rows, columns)
+        directions.fill(0)
+        return cls(directions, np.zeros(rows, np.float64))
+
+    def part(self, start: int, stop: int) -> "_Rows":
+        """Rows [start, stop), sharing memory."""
+        return _Rows(self.directions[start:stop], self.lengths[start:stop])
+
+    def add(self, parts: Sequence[Float32], shares: Sequence[float]) -> None:
+        """parts: each (rows, columns)."""
+        for part, share in zip(parts, shares, strict=True):
+            rows = part.astype(np.float64)
+            lengths = _row_lengths(rows)
+            np.add(self.lengths, share * lengths, out=self.lengths)
+            rows *= np.divide(share, lengths, out=np.zeros_like(lengths), where=lengths > _NO_DIRECTION)[:, None]
+            np.add(self.directions, rows, out=self.directions)
+
+    def merged(self, scale: float, out: Float32) -> None:
+        """out: (rows, columns) float32, the mean length times the direction of the mean direction of each row."""
+        size = scale * _row_lengths(self.directions)
+        factors = np.divide(scale * scale * self.lengths, size, out=np.zeros_like(size), where=size > CANCELLED)
+        np.multiply(self.directions, factors[:, None], out=out, casting="same_kind")
+
+
+RULES: dict[MergeRule, type[Rule]] = {"mean": Mean, "rda": Rda, "rda-row": RdaRow}
+
+
+def _blocks(start: int, stop: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + size, stop)) for at in range(start, stop, size))
+
+
+def _row_lengths(rows: Float64) -> Float64:
+    """L2 norm (rows,) of rows (rows, columns): the same bits on every machine."""
+    lengths: Float64 = np.sqrt(np.add.reduce(np.square(rows), axis=1))
+    return lengths
+
+
+# --- the merge of a fragment ------------------------------------------------------------------------------
+
+
+class Reduced(NamedTuple):
+    """What a merge measured on its way."""
+
+    norm: float
+    """L2 norm of the pseudogradient."""
+    directions: Float64
+    """(tensors,) `Closed.direction` of each."""
+
+
+class Sum:
+    """Contributions to one fragment's pseudogradient, summed as they come; the last ones when it is made.
+
+    What was added before `close` and what is added by it makes no difference to any bit. One contribution comes out as
+    it went in, whatever the rule. Directions that cancel give 0.
+    """
+
+    def __init__(self, layout: FragmentLayout, out: Float32) -> None:
+        """out: (elements,) float32, overwritten: with the sum so far, in the end with the pseudogradient."""
+        self._tensors, self._out = len(layout.slots), out
+        self._slots = {t: slot for t, slot in enumerate(layout.slots) if slot.start < slot.stop}
+        self._scratch = np.empty(min(BLOCK, layout.elements), np.float32)
+        self._rules = {t: RULES[slot.tensor.rule](slot, out, self._scratch) for t, slot in self._slots.items()}
+        self.count = 0
+        """Contributions that were added."""
+
+    def add(self, deltas: Sequence[Vector], norms: Sequence[Float64], shares: Sequence[float]) -> None:
+        """Sum these too.
+
+        Args:
+            deltas: each (elements,), finite, in any codec.
+            norms: `delta_norms` of each, (tensors,).
+            shares: `merge_shares` of each, or any other multiple of the merge weights that is not too large.
+        """
+        for t, rule in self._rules.items():
+            rule.add(Terms(deltas, [float(one[t]) for one in norms], shares))
+        self.count += len(deltas)
+
+    def close(
+        self,
+        deltas: Sequence[Vector],
+        norms: Sequence[Float64],
+        shares: Sequence[float],
+        recorded: Float64 | None = None,
+        finish: Finish = lambda start, stop: None,
+    ) -> Reduced:
+        """Make the pseudogradient of all contributions; the first `count` are in the sum already.
+
+        Args:
+            deltas, norms, shares: of all, as `add`.
+            recorded: (tensors,) directions of an earlier merge to scale by, for a replay; None: those measured here.
+            finish: called for each block.
+        """
+        alone = len(deltas) == 1
+        done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))
+        total, directions = 0.0, np.zeros(self._tensors, np.float64)
+        for t, slot in self._slots.items():
+            lengths = [float(one[t]) for one in norms[done:]]
+            rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:])
+            rule = Mean(slot, self._out, self._scratch) if alone else self._rules[t]
+            told = None if recorded is None else float(recorded[t])
+            squared, directions[t] = rule.close(rest, scale, told, finish)
+            total += squared
+        return Reduced(math.sqrt(total), directions)

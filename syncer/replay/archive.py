@@ -1,0 +1,88 @@
+"""The event tape's archive on disk: files of msgpack records one after another, one for each group and writer.
+
+Every syncer archives all tapes, each into files of its own, so that killing any of them loses nothing; who reads an
+archive takes each record once. The lead alone trims the tapes, of what it has on disk itself; `KEEP_UNTRIMMED`
+entries stay for readers that lag, the other archives among them.
+
+Where the disk is full nothing is trimmed, so nothing is lost: what the tape holds is archived once there is room.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+import structlog
+
+from diloco.pipeline.bus.ports import START, Tape, TapeEntry
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.payload.codec import encode
+
+BLOCK_S = 1.0
+RETRY_S = 1.0
+KEEP_UNTRIMMED = 10_000
+"""Archived entries that stay on the bus, for readers that lag."""
+
+
+class TapeArchive:
+    """Follows all tapes of a run and writes them to `directory`; trims what is safely on disk."""
+
+    def __init__(self, bus: Tape, groups: int, directory: Path, writer: str, trims: Callable[[], bool]) -> None:
+        """`writer`: hex digits that nobody else has, an earlier life of this syncer included.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        self._bus, self._trims = bus, trims
+        self._cursors = dict.fromkeys(range(groups), START)
+        self._newest: dict[int, deque[str]] = {group: deque(maxlen=KEEP_UNTRIMMED) for group in range(groups)}
+        self._untrimmed = dict.fromkeys(range(groups), 0)
+        self.problem = ""
+        """Why what is on the tape is not in the archive yet, for people; "" if it is."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._files = {group: FileIO(directory / f"{group}-{writer}.msgpack", "ab") for group in range(groups)}
+        except OSError as error:
+            raise UsageError(f"--tape-dir: cannot write to {directory}: {error}") from error
+
+    async def follow(self) -> None:
+        """Archive until cancelled; what cannot be written is read from the tape again."""
+        while True:
+            try:
+                await self._take(await self._bus.read_tape(self._cursors, BLOCK_S))
+                self.problem = ""
+            except OSError as error:
+                if not self.problem:
+                    structlog.get_logger().error("tape_not_archived", error=str(error), safe="it stays on the bus")
+                self.problem = f"the tape cannot be archived, and is tried again: {error}"
+                await asyncio.sleep(RETRY_S)
+
+    async def finish(self) -> None:
+        """Archive what is there now.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        while entries := await self._bus.read_tape(self._cursors):
+            await self._take(entries)
+
+    def close(self) -> None:
+        """Close the files; what was taken is in them."""
+        for file in self._files.values():
+            file.close()
+
+    async def _take(self, entries: list[TapeEntry]) -> None:
+        by_group: dict[int, list[TapeEntry]] = {}
+        for entry in entries:
+            by_group.setdefault(entry.group, []).append(entry)
+        for group, theirs in by_group.items():
+            append_whole(self._files[group], b"".join(encode(entry.record) for entry in theirs))
+            self._cursors[group] = theirs[-1].entry_id
+            self._newest[group].extend(entry.entry_id for entry in theirs)
+            self._untrimmed[group] += len(theirs)
+            if self._untrimmed[group] >= 2 * KEEP_UNTRIMMED and self._trims():
+                await self._bus.trim_tape(group, self._newest[group][0])
+                self._untrimmed[group] = KEEP_UNTRIMMED
+        await asyncio.sleep(0)

@@ -1,0 +1,313 @@
+"""A recording: what the merges of a run were made of, on disk, so that `replay` can make them again.
+
+    <directory>/spec.msgpack                                    the run's spec
+    <directory>/<fragment>/<version>-<digest>-<writer>.merge    one merge, written before its commit
+    <directory>/<fragment>/<version>-<digest>-<writer>.global   values that an owner read from the bus: installed
+                                                                ones, and those with which it took over
+
+A file is one header and the arrays that it speaks of, one after another (little endian), written beside and renamed:
+whole or not there. It is not synced to the disk: a power cut may cut it short, which is found on reading. A commit may
+be refused after its merge was recorded; such a file is one that no tape record names, and does no harm. Sizes come from
+the spec and the header's length is bounded, so a file cannot make its reader take more memory than its own size.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+from pydantic import Field
+
+from diloco.pipeline.errors import BadMessage, BadPayload, UsageError
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
+from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
+from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors
+from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
+from diloco.syncer.merging.norms import Float32, Float64
+from diloco.syncer.merging.outer import matrix_elements
+
+SPEC_FILE = "spec.msgpack"
+MERGE, GLOBAL = ".merge", ".global"
+MAGIC = b"DLRC"
+_PREFIX = struct.Struct("<4sI")
+"""Magic, length of the header."""
+HEADER_LIMIT_BYTES = 4 * 2**20
+
+M = TypeVar("M", bound=Message)
+
+
+class MergeHeader(Message):
+    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the
+    orthogonalised step (matrix elements,) float32, if there is one; the deltas.
+
+    Format 1 was summed with weights that had been normalised before, which gives other bits.
+    """
+
+    format: Literal[2] = 2
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    base_digest: Digest
+    contributions: Annotated[tuple[Contribution, ...], Field(min_length=1, max_length=MAX_LEARNERS)]
+    """In the order in which they were summed."""
+    deltas: tuple[Digest, ...]
+    """Digest of each delta's values."""
+    norm: Seconds
+    """L2 norm of the pseudogradient."""
+    orthogonal: Digest | None = None
+    """Of the orthogonalised step; None: a step that orthogonalises nothing."""
+
+
+class GlobalHeader(Message):
+    """Values at one version. Arrays that follow: theta (elements,), then the outer state's payload unless it is all
+    zeros (`pipeline.transfer.outer_state`), its vectors one after another; all float32."""
+
+    format: Literal[1] = 1
+    fragment: FragmentId
+    version: Version
+    digest: Digest
+    """Of theta."""
+    momentum: Digest | None
+    """Of the outer state's payload; None: all zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedMerge:
+    """A `.merge` file in memory."""
+
+    header: MergeHeader
+    directions: Float64
+    """(tensors,) as `merge.Reduced`."""
+    norms: tuple[Float64, ...]
+    """(tensors,) of each contribution, as `merge.delta_norms`."""
+    deltas: tuple[Vector, ...]
+    """(elements,) of each contribution, as it came."""
+    orthogonal: Float32 | None = None
+    """As `fragment.Stepped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGlobal:
+    """A `.global` file in memory; values and outer state have the digests that the header says."""
+
+    header: GlobalHeader
+    theta: Float32
+    outer_state: OuterState
+
+
+class Name(NamedTuple):
+    """What a file's name says."""
+
+    fragment: int
+    version: int
+    digest: str
+    kind: str
+
+
+class Recorder:
+    """Writes a recording for one syncer. Blocking: call it where file work belongs.
+
+    A disk that is full, or gone, is warned of once and does not stop the run: `replay` says what is missing.
+    """
+
+    def __init__(self, directory: Path, spec: Spec, writer: str) -> None:
+        """Begin, or go on with, the recording of a run.
+
+        Args:
+            directory: may be shared with other syncers of the same run.
+            spec: the run's.
+            writer: hex digits that no other syncer has: two may merge the same version, and only one's is committed.
+
+        Raises:
+            UsageError: the folder cannot be written, or holds the recording of another run.
+        """
+        self._directory, self._writer, self._sync = directory, writer, spec.sync
+        self._log = structlog.get_logger()
+        self.problem = ""
+        """What is missing, for people; "" if nothing."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not (directory / SPEC_FILE).exists():
+                _write(directory / SPEC_FILE, [encode(spec)], writer)
+            if (directory / SPEC_FILE).read_bytes() != encode(spec):
+                raise UsageError(
+                    f"{directory} holds the recording of another run: choose another folder for --record-deltas"
+                )
+        except OSError as error:
+            raise UsageError(f"--record-deltas: cannot write to {directory}: {error}") from error
+
+    def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
+        """Record a merge that is about to be committed. `deltas`: in the order in which they were summed."""
+        header = MergeHeader(
+            fragment=base.layout.id,
+            version=merged.version,
+            digest=merged.digest,
+            base_digest=base.digest,
+            contributions=merged.contributions,
+            deltas=tuple(self._digest(delta.values) for delta in deltas),
+            norm=merged.norm,
+            orthogonal=None if merged.orthogonal is None else self._digest(merged.orthogonal),
+        )
+        steps = [] if merged.orthogonal is None else [merged.orthogonal]
+        self._save(header, MERGE, [merged.directions, *(d.norms for d in deltas), *steps, *(d.values for d in deltas)])
+
+    def loaded(self, state: FragmentState) -> None:
+        """Record values that were read from the bus: no merge recorded here may lead to them."""
+        kept = [joined(state.outer_state, STATE_RULES[self._sync.outer].names)] if state.outer_state else []
+        digest = self._digest(kept[0]) if kept else None
+        header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=digest)
+        self._save(header, GLOBAL, [state.theta, *kept])
+
+    def _digest(self, values: Vector) -> bytes:
+        return payload_digest(as_bytes(values), self._sync.chunk_bytes)
+
+    def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[Vector]) -> None:
+        folder = self._directory / str(header.fragment)
+        packed = encode(header)
+        try:
+            folder.mkdir(exist_ok=True)
+            name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"
+            parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]
+            _write(folder / name, parts, self._writer)
+        except OSError as error:
+            if not self.problem:
+                self._log.error(
+                    "recording_failed",
+                    fragment=header.fragment,
+                    version=header.version,
+                    error=str(error),
+                    safe="the run; its recording has gaps from here on",
+                )
+            self.problem = (
+                f"the recording has gaps, the last at fragment {header.fragment} version {header.version}: {error}"
+            )
+
+
+def _write(path: Path, parts: Sequence[bytes | memoryview], writer: str) -> None:
+    temporary = path.with_name(f".{path.name}.{writer}")
+    try:
+        with temporary.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def read_spec(directory: Path) -> Spec:
+    """The recorded run's spec.
+
+    Raises:
+        UsageError: the folder is no recording.
+        BadMessage: the spec is damaged.
+    """
+    try:
+        return decode(Spec, (directory / SPEC_FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(f"{directory} is no folder of --record-deltas: it has no {SPEC_FILE}") from error
+
+
+def list_recording(directory: Path) -> set[Path]:
+    """All files of a recording that there are now."""
+    fragments = [int(folder.name) for folder in directory.glob("[0-9]*") if folder.name.isdecimal()]
+    return {path for fragment in fragments for path in list_files(directory, fragment)}
+
+
+def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
+    """The files of one fragment, by version; what is named otherwise is not of a recording."""
+    found = {}
+    for path in (directory / str(fragment)).glob("[0-9]*-*-*.*"):
+        version, digest, _ = path.stem.split("-", 2)
+        if version.isdecimal() and path.suffix in (MERGE, GLOBAL):
+            found[path] = Name(fragment, int(version), digest, path.suffix)
+    return dict(sorted(found.items(), key=lambda item: (item[1].version, item[0].name)))
+
+
+def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
+    """A recorded merge. Digests of deltas and step are not checked here: a replay says which is damaged.
+
+    Raises:
+        BadMessage: the file is cut short, too long, or not of this format.
+        OSError: it cannot be read.
+    """
+    tensors, size = len(layout.slots), payload_bytes(layout.elements, spec.sync.codec)
+
+    def stepped(header: MergeHeader) -> int:
+        return 0 if header.orthogonal is None else 4 * matrix_elements(layout)
+
+    def due(header: MergeHeader) -> int:
+        count = len(header.contributions)
+        return 8 * tensors * (1 + count) + stepped(header) + count * size
+
+    header, body = _read(path, MergeHeader, due)
+    count = len(header.contributions)
+    if len(header.deltas) != count:
+        raise BadMessage(f"{path.name} is damaged: {count} contributions, {len(header.deltas)} deltas")
+    reduced = body[: 8 * tensors * (1 + count)].view(np.float64).reshape(1 + count, tensors)
+    if not np.isfinite(reduced).all():
+        raise BadMessage(f"{path.name} is damaged: a length is not finite")
+    first = reduced.nbytes + stepped(header)
+    orthogonal = None if header.orthogonal is None else body[reduced.nbytes : first].view(np.float32)
+    values = body[first:].reshape(count, size)
+    try:
+        deltas = tuple(as_vector(value, layout.elements, spec.sync.codec) for value in values)
+    except BadPayload as error:
+        raise BadMessage(f"{path.name} is damaged: {error}") from error
+    return RecordedMerge(header, reduced[0], tuple(reduced[1:]), deltas, orthogonal)
+
+
+def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGlobal:
+    """Recorded values.
+
+    Raises:
+        BadMessage: the file is cut short, too long, damaged, or not of this format.
+        OSError: it cannot be read.
+    """
+    size, names = layout.elements * 4, STATE_RULES[spec.sync.outer].names
+    header, body = _read(path, GlobalHeader, lambda header: size * (1 + (len(names) if header.momentum else 0)))
+    theta, kept = body[:size].view(np.float32), body[size:].view(np.float32)
+    digests = [("values", theta, header.digest)]
+    if header.momentum is not None:
+        digests.append(("outer state", kept, header.momentum))
+    for what, values, digest in digests:
+        if payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
+            raise BadMessage(f"{path.name} is damaged: its {what} do not have the digest that its header says")
+    return RecordedGlobal(header, theta, {} if header.momentum is None else vectors(kept, names))
+
+
+def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.NDArray[np.uint8]]:
+    """The header and the bytes after it, which are as many as `due` says."""
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX.size)
+        magic, length = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0)
+        if magic != MAGIC or length > HEADER_LIMIT_BYTES:
+            raise BadMessage(f"{path.name} is damaged: it does not begin as a recording does")
+        packed = file.read(length)
+        if len(packed) < length:
+            raise BadMessage(f"{path.name} is cut short in its header")
+        try:
+            header = decode(kind, packed, HEADER_LIMIT_BYTES)
+        except BadMessage as error:
+            raise BadMessage(f"{path.name} cannot be read: {error}") from error
+        there, expected = os.fstat(file.fileno()).st_size - file.tell(), due(header)
+        if there != expected:
+            how = "cut short" if there < expected else "too long"
+            raise BadMessage(f"{path.name} is {how}: {there} bytes follow its header, {expected} are due")
+        body = np.empty(expected, np.uint8)
+        if file.readinto(as_bytes(body)) != expected:
+            raise BadMessage(f"{path.name} became shorter while it was read")
+    return header, body

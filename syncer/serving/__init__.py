@@ -1,0 +1,1 @@
+"""The syncer as a process: start, leases, leading, closing, HTTP."""

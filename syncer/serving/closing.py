@@ -1,0 +1,118 @@
+"""The end of a run that several syncers may share: one of them refuses the rest and writes the manifest. asyncio.
+
+When the run is closing, every syncer lets its merges in hand be committed, gives its leases back and comes here.
+Whoever gets the lease of fragment 0 gathers all of them (a dead syncer's lapse); with all in one hand nobody can
+commit any more. If that one dies, its leases lapse too, and the next one does the same again.
+"""
+
+import asyncio
+
+import structlog
+
+from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.ports import Bus, Clock, Offered
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.syncer.serving.leases import holding, in_time, release_all
+
+POLL_S = 0.25
+
+
+async def finish_run(
+    bus: Bus, clock: Clock, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event, known: RunState
+) -> RunState | None:
+    """Wait until the closing run is finished, and finish it unless another syncer does; None if `stop` came first.
+
+    known: the closing state, for a bus that has lost it.
+
+    Raises:
+        BusError: call it again.
+    """
+    while not stop.is_set():
+        state = await bus.read_state() or await bus.write_state(known)
+        if state.phase is Phase.FINISHED:
+            return state
+        if await _gather(bus, nonce, fragments, lease_s, stop):
+            async with holding(bus, range(fragments), nonce, lease_s):
+                finished = await _finish(bus, clock, nonce, fragments, state)
+            await release_all(bus, nonce, fragments)
+            return finished
+        await asyncio.sleep(min(POLL_S, lease_s / 3))
+    return None
+
+
+async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
+    """Take all leases, the first one first; False (and none held) if another syncer has that one, or at `stop`."""
+    if not await bus.acquire_lease(0, nonce, lease_s):
+        return False
+    while True:
+        calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / 4) for p in range(fragments))
+        held = await asyncio.gather(*calls)
+        if all(held):
+            return True
+        if stop.is_set() or not held[0]:
+            await release_all(bus, nonce, fragments)
+            return False
+        await asyncio.sleep(min(POLL_S, lease_s / 3))
+
+
+async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: RunState) -> RunState:
+    """With all leases held: refuse what is pending, write the manifest."""
+    for head in await bus.read_heads(range(fragments)):
+        if head is not None:
+            await _refuse_leftovers(bus, clock, nonce, head)
+    while True:
+        state = await bus.read_state() or known
+        heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
+        manifest = tuple((head.version, head.digest) for head in heads)
+        # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.
+        if state.phase is Phase.FINISHED and state.manifest == manifest:
+            break
+        tokens = state.base_tokens + sum(seen.report.tokens for seen in await bus.read_reports())
+        tokens = min(MOST_TOKENS, tokens)
+        update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
+        await bus.write_state(state.model_copy(update=update))
+    outer_steps = sum(head.version for head in heads)
+    if state.tokens and len(heads) < fragments:
+        lost = sorted({*range(fragments)} - {head.fragment for head in heads})
+        detail = "the bus lost them while the run ended: they are in its last checkpoint only"
+        structlog.get_logger().error("heads_lost", fragments=lost, detail=detail)
+    structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
+    return state
+
+
+async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
+    """What is still on a fragment's streams will never be merged."""
+    counted = {(one.learner, one.incarnation, one.base_version): one.tokens for one in head.merged}
+    while offers := await bus.read_offers(head.fragment):
+        records = []
+        for entry in offers:
+            h, lost = entry.header, 0
+            if h is not None:  # of several deltas of one training, what each holds beyond those before it
+                training = h.learner, h.incarnation, h.base_version
+                lost = max(0, h.tokens - counted.get(training, 0))
+                counted[training] = max(h.tokens, counted.get(training, 0))
+            records.append(_refused(head, entry, lost, clock.unix()))
+        keys = {
+            bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
+            for entry in offers
+            if (h := entry.header) is not None
+        }
+        entries = tuple(entry.entry_id for entry in offers)
+        lost_tokens = sum(record.lost_tokens for record in records)
+        at = (head.version, head.digest)
+        await bus.refuse(head.fragment, Refusal(nonce, at, entries, tuple(keys), tuple(records), lost_tokens))
+        structlog.get_logger().warning("deltas_rejected", fragment=head.fragment, reason="run_finished", n=len(records))
+
+
+def _refused(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:
+    return Rejected.of(
+        entry.header,
+        (head.fragment, head.version),
+        lost_tokens=lost,
+        reason=RefusalReason.RUN_FINISHED if entry.header else RefusalReason.BAD_MESSAGE,
+        detail="the run is finished" if entry.header else entry.problem,
+        unix_s=unix_s,
+    )

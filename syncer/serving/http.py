@@ -1,0 +1,227 @@
+"""The syncer's HTTP side, for probes, people and Prometheus. The only user of aiohttp; `service` starts it.
+
+/healthz  200 while the event loop runs
+/readyz   200 when the syncer merges, or stands by for one that does, else 503 with the reason
+/status   the run's status as JSON (`pipeline.view.status`)
+/metrics  Prometheus text
+
+Who may read: with a token (DILOCO_HTTP_TOKEN), all but /healthz asks for `Authorization: Bearer TOKEN`. Without one,
+whoever reaches the address may read all of it (it is loopback unless it is told otherwise), but a browser on behalf of
+a page from elsewhere: the Host header must be one that no such page can have (`_is_ours`).
+
+What it may take: one connection is one request. There are so many at a time, of which the oldest makes room for the
+next one, and each has so long, whatever it does or does not do; all of that also before a token is asked for.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import resource
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.strict_json import dumps
+
+CONNECTIONS = 64
+"""Open ones at a time, at most; an eighth of the process's file descriptors, where those are few."""
+HEAD_S = 5.0
+"""A connection that has not sent the head of its request by then is closed."""
+STATUS_S = 10.0
+"""A status that takes the bus longer is not waited for."""
+CONNECTION_S = 20.0
+"""A connection ends by then, also one that does not read its answer."""
+MAX_LINE_BYTES = 8190
+MAX_HEADERS = 64
+LOG_S = 10.0
+"""Broken requests write one line in this time; the next one says how many did not."""
+
+Answer = Callable[[], Awaitable[web.Response]]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may be of any address
+        return False
+
+
+def _is_ours(given: str | None, listens_on: str) -> bool:
+    """Whether a Host header is one that no page from elsewhere can have.
+
+    A page whose own name was made to point here (DNS rebinding) has that name in it. So: none (no browser leaves it
+    out), any IP address (which is no name), localhost, the name that this side was told to listen on; and, where it
+    listens beyond loopback, names without a dot, as containers have for one another.
+    """
+    if given is None:
+        return True
+    name, colon, port = given.rpartition(":")
+    host = (name if colon and port.isdigit() else given).lower().rstrip(".")
+    if host in {"localhost", listens_on.lower()} or host.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+    except ValueError:
+        return bool(host) and "." not in host and ":" not in host and not _is_loopback(listens_on)
+    return True
+
+
+def _guard(token: str | None, listens_on: str) -> Callable[[web.BaseRequest], web.Response | None]:
+    """What refuses a request, if anything does."""
+    expected = f"Bearer {token}".encode()
+
+    def check(request: web.BaseRequest) -> web.Response | None:
+        if request.path == "/healthz":
+            return None
+        if token is not None:
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if hmac.compare_digest(given, expected):  # how long that takes does not tell how much of it was right
+                return None
+            hint = "a token is asked for here: send the header Authorization: Bearer <DILOCO_HTTP_TOKEN>\n"
+            return web.Response(status=401, text=hint, headers={"WWW-Authenticate": "Bearer"})
+        if _is_ours(request.headers.get("Host"), listens_on):
+            return None
+        hint = "not answered under this name (Host header): ask by IP address, or set DILOCO_HTTP_TOKEN and send it\n"
+        return web.Response(status=421, text=hint)
+
+    return check
+
+
+class _OneLine:
+    """What aiohttp takes for a logger: one line for a request that went wrong, without a traceback, and few of them."""
+
+    def __init__(self) -> None:
+        self._log = structlog.get_logger()
+        self._next_s, self._unsaid = 0.0, 0
+
+    def exception(self, _: str, *args: object, exc_info: BaseException | None = None) -> None:
+        """A request that is no HTTP; or, by a bug, an answer that failed."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._next_s:
+            self._unsaid += 1
+            return
+        more = {"unsaid": self._unsaid} if self._unsaid else {}
+        self._next_s, self._unsaid = now_s + LOG_S, 0
+        error = f"{type(exc_info).__name__}: {' '.join(str(exc_info).split())[:200]}"
+        if isinstance(exc_info, HttpProcessingError):
+            self._log.info("http_request_broken", remote=str(*args[:1]), error=error, **more)
+        else:
+            self._log.error("http_answer_failed", error=error, **more)
+
+    def debug(self, *args: Any, exc_info: Any = None) -> None:
+        """A first request with an unknown method comes here: TLS, or another protocol."""
+        if exc_info is not None:
+            self.exception(*args, exc_info=exc_info)
+
+
+class _Server(web.Server):
+    """Bounds the connections: their number and their time."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.Response]], most: int) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            logger=_OneLine(),
+            access_log=None,
+            keepalive_timeout=HEAD_S,
+            max_line_size=MAX_LINE_BYTES,
+            max_field_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
+            lingering_time=1.0,
+            auto_decompress=False,
+        )
+        self._most = most
+        self._open: dict[object, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+        """By handler, the oldest first."""
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        """Make room for it."""
+        super().connection_made(handler, transport)
+        if len(self._open) >= self._most:
+            oldest, limit = self._open.pop(next(iter(self._open)))
+            limit.cancel()
+            oldest.abort()
+        self._open[handler] = transport, asyncio.get_running_loop().call_later(CONNECTION_S, transport.abort)
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        """Forget it."""
+        if (held := self._open.pop(handler, None)) is not None:
+            held[1].cancel()
+        super().connection_lost(handler, exc)
+
+
+def _most_connections() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, max(4, files // 8))
+
+
+async def start_http(
+    status: Callable[[], Awaitable[Mapping[str, Any]]],
+    ready: Callable[[], tuple[bool, str]],
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    token: str | None = None,
+) -> web.ServerRunner:
+    """Serve until the returned runner's `cleanup()`. Port 0 takes a free one: see the runner's `addresses`.
+
+    With a token, requests without it get 401, but those of /healthz; without one, those under a strange name get 421.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+    refused, one_at_a_time = _guard(token, host), asyncio.Lock()
+
+    async def healthz() -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz() -> web.Response:
+        is_ready, reason = ready()
+        return web.Response(status=200 if is_ready else 503, text=reason + "\n")
+
+    async def show_status() -> web.Response:
+        try:
+            async with asyncio.timeout(STATUS_S), one_at_a_time:
+                body, code = await status(), 200
+        except DilocoError as error:  # the bus is away: say so, and go on
+            body, code = {"error": f"{type(error).__name__}: {error}"}, 503
+        except TimeoutError:
+            body, code = {"error": f"no status in {STATUS_S:g} s: Redis is slow, or too many ask"}, 503
+        return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
+
+    async def metrics() -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    pages: dict[str, Answer] = {"/healthz": healthz, "/readyz": readyz, "/status": show_status, "/metrics": metrics}
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        page = pages.get(request.path)
+        if (response := refused(request)) is None:
+            if page is None:
+                response = web.Response(status=404, text=f"there are {', '.join(pages)}\n")
+            elif request.method not in {"GET", "HEAD"}:
+                response = web.Response(status=405, text="only GET and HEAD\n", headers={"Allow": "GET, HEAD"})
+            else:
+                response = await page()
+        response.force_close()
+        return response
+
+    most = _most_connections()
+    runner = web.ServerRunner(_Server(answer, most), shutdown_timeout=1.0)
+    await runner.setup()
+    try:  # what waits in the backlog is accepted at one go, so that it counts too
+        await web.TCPSite(runner, host, port, backlog=most).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise UsageError(f"cannot listen on http_host={host} http_port={port}: {error.strerror or error}") from error
+    log = structlog.get_logger()
+    log.info("http_listening", address=runner.addresses[0])
+    if token is None and not _is_loopback(host):
+        hint = "whoever reaches it can read status and metrics: set DILOCO_HTTP_TOKEN, or keep to 127.0.0.1"
+        log.warning("http_open", host=host, detail=hint)
+    return runner

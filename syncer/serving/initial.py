@@ -1,0 +1,81 @@
+"""Version 0 of each fragment, from a learner's complete upload. asyncio."""
+
+import asyncio
+
+import numpy as np
+import structlog
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.transfer.globals import Published, push_global
+from diloco.pipeline.transfer.payloads import pull
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.merging.mending import adopted, say_rewound
+from diloco.syncer.merging.staging import STAGED_TTL_S
+
+IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+AT_ONCE = 2
+"""Fragments that get their version 0 at a time: each is on the bus twice meanwhile."""
+
+
+class InitialVersions:
+    """Commits version 0 of one syncer's fragments, a few at a time."""
+
+    def __init__(self, context: SyncerContext) -> None:
+        self._context, self._bus, self._sync = context, context.bus, context.sync
+        self.turns = asyncio.Semaphore(AT_ONCE)
+        """To be held for `commit`."""
+        self._unusable: set[tuple[int, str]] = set()
+        """Fragments and nonces of uploads that cannot be used: told once."""
+
+    async def commit(self, layout: FragmentLayout) -> bool:
+        """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
+
+        If live learners have a version, the bus has lost it: the tape says that the fragment went back.
+
+        Raises:
+            BusError: as the bus; a commit that was refused changed nothing.
+        """
+        upload = await self._bus.read_initial()
+        if upload is None:
+            return False
+        key = self._bus.keys.initial_payload(layout.id, upload.nonce)
+        try:
+            payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
+            values = payload.array()
+            if not np.isfinite(values).all():
+                raise BadPayload("the initial parameters have elements that are not finite")
+        except BadPayload as error:
+            if (layout.id, upload.nonce) not in self._unusable:
+                self._unusable.add((layout.id, upload.nonce))
+                structlog.get_logger().error(
+                    "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
+                )
+            return False
+        # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
+        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
+        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
+        at = (layout.id, 0, payload.digest)
+        was = adopted(self._context.watch, layout.id)
+        await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was)
+        return True
+
+    def _first(self, fragment: int, digest: bytes, whole: Published, learner: str, key: str) -> Commit:
+        """key: of the learner's upload, which goes with the commit."""
+        reason, unix_s = f"initial parameters of {learner}", self._context.clock.unix()
+        return Commit(
+            nonce=self._context.nonce,
+            expected=None,
+            version=0,
+            digest=digest,
+            payload=whole.payload,
+            rest=whole.rest,
+            momentum=None,
+            window=IDLE_VIEW,
+            merged=(),
+            record=Committed.installed(fragment, 0, digest, reason=reason, syncer=self._context.name, unix_s=unix_s),
+            delta_payloads=(key,),
+        )

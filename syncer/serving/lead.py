@@ -1,0 +1,82 @@
+"""The lead moves the run: counts its tokens, drains it at the budget, closes it when it is drained. asyncio.
+
+It is whichever syncer serves fragment 0; `closing` ends the run after it.
+"""
+
+from typing import Any
+
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.view.shares import sample_due, with_sample
+from diloco.pipeline.view.status import merged_tokens
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.watch import WATCH_S
+
+SAMPLE_RETRY_S = 1.0
+
+
+class Lead:
+    """What a syncer does as the lead."""
+
+    def __init__(self, context: SyncerContext) -> None:
+        self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
+        self._layout, self._budget_tokens = context.layout, context.sync.tokens
+        self._sample_from_s = 0.0
+
+    async def move(self, state: RunState | None) -> RunState:
+        """Write the state that follows from the present one (None: the run has none yet), and return it.
+
+        Raises:
+            BusError: ask again.
+        """
+        counted = await self._counted(state or self._first())
+        state = await self._closed(counted)
+        return state if state.phase is Phase.FINISHED else await self._bus.write_state(state)
+
+    def _first(self) -> RunState:
+        return RunState(
+            phase=Phase.RUNNING,
+            tokens=0,
+            base_tokens=0,
+            budget_tokens=self._budget_tokens,
+            started_unix_s=self._clock.unix(),
+            reason="training",
+            manifest=(),
+        )
+
+    async def _counted(self, state: RunState) -> RunState:
+        """With the tokens of by now; it drains once they reach the budget."""
+        update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens())}
+        if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
+            merged = await self._merged_tokens()
+            if merged is not None:
+                sample = unix_s, update["tokens"], min(merged, update["tokens"])
+                update["samples"] = with_sample(state.samples, sample)
+        if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
+            update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
+        return state.model_copy(update=update)
+
+    async def _closed(self, state: RunState) -> RunState:
+        """Closing, once it is drained or that takes too long."""
+        if state.phase is Phase.DRAINING and self._watch.drain_until is not None:
+            overdue = self._clock.now() >= self._watch.drain_until + 2 * WATCH_S
+            if overdue or await self._drained():
+                return state.model_copy(update={"phase": Phase.CLOSING})
+        return state
+
+    async def _merged_tokens(self) -> int | None:
+        """Of the whole model; None before every fragment has a head: a resumed run's have merged tokens already."""
+        now, count = self._clock.now(), len(self._layout.fragments)
+        if now < self._sample_from_s:
+            return None
+        self._sample_from_s = now + SAMPLE_RETRY_S
+        heads = [head for head in await self._bus.read_heads(range(count)) if head is not None]
+        return merged_tokens(self._layout, heads) if len(heads) == count else None
+
+    async def _drained(self) -> bool:
+        """Everybody has left (or died), and nothing is pending."""
+        if not self._watch.draining or self._watch.live():
+            return False
+        for fragment in self._layout.fragments:
+            if await self._bus.read_offers(fragment.id, limit=1):
+                return False
+        return True

@@ -1,0 +1,105 @@
+"""What belongs to the whole run, where the bus has lost it: the spec, the state, reports. asyncio.
+
+Heads are their owners' (`mending`). A bus that came back empty shows by its having no state any more.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import structlog
+
+from diloco.pipeline.agreement import PATIENCE_S
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import BusFull, SpecMismatch
+from diloco.pipeline.messages.run import RunState, SeenReport
+from diloco.syncer.context import AgreedSpec
+from diloco.syncer.owner import FragmentOwner
+
+
+class Lost:
+    """One syncer's memory of its run."""
+
+    def __init__(self, bus: Bus, clock: Clock, agreed: AgreedSpec, owners: Sequence[FragmentOwner]) -> None:
+        self._bus, self._clock, self._agreed, self._owners = bus, clock, agreed, owners
+        self._other_since_s: float | None = None
+        self._reports: dict[tuple[str, str], tuple[SeenReport, float]] = {}
+        """With the time at which each was seen."""
+        self._put_back: set[tuple[str, str]] = set()
+        """Those that have not been seen since."""
+        self._emptied = False
+        self._log = structlog.get_logger()
+
+    async def reports(self, found: Sequence[SeenReport]) -> Sequence[SeenReport]:
+        """Put reports back that are gone, as the ledger and the count of tokens need them; returns all.
+
+        One that its learner has written again meanwhile is newer, and stays.
+
+        Raises:
+            BusError: ask again.
+        """
+        now = self._clock.now()
+        there = {(seen.report.learner, seen.report.incarnation): (seen, now) for seen in found}
+        gone = {
+            name: seen.model_copy(update={"age_s": seen.age_s + now - seen_s})
+            for name, (seen, seen_s) in self._reports.items()
+            if name not in there
+        }
+        self._reports |= there
+        self._put_back -= there.keys()
+        if (lost := gone.keys() - self._put_back) and not await self._agreed.another():
+            with suppress(BusFull):  # the next look tries again: the run must go on meanwhile
+                for name in sorted(lost):
+                    await self._bus.put_back_report(gone[name])
+                self._put_back |= lost
+                self._log.warning("reports_put_back", learners=sorted({learner for learner, _ in lost}))
+        return [*found, *gone.values()]
+
+    async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
+        """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
+
+        Raises:
+            BusError, SpecMismatch: as `spec`.
+        """
+        if found is not None:
+            self._emptied = False
+        elif known is not None and not self._emptied:
+            self._emptied = True
+            self._log.warning("state_lost", detail="the bus has lost the run's state: what is known here is put back")
+            for owner in self._owners:
+                owner.look()
+            await self.spec()
+        return known if found is None else found
+
+    async def spec(self) -> None:
+        """See that the bus has this run's spec; put it back if that is gone, or another one has its place.
+
+        Raises:
+            SpecMismatch: another run has begun under this name.
+            BusError: ask again.
+        """
+        found = await self._bus.read_spec()
+        told = self._agreed.differs(found)
+        if found is None:
+            await self._bus.propose_spec(self._agreed.encoded)
+            self._log.warning("spec_put_back")
+        if found is None or not told:
+            self._other_since_s = None
+            return
+        now = self._clock.now()
+        if self._other_since_s is None:
+            self._other_since_s = now
+        if await self._ours() and await self._bus.replace_spec(self._agreed.encoded, found):
+            self._log.warning("spec_put_back", instead_of=told)
+            self._other_since_s = None
+        elif now - self._other_since_s >= PATIENCE_S:
+            raise SpecMismatch(
+                f"another run was begun under the name {self._bus.keys.run!r}, with another spec:\n{told}\n"
+                "Start this syncer again to serve that run, or choose another run name."
+            )
+
+    async def _ours(self) -> bool:
+        """Whether the heads are those that this syncer's owners have; where there is none, whether they have any."""
+        heads = await self._bus.read_heads(range(len(self._owners)))
+        if any(heads):
+            return any(head and owner.knows(head) for owner, head in zip(self._owners, heads, strict=True))
+        return any(owner.knows(None) for owner in self._owners)

@@ -1,0 +1,174 @@
+"""The syncer as a process sees it: waits for the run's spec, serves the run, tells HTTP about it.
+
+`start` finds the spec, `serving` does the rest. asyncio; the bus, the clock and the offloading of heavy work are
+injected, so that the same code runs in virtual time.
+"""
+
+import asyncio
+import os
+import secrets
+import socket
+from functools import partial
+from typing import Any
+
+import structlog
+
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.clock import LoopClock, fast_loop
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, outage_event
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.view.status import Status, read_status
+from diloco.syncer.context import AgreedSpec, SyncerContext
+from diloco.syncer.intake import Offload
+from diloco.syncer.merging.fragment import FragmentState, MakeFragment
+from diloco.syncer.merging.staging import RandomHex
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.owner import FragmentOwner
+from diloco.syncer.replay.recording import Recorder
+from diloco.syncer.serving.retrying import retrying
+from diloco.syncer.serving.serving import Serving, cancel
+from diloco.syncer.serving.start import Start, check_memory
+from diloco.syncer.watch import RunWatch
+
+
+class SyncerService:
+    """One syncer process's work, on any bus and clock."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        settings: SyncerProcess,
+        metrics: Metrics,
+        offload: Offload = asyncio.to_thread,
+        random_hex: RandomHex = secrets.token_hex,
+        make_fragment: MakeFragment = FragmentState,
+    ) -> None:
+        self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
+        self.nonce = random_hex(8)
+        self.id = settings.syncer_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.nonce[:6]}"
+        self.serving: Serving | None = None
+        """None before the spec is agreed."""
+        self.in_order = True
+        """False once a shutdown took longer than its budget, or what it leaves on disk is not whole."""
+        self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
+
+    @property
+    def owners(self) -> list[FragmentOwner]:
+        """Of all fragments, in order; none before the spec is agreed."""
+        return self.serving.owners if self.serving else []
+
+    # --- what the HTTP side asks --------------------------------------------------------------------
+
+    async def status(self) -> Status | dict[str, str]:
+        """The run's status (`pipeline.view.status`)."""
+        if self.serving is None:
+            return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
+        status = await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status["warnings"] += self.serving.problems
+        return status
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether this syncer merges, or stands by for others to fail, and why not."""
+        return self.serving.leases.ready() if self.serving else (False, "waiting for the run's spec")
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until the run is finished, or `stop` is set.
+
+        Raises:
+            DilocoError: settings, spec or checkpoint cannot be used.
+        """
+        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload)
+        spec = await _until(stop, start.spec())
+        if spec is None:
+            return
+        context = await self._context(spec)
+        self.serving = Serving(context, self.settings)
+        fragments, elements = len(context.layout.fragments), context.layout.elements
+        structlog.get_logger().info("spec_agreed", fragments=fragments, elements=elements, quorum=spec.sync.quorum)
+        self.in_order = await self.serving.run(stop)
+
+    async def _context(self, spec: Spec) -> SyncerContext:
+        """What the run is served with; warns of a bus that is not fit for it."""
+        settings, layout = self.settings, layout_of(spec.tensors)
+        self.bus.use_groups(spec.sync.groups)
+        await retrying(self.metrics, partial(check_memory, self.bus, layout))
+        recorder = None
+        if settings.record_deltas:
+            recorder = await self._offload(Recorder, settings.record_deltas, spec, self._random_hex(8))
+        return SyncerContext(
+            bus=self.bus,
+            clock=self.clock,
+            agreed=AgreedSpec(self.bus, spec),
+            layout=layout,
+            watch=RunWatch(spec.sync, settings.liveness_s, settings.drain_s),
+            metrics=self.metrics,
+            nonce=self.nonce,
+            name=self.id,
+            offload=self._offload,
+            random_hex=self._random_hex,
+            make_fragment=self._make_fragment,
+            recorder=recorder,
+        )
+
+
+async def _until(stop: asyncio.Event, work: Any) -> Any:
+    """Result of `work`, or None if `stop` came first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await cancel([task, stopped])
+
+
+async def serve(settings: SyncerProcess) -> int:
+    """Run a syncer against a real Redis until the run is finished or a signal comes."""
+    from diloco.pipeline.bus.redis_streams import connect
+    from diloco.pipeline.process.lifecycle import stop_event
+    from diloco.syncer.serving.http import start_http
+
+    url = settings.bus_url()
+    if url is None:
+        raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
+    stop, log, clock = stop_event(), structlog.get_logger(), LoopClock()
+    while True:
+        try:
+            bus = await connect(url, settings.run)
+            break
+        except BusUnavailable as error:
+            log.warning(outage_event(error), error=str(error), retry_s=1.0)
+            if stop.is_set():
+                return 0
+            await asyncio.sleep(1.0)
+    metrics = Metrics()
+    service = SyncerService(bus, clock, settings, metrics)
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    http = await start_http(
+        service.status, service.ready, metrics.registry, settings.http_host, settings.http_port, token
+    )
+    try:
+        await service.run(stop)
+        return 0 if service.in_order else 1
+    finally:
+        await http.cleanup()
+        await bus.close()
+
+
+def main(settings: SyncerProcess) -> int:
+    """Entry point of `diloco syncer`: the exit status."""
+    from diloco.pipeline.process import logs
+    from diloco.pipeline.process.cores import one_blas_thread
+
+    logs.configure(settings.log_level)
+    one_blas_thread()
+    try:
+        with asyncio.Runner(loop_factory=fast_loop) as runner:
+            return runner.run(serve(settings))
+    except DilocoError as error:
+        structlog.get_logger().error("syncer_failed", error=str(error))
+        return 1

@@ -1,0 +1,268 @@
+"""A syncer from the agreed spec to the end of the run, or to its own. asyncio.
+
+One `FragmentOwner` task a fragment does the merging while this syncer has the fragment's lease; `leases` shares the
+fragments with other syncers. The owner of fragment 0 is the lead, who moves the run (`lead`); `closing` ends it.
+"""
+
+import asyncio
+import math
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import structlog
+
+from diloco.pipeline.errors import BusError
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.pacing import slow_merges
+from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.view.shares import recent_share
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.owner import FragmentOwner
+from diloco.syncer.replay.archive import TapeArchive
+from diloco.syncer.saving import Checkpoints
+from diloco.syncer.serving.closing import finish_run
+from diloco.syncer.serving.initial import InitialVersions
+from diloco.syncer.serving.lead import Lead
+from diloco.syncer.serving.leases import Leases, release_all
+from diloco.syncer.serving.lost import Lost
+from diloco.syncer.serving.retrying import retrying
+from diloco.syncer.watch import WATCH_S, RunWatch
+
+BUS_LOOK_S = 5.0
+TAPE_KEPT_S = 600.0
+"""How much of the tape stays on the bus where nobody archives it."""
+
+
+class Serving:
+    """Made once the spec is agreed; `run` does all."""
+
+    def __init__(self, context: SyncerContext, settings: SyncerProcess) -> None:
+        """Raises:
+        UsageError: a folder cannot be written.
+        """
+        self.context, self._settings = context, settings
+        self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
+        initial = InitialVersions(context)
+        self.owners = [FragmentOwner(context, layout, initial) for layout in context.layout.fragments]
+        self.leases = Leases(self._bus, self._clock, self.owners, context.nonce, context.name, settings.lease_s)
+        self._lost = Lost(self._bus, self._clock, context.agreed, self.owners)
+        self._lead = Lead(context)
+        self._archive, self._checkpoints = None, None
+        if settings.tape_dir:
+            groups = context.sync.groups
+            self._archive = TapeArchive(self._bus, groups, settings.tape_dir, context.nonce, self.leads)
+        if settings.checkpoint_dir:
+            self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s)
+        self.closing: asyncio.Future[RunState] = asyncio.get_running_loop().create_future()
+        """The run's state once no merge begins any more: it is closing, or finished."""
+        self._in_order = True
+        self._log = structlog.get_logger()
+        self._show()
+
+    def _show(self) -> None:
+        """Have the gauges tell of this."""
+        metrics, owners = self.context.metrics, self.owners
+        metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in owners))
+        metrics.doubted_learners.set_function(
+            lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
+        )
+        metrics.merged_share.set_function(partial(_share, self._watch))
+        metrics.recent_merged_share.set_function(partial(_share, self._watch, recent=True))
+
+    @property
+    def problems(self) -> list[str]:
+        """What cannot be written to a disk, in words for the status."""
+        writers = (self._checkpoints, self.context.recorder, self._archive)
+        return [one.problem for one in writers if one is not None and one.problem]
+
+    def leads(self) -> bool:
+        """Whether this syncer serves fragment 0."""
+        return self.owners[0].lease.is_set()
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> bool:
+        """Serve until the run is finished, or `stop` is set; False if it did not end in order.
+
+        Raises:
+            DilocoError: another run has begun under this name.
+        """
+        background = [asyncio.create_task(work) for work in self._background()]
+        owners = [asyncio.create_task(owner.run()) for owner in self.owners]
+        bound: list[asyncio.Task[None]] = []
+        try:
+            await self._until_ended(stop, [*background, *owners])
+            async with asyncio.timeout(None) as limit:
+                bound.append(asyncio.create_task(self._bound(stop, limit)))
+                await self._end(stop, background, owners)
+        except TimeoutError:
+            self._log.error("shutdown_overrun", after_s=self._settings.shutdown_s, safe="all committed versions")
+            self._in_order = False
+        finally:
+            await cancel([*background, *owners, *bound])
+            if self._archive:
+                self._archive.close()
+            with suppress(BusError):
+                await release_all(self._bus, self.context.nonce, len(self.owners))
+                await self._bus.withdraw_syncer(self.context.nonce)
+        return self._in_order and (self._checkpoints is None or self._checkpoints.in_order)
+
+    def _retrying(self, work: Any, retry_s: float = 1.0) -> Any:
+        return retrying(self.context.metrics, work, retry_s)
+
+    def _background(self) -> list[Any]:
+        """Coroutines that go on until they are cancelled, or a mistake of ours or of people ends them."""
+        settings, checkpoints = self._settings, self._checkpoints
+        works = [
+            self._retrying(self.leases.keep, settings.lease_s / 12),
+            self._retrying(self.leases.share, min(1.0, settings.lease_s / 6)),
+            self._retrying(self._keep_watch),
+            self._retrying(self._watch_bus),
+            self._retrying(self._archive.follow if self._archive else self._keep_tape_short),
+        ]
+        if checkpoints and settings.checkpoint_every:
+            works.append(self._retrying(partial(checkpoints.keep, settings.checkpoint_every, self.leads)))
+        return works
+
+    async def _until_ended(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+        stopped = asyncio.create_task(stop.wait())
+        ends: list[asyncio.Future[Any]] = [stopped, self.closing, *tasks]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel([stopped])
+        for task in done:
+            task.result()  # a background task ends only by an error
+
+    async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
+        """A syncer that was told to stop has so much time, and no more."""
+        await stop.wait()
+        limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
+
+    async def _end(
+        self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]
+    ) -> None:
+        """Let merges in hand be committed and give everything back; see the run to its end if it is closing."""
+        saves = self.leads() or len(self.leases.syncers) <= 1
+        self._watch.frozen = True
+        for owner in self.owners:
+            owner.wake.set()
+        await self._retrying(self.leases.part)
+        await asyncio.wait(owners)
+        await cancel(background)
+        if self.closing.done():
+            await self._finish(stop, self.closing.result())
+        elif self._checkpoints and saves:
+            await self._retrying(self._checkpoints.save_stopped)
+        if self._archive:
+            await self._retrying(partial(self._finish_archive, self._archive))
+
+    async def _finish(self, stop: asyncio.Event, closing: RunState) -> None:
+        """See the closing run to its end, and save it."""
+        bus, nonce, lease_s = self._bus, self.context.nonce, self._settings.lease_s
+        finished = await self._retrying(
+            partial(finish_run, bus, self._clock, nonce, len(self.owners), lease_s, stop, closing)
+        )
+        if finished is not None and self._checkpoints:
+            await self._retrying(partial(self._checkpoints.save_finished, finished))
+
+    async def _finish_archive(self, archive: TapeArchive) -> None:
+        try:
+            await archive.finish()
+        except OSError as error:
+            self._log.error("tape_not_archived", error=str(error), safe="it stays on the bus")
+            self._in_order = False
+
+    # --- background -------------------------------------------------------------------------------------
+
+    async def _keep_watch(self) -> None:
+        """Read who is there and how far the run is, and have owners act on it; move the run while this syncer leads."""
+        warnings = _Warnings()
+        while not self.closing.done():
+            await self._look()
+            slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
+            warnings.tell(self._watch.quorum_warning, slow)
+            await asyncio.sleep(WATCH_S)
+
+    async def _look(self) -> None:
+        watch, lost = self._watch, self._lost
+        began = self._clock.now()
+        found = await self._bus.read_reports()
+        latency = self._clock.now() - began
+        state = await lost.state(await self._bus.read_state(), watch.state)
+        reports = await lost.reports(found)
+        if self.leads():
+            state = await self._lead.move(state)
+        if state is not None and state.phase.rank >= Phase.CLOSING.rank:
+            self.closing.set_result(state)
+        if watch.refresh(reports, state, latency, self._clock.now()):
+            for owner in self.owners:
+                owner.wake.set()
+
+    def _slow_merges(self, allowed: float) -> str | None:
+        """What `pacing.slow_merges` says of the fragments that this syncer serves."""
+        steps = [seen.report.step_s for seen in self._watch.live()]
+        paces = [owner.pace for owner in self.owners if owner.lease.is_set()]
+        return slow_merges(self.context.sync, [p for p in paces if p], steps, len(self.leases.syncers), allowed)
+
+    async def _watch_bus(self) -> None:
+        """Say what is wrong with the server, once each time it comes up, and that it has the run's spec."""
+        warned: frozenset[str] = frozenset()
+        while True:
+            await asyncio.sleep(BUS_LOOK_S)
+            warnings = frozenset((await self._bus.info()).warnings)
+            for warning in sorted(warnings - warned):
+                self._log.warning("bus_warning", detail=warning)
+            warned = warnings
+            await self._lost.spec()
+
+    async def _keep_tape_short(self) -> None:
+        """Without an archive the tape is for waking only: what is old goes."""
+        while True:
+            await asyncio.sleep(TAPE_KEPT_S / 10)
+            if not self.leads():  # which may have an archive
+                continue
+            for group, end in (await self._bus.tape_end()).items():
+                newest_ms = int(end.partition("-")[0])
+                await self._bus.trim_tape(group, f"{max(0, newest_ms - int(TAPE_KEPT_S * 1000))}-0")
+
+
+class _Warnings:
+    """Of the run as it goes: each is logged when it comes up, not at each look."""
+
+    def __init__(self) -> None:
+        self._quorum, self._slow = "", False
+        self._log = structlog.get_logger()
+
+    @property
+    def slow_from(self) -> float:
+        """Rounds that a merge may take. Once they were slow they are in time again at no more than half a round."""
+        return 0.5 if self._slow else 1.0
+
+    def tell(self, quorum: str, slow: str | None) -> None:
+        """What is wrong now; "" and None: nothing."""
+        if quorum and quorum != self._quorum:
+            self._log.warning("quorum_short", detail=quorum)
+        if slow and not self._slow:
+            self._log.warning("merges_slow", detail=slow)
+        elif self._slow and not slow:
+            self._log.info("merges_in_time")
+        self._quorum, self._slow = quorum, slow is not None
+
+
+def _share(watch: RunWatch, recent: bool = False) -> float:
+    """The merged share as of the lead's last sample; NaN if it is not known."""
+    samples = () if watch.state is None else watch.state.samples
+    if not samples or not samples[-1][1]:
+        return math.nan
+    _, trained, merged = samples[-1]
+    share = recent_share(samples, samples[-1])[0] if recent else merged / trained
+    return math.nan if share is None else share
+
+
+async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    """End tasks, whatever they end with."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,112 @@
+"""Before anything is merged: the spec that all agree on, a checkpoint to resume, whether the bus has room. asyncio."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import BusError, UsageError, outage_event
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.needs import redis_bytes
+from diloco.pipeline.payload import codec
+from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
+from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
+from diloco.syncer.intake import Offload
+from diloco.syncer.serving.leases import holding, release_all
+
+RESERVE_BYTES = 32 * 2**20
+"""Memory on the bus for everything that is not a payload."""
+LEAST_LEARNERS = 4
+"""A Redis must have room for the deltas of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How one syncer comes to the run's spec."""
+
+    bus: Bus
+    clock: Clock
+    settings: SyncerProcess
+    nonce: str
+    name: str
+    """The syncer's, for the tape."""
+    offload: Offload
+
+    async def spec(self) -> Spec:
+        """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it; waits for it.
+
+        Raises:
+            DilocoError: settings, spec or checkpoint cannot be used.
+        """
+        waiting, resume_from = False, self.settings.resume
+        while True:
+            try:
+                if resume_from is not None and await self._resume(resume_from):
+                    resume_from = None
+                data = None if resume_from is not None else await self.bus.read_spec()
+            except BusError as error:  # an outage, or another syncer has restored what this one was about to
+                structlog.get_logger().warning(outage_event(error), error=str(error), retry_s=1.0)
+                await asyncio.sleep(1.0)
+                continue
+            if data is not None:
+                break
+            if not waiting:
+                structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
+                waiting = True
+            await asyncio.sleep(0.1)
+        spec = codec.decode(Spec, data)
+        agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        return spec
+
+    async def _resume(self, path: Path) -> bool:
+        """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
+
+        Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
+
+        A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
+        """
+        if (data := await self.bus.read_spec()) is not None:
+            present = codec.decode(Spec, data).sync
+            self.bus.use_groups(present.groups)
+            if all(await self.bus.read_heads(range(present.fragments))):
+                state = await self.bus.read_state()
+                if state is None or not state.base_tokens:
+                    raise UsageError("the run was started before: resume under a --run name that is not in use")
+                structlog.get_logger().info("already_restored", base_tokens=state.base_tokens)
+                return True
+        checkpoint = await self.offload(load_checkpoint, path)
+        spec = checkpoint.spec
+        if "tokens" in self.settings.model_fields_set:
+            spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
+        agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        self.bus.use_groups(spec.sync.groups)
+        fragments = range(spec.sync.fragments)
+        for p in fragments:
+            if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+                return False
+        async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
+            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock)
+        await release_all(self.bus, self.nonce, len(fragments))
+        structlog.get_logger().info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
+        return True
+
+
+async def check_memory(bus: Bus, layout: Layout) -> None:
+    """Warn of what is wrong with the bus.
+
+    Raises:
+        UsageError: its memory cannot hold the run.
+    """
+    info = await bus.info()
+    for warning in info.warnings:
+        structlog.get_logger().warning("bus_warning", detail=warning)
+    needed = redis_bytes(layout.elements, LEAST_LEARNERS, "bf16", "fp32") + RESERVE_BYTES
+    if 0 < info.maxmemory_bytes < needed:
+        raise UsageError(
+            f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
+            f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
+            "moments, a reserve): raise it"
+        )

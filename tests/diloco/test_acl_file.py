@@ -1,0 +1,143 @@
+"""`diloco acl`: whose passwords, where they are kept, and that the file that is shipped is what it prints."""
+
+import hashlib
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis as redis_py
+
+from diloco import cli
+from diloco.acl import LEAST, make, template, variable
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import NotPermitted, UsageError
+from tests import samples
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in acl.users(learners=["l0", "l1"]):
+        monkeypatch.delenv(variable(user.name), raising=False)
+
+
+def test_the_file_that_is_shipped_is_what_the_program_prints() -> None:
+    """`diloco acl --template > deploy/users.acl` after a change of `pipeline/bus/acl.py`."""
+    assert (ROOT / "deploy" / "users.acl").read_text() == template()
+
+
+def test_passwords_are_made_once_and_kept_where_only_their_owner_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed holds hashes; asking again, with one more learner, adds what is missing and changes nothing."""
+    file = tmp_path / "secrets.env"
+    assert cli.main(["acl", "--run", "r", "--passwords", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert file.stat().st_mode & 0o777 == 0o600
+    passwords = dict(line.split("=") for line in file.read_text().splitlines())
+    assert set(passwords) == {f"REDIS_{user}_PASSWORD" for user in ("SYNCER", "LEARNER", "EVALUATOR", "VIEWER")}
+    assert len(set(passwords.values())) == len(passwords)
+    for password in passwords.values():
+        assert password not in printed
+        assert hashlib.sha256(password.encode()).hexdigest() in printed
+    assert cli.main(["acl", "--run", "r", "--learner", "l-0", "--passwords", str(file)]) == 0
+    again = dict(line.split("=") for line in file.read_text().splitlines())
+    assert again.items() >= passwords.items()
+    assert again.keys() - passwords.keys() == {"REDIS_LEARNER_L_0_PASSWORD"}
+    assert set(printed.splitlines()) <= set(capsys.readouterr().out.splitlines())
+
+
+def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "from-the-environment"  # noqa: S105  # made up
+    monkeypatch.setenv("REDIS_SYNCER_PASSWORD", secret)
+    file = tmp_path / "secrets.env"
+    assert hashlib.sha256(secret.encode()).hexdigest() in make("r", [], file)
+    assert "SYNCER" not in file.read_text()
+
+
+def test_what_is_wrong_with_passwords_or_names_is_said_without_showing_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"REDIS_SYNCER_PASSWORD.*--passwords"):
+        make("r", [], None)
+    file = tmp_path / "secrets.env"
+    monkeypatch.setenv("REDIS_VIEWER_PASSWORD", "x" * (LEAST - 1))
+    with pytest.raises(UsageError, match="REDIS_VIEWER_PASSWORD is shorter") as refused:
+        make("r", [], file)
+    assert "xxx" not in str(refused.value)
+    for name in ("REDIS_VIEWER_PASSWORD", "REDIS_SYNCER_PASSWORD"):
+        monkeypatch.setenv(name, "x" * LEAST)
+    with pytest.raises(UsageError, match="the same password"):
+        make("r", [], file)
+    assert not file.exists()
+    for learners in (["l*"], ["a:b"], [""], ["a", "a"], ["a.b", "a-b"]):
+        with pytest.raises(UsageError):
+            make("r", learners, file)
+    for run in ("r*", "a}b", ""):
+        with pytest.raises(UsageError, match="cannot be a name"):
+            make(run, [], file)
+    file.touch(mode=0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        make("r", [], file)
+
+
+def test_no_password_is_taken_from_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every user of a machine can read a process's arguments."""
+    assert cli.main(["acl", "--password", "x" * LEAST]) == 2
+    for command in ("syncer", "run", "learner", "evaluator", "status"):
+        assert cli.main([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert "--http-token" not in shown
+        assert "--redis-password" not in shown
+
+
+@pytest.fixture
+def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Port of a server that was started with a file of `diloco acl`, and its passwords."""
+    binary = redis_binary or find_server()
+    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
+    if int(said.partition("v=")[2].split(".")[0]) < 7:
+        pytest.skip(f"ACL selectors need Redis 7, this is {said}")
+    secrets_file, users, port = tmp_path / "secrets.env", tmp_path / "users.acl", free_port("127.0.0.1")
+    users.write_text(make("r", ["l0"], secrets_file))
+    command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--aclfile", str(users), "--save", ""]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=log, stderr=log, start_new_session=True)
+    try:
+        stranger = redis_py.Redis(port=port, protocol=2)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                assert stranger.ping()
+                break
+            except redis_py.ConnectionError:
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.02)
+        stranger.close()
+        yield port, dict(line.split("=") for line in secrets_file.read_text().splitlines())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.redis
+async def test_a_server_takes_the_file_and_knows_its_users(started: tuple[int, dict[str, str]]) -> None:
+    """From the first moment on: nobody is let in without a password but to ask whether it is there."""
+    port, passwords = started
+    with pytest.raises(NotPermitted, match="DILOCO_REDIS_URL"):
+        await connect(f"redis://127.0.0.1:{port}", "r")
+    syncer, learner = [
+        await connect(f"redis://{user}:{passwords[variable(user)]}@127.0.0.1:{port}", "r")
+        for user in ("syncer", "learner-l0")
+    ]
+    assert await learner.offer(samples.header("l0"))
+    assert len(await syncer.read_offers(0)) == 1
+    with pytest.raises(NotPermitted):
+        await learner.acquire_lease(0, "aa" * 8, 1)
+    await learner.close()
+    await syncer.close()

@@ -1,0 +1,465 @@
+"""What the launcher does around a run: folders, settings for children, finding a run, child processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diloco import cli, commands
+from diloco.export import export, printable
+from diloco.launcher import launch
+from diloco.launcher.display import render
+from diloco.launcher.folder import Folder, choose, plain, to_toml
+from diloco.launcher.launch import Children, environment, threads_for
+from diloco.launcher.locate import locate, without_secrets
+from diloco.options import DemoProcess, RunProcess, check, check_demo, method_notes, with_groups, with_preset
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.methods import METHODS, PAPER
+from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from diloco.studies.quality.settings import PRESETS as LAB_PRESETS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(commands.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
+def prepare(settings: RunProcess) -> Folder:
+    folder = choose(settings)
+    folder.make(settings)
+    return folder
+
+
+# --- the output folder ---------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
+    used = tmp_path / "out"
+    used.mkdir()
+    (used / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
+        prepare(RunProcess(out=used))
+    with pytest.raises(UsageError, match="something else than a run"):
+        prepare(RunProcess(out=used, overwrite=True))
+    assert (used / "thesis.txt").exists()
+
+
+def test_a_runs_folder_is_emptied_when_asked(tmp_path):
+    folder = prepare(RunProcess(out=tmp_path / "out"))
+    (folder.path / "report.json").write_text("{}")
+    again = prepare(RunProcess(out=folder.path, overwrite=True))
+    assert list(again.path.iterdir()) == [again.settings]
+
+
+def test_a_run_that_is_alive_is_never_overwritten(tmp_path):
+    """Even when asked; once its report is there, or its processes are gone, it may be."""
+    folder = prepare(RunProcess(out=tmp_path / "out"))
+    folder.write_run(None, RunProcess(), {})
+    again = RunProcess(out=folder.path, overwrite=True)
+    with pytest.raises(UsageError, match=f"alive .launcher is process {os.getpid()}"):
+        choose(again)
+    folder.report.write_text("{}")
+    choose(again)
+    folder.report.unlink()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (folder.path / "run.json").write_text(json.dumps({"pids": {"launcher": gone.pid}}))
+    choose(again)
+
+
+def test_a_refused_start_changes_nothing_on_disk(tmp_path, capsys):
+    """Neither by a report that could not be written, nor by a Redis that is not there, nor by an earlier run."""
+    folder = prepare(RunProcess(out=tmp_path / "used"))
+    (folder.path / "report.json").write_text("{}")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    nowhere = ["--redis-url", "unix:///nowhere.sock"]
+    for arguments, named in (
+        (["--out", "new", "--json-report", str(tmp_path)], "is a folder"),
+        (["--out", "new", "--json-report", "file/report.json"], "--json-report"),
+        (["--out", "used", "--overwrite", "--json-report", str(tmp_path)], "is a folder"),
+        (["--out", "file"], "--out"),
+        (["--out", "file/new"], "--out"),
+        (["--out", "new", *nowhere], "nowhere.sock"),
+        (["--out", "used", "--overwrite", *nowhere], "nowhere.sock"),
+    ):
+        assert cli.main(["run", *arguments]) != 0
+        assert named in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before, arguments
+
+
+def test_the_report_may_go_to_a_folder_that_is_still_to_be_made(tmp_path):
+    choose(RunProcess(out=tmp_path / "out", json_report=tmp_path / "new" / "folder" / "report.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_out_the_folder_is_named_by_the_time():
+    assert prepare(RunProcess()).path.parent == Path("runs")
+
+
+def test_the_shared_settings_file_suits_every_party(tmp_path):
+    """All parties read the same file and find in it what the launcher was told."""
+    told = RunProcess(
+        tokens=1234, seq_len=64, lr=1e-5, eval_every="7s", lease_s=3.0, data='we"ird\\pa\x7fth', pace="50ms"
+    )
+    path = tmp_path / "settings.toml"
+    path.write_text(to_toml(told))
+    known = frozenset(RunProcess.model_fields)
+    learner = load(LearnerProcess, {}, path, known)
+    assert (learner.tokens, learner.seq_len, learner.lr, learner.data, learner.pace) == (
+        1234,
+        64,
+        1e-5,
+        'we"ird\\pa\x7fth',
+        0.05,
+    )
+    assert load(SyncerProcess, {}, path, known).lease_s == 3.0
+    evaluator = load(EvaluatorProcess, {}, path, known)
+    assert (evaluator.eval_every, evaluator.threads) == (7.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clip", float("inf")), ("lr", 1e-30), ("seed", 2**63 - 1), ("compile", True)]
+    + [("data", text) for text in ("a\nb", "tab\tnul\x00\x1b", "'''", '"""', "C:\\new\\u0041", "日本 \u2028 é")],
+)
+def test_whatever_a_setting_is_the_settings_file_can_be_read(tmp_path, name, value):
+    """Every child gets exactly what the launcher was told."""
+    folder = Folder(tmp_path)
+    folder.write_settings(RunProcess(**{name: value}))
+    read = load(LearnerProcess, {}, folder.settings, frozenset(RunProcess.model_fields))
+    assert getattr(read, name) == value
+
+
+def test_a_report_is_json_for_every_program():
+    """Also of a run without clipping whose loss diverged."""
+    settings = plain(RunProcess(clip="inf"))
+    written = dumps({"settings": settings, "loss": float("nan"), "rates": (1.0, float("-inf"))})
+    read = json.loads(written, parse_constant=pytest.fail)
+    assert (read["settings"]["clip"], read["loss"], read["rates"]) == (None, None, [1.0, None])
+
+
+def test_no_secret_reaches_a_file(tmp_path):
+    told = RunProcess(redis_url="redis://me:hunter2@host:1/0", redis_password="hunter3")  # noqa: S106  # made up
+    folder = Folder(tmp_path)
+    folder.write_settings(told)
+    folder.write_run("unix:///tmp/s?password=hunter4", told, {})
+    written = "".join(file.read_text() for file in tmp_path.iterdir() if file.is_file()) + json.dumps(plain(told))
+    for secret in ("hunter2", "hunter3", "hunter4"):
+        assert secret not in written
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379", "redis://host:6379"),
+        ("redis://:pw@host:6379/1", "redis://:***@host:6379/1"),
+        ("rediss://me:p@w@host", "rediss://me:***@host"),
+        ("unix:///tmp/r.sock?password=pw&db=1", "unix:///tmp/r.sock?password=***&db=1"),
+    ],
+)
+def test_urls_are_shown_without_their_secrets(url, shown):
+    assert without_secrets(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"redis_url": "redis://h", "redis_port": 1}, "--redis-port"),
+        ({"quorum": 5}, "quorum=5.*learners=4"),
+        ({"redis_url": "redis://h", "method": "data-parallel"}, "--redis-url"),
+        ({"redis_port": 1, "method": "data-parallel"}, "--redis-port"),
+        ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
+        ({"groups": 2, "method": "data-parallel"}, "DILOCO_GROUPS"),
+        ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
+        ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
+        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, named):
+    with pytest.raises(UsageError, match=named):
+        check(RunProcess(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"kill_learner": 4}, "learners 0 to 3"),
+        ({"kill_learner": 1, "kill_at": 0.7}, "restart_at=0.6"),
+        ({"method": "data-parallel"}, "method"),
+        ({"kill_learner": 0, "learners": 1}, "--learners 2 or more"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_is_refused(settings, named):
+    check_demo(DemoProcess())
+    with pytest.raises(UsageError, match=named):
+        check_demo(DemoProcess(**settings))
+
+
+def test_the_papers_method_is_the_papers():
+    """RDA with the mean on embeddings, Nesterov, no warm-up, no ramp; P = 24 if the model has so many tensors."""
+    paper = with_preset(RunProcess(method="paper", model="small"))
+    assert (paper.fragments, paper.sync_interval, paper.overlap_steps, paper.quorum) == (24, 24, 2, 1)
+    assert (paper.merge, paper.outer, paper.outer_warmup, paper.first_interval) == ("rda", "nesterov", 0, 0)
+    assert (paper.codec, paper.weights, paper.grace_gamma) == ("bf16", "tokens", RunProcess().grace_gamma)
+    (note,) = method_notes(paper)
+    assert "not published: outer rate and momentum" in note
+    small = with_preset(RunProcess(method="paper", model="tiny"))
+    assert small.fragments == 11
+    assert "P = 11 instead of 24" in method_notes(small)[1]
+    assert PAPER["fragments"] == 24
+    assert method_notes(RunProcess()) == []
+
+
+def test_the_fragments_of_a_run_are_spread_over_the_nodes_of_a_cluster():
+    """As the server tells; a number that was asked for stays."""
+    assert with_groups(RunProcess(), 1).groups == 1
+    assert with_groups(RunProcess(), 3).groups == 3
+    assert with_groups(RunProcess(fragments=2), 3).groups == 2
+    assert with_groups(RunProcess(groups=5), 3).groups == 5
+
+
+def test_a_method_sets_what_was_not_given():
+    """DiLoCo: the whole model at once, all learners in each merge; what was asked for stays."""
+    diloco = with_preset(RunProcess(method="diloco", learners=3))
+    assert (diloco.fragments, diloco.quorum, diloco.grace_gamma, diloco.overlap_steps) == (1, 3, 0.0, 0)
+    assert "quorum = 3\n" in to_toml(diloco)
+    asked = with_preset(RunProcess(method="streaming", learners=3, quorum=2, fragments=8))
+    assert (asked.fragments, asked.quorum, asked.grace_gamma) == (8, 2, 0.0)
+    assert (asked.outer_lr, asked.outer_momentum, asked.outer_warmup, asked.first_interval) == (0.4, 0.9, 0, 0)
+    assert with_preset(RunProcess()) == RunProcess()
+
+
+def test_methods_mean_in_a_run_what_they_mean_in_the_lab():
+    """But for what only the lab can do: wait, and mix."""
+    for name, method in METHODS.items():
+        assert method.settings == {n: v for n, v in LAB_PRESETS[name].items() if n not in ("wait", "adopt")}
+
+
+@pytest.mark.parametrize("settings", [{"quorum": 5, "redis_port": 1}, {"quorum": 5, "redis_url": "redis://h"}])
+def test_a_quorum_that_others_can_make_up_is_allowed(settings):
+    check(RunProcess(**settings))
+
+
+def test_a_restart_at_the_very_end_is_refused():
+    """The run would be over before it."""
+    with pytest.raises(UsageError, match=r"restart_at.*less than 1"):
+        load(DemoProcess, {"kill_learner": "0", "restart_at": "1"})
+
+
+# --- finding a run -------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, **changes: Any) -> None:
+    folder.mkdir(parents=True)
+    fields = {"redis_url": "unix:///tmp/x", "run": "r", "pids": {"launcher": os.getpid()}} | changes
+    (folder / "run.json").write_text(json.dumps(fields))
+
+
+def test_a_live_run_is_found_on_its_redis_and_a_finished_one_in_its_folder(tmp_path):
+    write_run(tmp_path / "out")
+    place = locate(BusSettings(), tmp_path / "out")
+    assert (place.run, place.redis_url) == ("r", "unix:///tmp/x")
+    (tmp_path / "out" / "report.json").write_text("{}")
+    assert locate(BusSettings(), tmp_path / "out").redis_url is None
+
+
+def test_without_a_folder_the_redis_url_counts_and_then_the_newest_run():
+    assert locate(BusSettings(redis_url="redis://h", run="x"), None).redis_url == "redis://h"
+    with pytest.raises(UsageError, match="no run in"):
+        locate(BusSettings(), None)
+    write_run(Path("runs/a"), run="a")
+    write_run(Path("runs/b"), run="b")
+    os.utime("runs/a", (0, 0))
+    assert locate(BusSettings(), None).run == "b"
+
+
+def test_a_run_whose_launcher_is_gone_is_called_so(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    write_run(tmp_path / "out", pids={"launcher": gone.pid})
+    with pytest.raises(UsageError, match="ended without a report"):
+        locate(BusSettings(), tmp_path / "out")
+    with pytest.raises(UsageError, match="no output folder"):
+        locate(BusSettings(), tmp_path)
+
+
+def test_the_password_of_a_live_run_comes_from_the_environment(tmp_path):
+    write_run(tmp_path / "out", redis_url="redis://:***@h")
+    with pytest.raises(UsageError, match="DILOCO_REDIS_URL"):
+        locate(BusSettings(), tmp_path / "out")
+    assert locate(BusSettings(redis_url="redis://:pw@h"), tmp_path / "out").redis_url == "redis://:pw@h"
+
+
+def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
+    report = {"learners": [], "tokens_lost": {}, "tokens": 5, "merged_tokens": 5, "wall_s": 1.0, "outer_steps": 1}
+    report |= {"global_val_loss": 2.5, "stopped": False, "method": "decoupled", "demo": None, "checkpoint": None}
+    report |= {"warnings": []}
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "report.json").write_text(json.dumps(report))
+    assert cli.main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert cli.main(["status"]) == 0
+    assert "2.5000" in capsys.readouterr().out
+    assert cli.main(["tape"]) == 2
+    assert "tape is empty" in capsys.readouterr().err
+
+
+# --- children ----------------------------------------------------------------------------------------------
+
+
+def wait_for(condition: Any, limit_s: float = 20.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_children_get_no_setting_but_redis_from_the_environment(monkeypatch):
+    """The settings file decides: a variable would override what the launcher was told by a flag."""
+    monkeypatch.setenv("DILOCO_TOKENS", "5")
+    found = environment(3, "redis://h")
+    assert "DILOCO_TOKENS" not in found
+    assert found["DILOCO_REDIS_URL"] == "redis://h"
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("3", "passive")
+
+
+@pytest.mark.parametrize("path", [str(ROOT), None])
+def test_a_file_in_the_current_folder_does_not_stand_in_for_a_module(tmp_path, monkeypatch, path):
+    """A user's own pipeline.py is left alone, whether the program is found through PYTHONPATH or not."""
+    monkeypatch.delenv("PYTHONPATH") if path is None else monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('the wrong pipeline')\n")
+    with Children(tmp_path / "logs") as children:
+        child = children.start("learner-0", ["--version"], environment(1, None))
+        wait_for(lambda: not child.alive)
+        assert child.status == 0, child.tail()
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setattr(launch, "usable_cores", lambda: 8)
+    assert [threads_for(n, None) for n in (1, 3, 4, 16)] == [8, 2, 2, 1]
+    assert threads_for(4, 5) == 5
+
+
+def test_a_child_that_fails_leaves_its_last_lines(tmp_path):
+    with Children(tmp_path / "logs") as children:
+        child = children.start("learner-0", ["learner", "--tokens", "many"], environment(1, None))
+        wait_for(lambda: not child.alive)
+        assert child.status == 2
+        assert "learner-0 ended with status 2" in child.obituary()
+        assert "tokens='many'" in child.obituary()
+
+
+def test_leaving_the_block_kills_every_child_however_it_is_left(tmp_path):
+    children = Children(tmp_path / "logs")
+
+    def crash() -> None:
+        with children:
+            # waits for ever for a Redis that is not there
+            child = children.start("syncer", ["syncer", "--http-port", "0"], environment(1, "unix:///nowhere.sock"))
+            wait_for(lambda: "bus_unavailable" in child.tail())
+            assert os.getpgid(child.pid) == child.pid  # a terminal's Ctrl-C does not reach it
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    child = children["syncer"]
+    assert not is_running(child.pid)
+    assert child.ending() == "was killed by SIGKILL"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_child_does_not_outlive_a_launcher_that_is_killed(tmp_path):
+    program = f"""
+import sys, time
+from pathlib import Path
+from diloco.launcher.launch import Children, environment
+with Children(Path({str(tmp_path)!r})) as children:
+    child = children.start("syncer", ["syncer", "--http-port", "0"], environment(1, "unix:///nowhere.sock"))
+    while "bus_unavailable" not in child.tail():
+        time.sleep(0.02)
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        assert is_running(pid)
+        launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))
+
+
+# --- export --------------------------------------------------------------------------------------------------
+
+
+def test_export_of_a_baseline_checkpoint_never_overwrites_unasked(tmp_path, capsys):
+    folder = tmp_path / "out" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    safetensors.numpy.save_file({"w": np.arange(4.0, dtype=np.float32)}, folder / "globals.safetensors")
+    target = tmp_path / "model.safetensors"
+    export(tmp_path / "out", target)
+    assert safetensors.numpy.load_file(target)["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(UsageError, match="exists"):
+        export(tmp_path / "out", target)
+    export(tmp_path / "out", target, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys):
+    """The baseline's goes by any name; one that says it is a run's is checked as such, even in `checkpoint`."""
+    tensors = {"w": np.arange(4.0, dtype=np.float32)}
+    for name, state in (("renamed", {"format": 1, "spec": {}}), ("checkpoint", {"fragments": []})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(json.dumps(state))
+        safetensors.numpy.save_file(tensors, tmp_path / name / "globals.safetensors")
+    export(tmp_path / "renamed", tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"state\.json: spec"):
+        export(tmp_path / "checkpoint", tmp_path / "other.safetensors")
+    (tmp_path / "renamed" / "globals.safetensors").write_bytes(b"damaged")
+    assert cli.main(["export", "renamed", "other.safetensors"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot read renamed/globals.safetensors: ")
+
+
+def test_generated_text_cannot_command_the_terminal():
+    assert printable("a\x1b[2Jb\n\tc\x07") == "a?[2Jb\n\tc?"
+
+
+def test_the_status_of_a_baseline_run_comes_from_its_progress_file(tmp_path):
+    from diloco.launcher.baseline import baseline_status
+
+    out = tmp_path / "out"
+    write_run(out, redis_url=None, budget_tokens=200)
+    assert baseline_status(out)["phase"] == "waiting"
+    row = {"id": "learner-0", "step": 5, "tokens": 50, "tokens_per_s": 10.0, "loss": 3.0, "step_s": 0.1}
+    lines = [
+        {"tokens": 50, "elapsed_s": 5.0, "loss": 3.0, "val_loss": 3.5, "learners": [row]},
+        {"tokens": 100, "elapsed_s": 9.0, "loss": 2.0, "val_loss": None, "learners": [row | {"step": 9}]},
+    ]
+    (out / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    found = baseline_status(out)
+    assert (found["progress"], found["evaluation"]["loss"], found["learners"][0]["step"]) == (0.5, 3.5, 9)
+    render(found)

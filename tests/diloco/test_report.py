@@ -1,0 +1,346 @@
+"""The report, the demonstration's measure, the tape's archive and the picture."""
+
+import json
+from typing import Any
+
+import pytest
+
+from diloco.launcher.demo import StepLog, measure
+from diloco.launcher.plot import draw
+from diloco.launcher.report import Kill, Origin, Outcome, build, learner_rows, ledger_line, summary, tokens_at
+from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.tape import as_json, as_text, read_archive
+
+LAYOUT = layout_of(
+    [
+        TensorSpec(name="a", shape=(3,), dtype="float32", rule="rda", fragment=0),
+        TensorSpec(name="b", shape=(7,), dtype="float32", rule="rda", fragment=1),
+    ]
+)
+
+
+def committed(fragment: int, version: int, *parts: tuple[str, str, int], unix_s: float = 1.0) -> Committed:
+    return Committed(
+        fragment=fragment,
+        version=version,
+        digest=bytes(16),
+        base_digest=bytes(16),
+        contributions=tuple(
+            Contribution(
+                learner=who,
+                incarnation=incarnation,
+                base_version=version - 1,
+                attempt=0,
+                steps=1,
+                tokens=tokens,
+                weight=1 / len(parts),
+                norm=1.0,
+            )
+            for who, incarnation, tokens in parts
+        ),
+        reason="all expected in",
+        norm=1.0,
+        quorum_s=0.1,
+        grace_s=0.1,
+        upload_s=0.1,
+        merge_s=0.1,
+        syncer="s",
+        unix_s=unix_s,
+    )
+
+
+def rejected(
+    fragment: int, who: str, incarnation: str, tokens: int, lost: int, unix_s: float = 1.0, base: int = 9
+) -> Rejected:
+    return Rejected(
+        fragment=fragment,
+        version=1,
+        learner=who,
+        incarnation=incarnation,
+        base_version=base,
+        attempt=0,
+        steps=1,
+        tokens=tokens,
+        lost_tokens=lost,
+        reason=RefusalReason.TOO_STALE,
+        detail="",
+        unix_s=unix_s,
+    )
+
+
+def report(
+    who: str, incarnation: str, tokens: int, overwritten: int = 0, left: bool = True, **more: Any
+) -> LearnerReport:
+    fields: dict[str, Any] = {
+        "step": tokens // 10,
+        "versions": (1, 1),
+        "loss": 2.0,
+        "tokens_per_s": 100.0,
+        "step_s": 0.1,
+        "step_s_median": 0.1,
+        "blocked_s": 0.01,
+        "wall_s": tokens / 100,
+        "host": "here",
+        "device": "cpu",
+        "published": tokens * LAYOUT.elements - overwritten,
+    } | more
+    return LearnerReport(
+        learner=who, incarnation=incarnation, tokens=tokens, overwritten=overwritten, left=left, **fields
+    )
+
+
+def ledger_inputs(*reports: LearnerReport, **more: Any) -> LedgerInputs:
+    return LedgerInputs(reports=reports, **more)
+
+
+A, B, C = ("a", "00000001"), ("b", "00000002"), ("b", "00000003")
+
+
+# --- report ----------------------------------------------------------------------------------------
+
+
+def evaluation(tokens: int, elapsed_s: float, loss: float, final: bool = False) -> Evaluation:
+    return Evaluation(
+        loss=loss, tokens=tokens, versions=(1, 1), unix_s=1000 + elapsed_s, elapsed_s=elapsed_s, final=final
+    )
+
+
+def outcome(**changes: Any) -> Outcome:
+    fields: dict[str, Any] = {
+        "method": "decoupled",
+        "seed": 3,
+        "settings": {"tokens": 180},
+        "run": "run",
+        "stopped": False,
+        "wall_s": 12.5,
+        "outer_steps": 4,
+        "started_unix_s": 1000.0,
+        "layout": LAYOUT,
+        "records": [committed(0, 1, (*A, 100), (*B, 60)), committed(1, 1, (*A, 100), (*B, 60))],
+        "ledger_inputs": ledger_inputs(report(*A, tokens=100), report(*B, tokens=80, left=False)),
+        "evaluations": [evaluation(50, 3.0, 4.0), evaluation(180, 12.0, 2.5, final=True)],
+        "events": [Event(name="learner_killed", who="b", detail="", unix_s=1006.0)],
+        "progress": [(1000.0, 0), (1012.0, 180)],
+    } | changes
+    return Outcome(**fields)
+
+
+def test_the_report_holds_what_others_rely_on_and_is_json():
+    built = json.loads(json.dumps(build(outcome())))
+    assert built["global_val_loss"] == 2.5
+    assert (built["tokens"], built["merged_tokens"]) == (180, 160)
+    assert built["tokens_lost"] == {"overwritten": 0, "rejected": 0, "died": 20, "pending": 0, "unaccounted": 0}
+    assert built["token_elements"]["trained"] == 1800 == 1600 + built["token_elements"]["died"]
+    assert ledger_line(built) == "180 trained = 160 merged + 0 overwritten + 0 rejected + 20 died + 0 pending"
+    assert (built["wall_s"], built["outer_steps"]) == (12.5, 4)
+    assert [row["id"] for row in built["learners"]] == ["a", "b"]
+    assert {"id", "steps", "tokens", "tokens_per_s", "step_s_median", "blocked_s"} <= set(built["learners"][0])
+    assert built["events"][0] | {"detail": ""} == {
+        "name": "learner_killed",
+        "who": "b",
+        "detail": "",
+        "elapsed_s": 6.0,
+        "tokens": 90,
+    }
+    assert built["warnings"] == []
+
+
+def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():
+    """By the tape: what was merged in these minutes, over what was trained in them."""
+    records = [
+        committed(0, 1, (*A, 100), unix_s=1100.0),
+        committed(1, 1, (*A, 100), unix_s=1100.0),
+        committed(0, 2, (*B, 60), unix_s=1900.0),
+        committed(1, 2, (*B, 60), unix_s=1900.0),
+    ]
+    built = build(outcome(records=records, progress=[(1000.0, 0), (1700.0, 80), (2000.0, 180)]))
+    assert built["merged_share"] == {
+        "since_start": pytest.approx(160 / 180),
+        "pending": 0.0,
+        "recent": pytest.approx(60 / 100),
+        "recent_s": 300.0,
+    }
+    assert "merged share 89% (60% in the last 5:00)" in summary(built)
+    resumed = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
+    assert resumed["merged_share"]["since_start"] == pytest.approx(205 / 230)
+
+
+def test_a_missing_final_evaluation_is_said():
+    built = build(outcome(evaluations=[evaluation(50, 3.0, 4.0)]))
+    assert built["global_val_loss"] == 4.0
+    assert any("final evaluation" in warning for warning in built["warnings"])
+    assert build(outcome(evaluations=[]))["global_val_loss"] is None
+
+
+def test_unaccounted_tokens_and_rewinds_are_warned_of():
+    lost = build(outcome(ledger_inputs=ledger_inputs(report(*A, tokens=110), report(*B, tokens=80, left=False))))
+    assert lost["tokens_lost"]["unaccounted"] == 10
+    assert any("does not close" in warning for warning in lost["warnings"])
+    assert "10 unaccounted" in summary(lost)
+    rewound = build(outcome(records=[Rewound(fragment=0, version=1, was_version=2, unix_s=1.0)]))
+    assert any("earlier state" in warning for warning in rewound["warnings"])
+
+
+def test_a_resumed_run_counts_its_earlier_part():
+    built = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
+    assert (built["tokens"], built["merged_tokens"]) == (230, 205)
+    earlier = {"checkpoint": "old/checkpoint-50", "tokens": 50, "merged_tokens": 45, "not_merged_tokens": 5}
+    assert built["resumed_from"] == earlier
+    assert built["tokens"] == built["merged_tokens"] + sum(built["tokens_lost"].values()) + 5
+    assert "+ 5 not merged before the checkpoint" in summary(built)
+
+
+def test_data_parallel_merges_all_it_trains():
+    built = build(outcome(method="data-parallel", layout=None, records=[]))
+    assert built["tokens"] == built["merged_tokens"] == 180
+    assert sum(built["tokens_lost"].values()) == 0
+
+
+def test_a_learner_started_twice_is_one_row():
+    [row] = learner_rows([report(*B, tokens=100, left=False, step_s_median=0.2), report(*C, tokens=50)])
+    assert (row["tokens"], row["steps"], row["incarnations"], row["left"]) == (150, 15, 2, False)
+    assert row["tokens_per_s"] == pytest.approx(100.0)
+    assert row["step_s_median"] == 0.2
+
+
+def test_the_demonstration_says_what_the_others_and_the_run_lost():
+    rates = {"ratio_while": 0.99, "ratio_after": None}
+    kill = Kill(*B, 0.4, 0.6, rates, killed_unix_s=5.0, restarted_unix_s=7.0)
+    refused = [rejected(1, *A, 10, 10, unix_s=4.0), rejected(0, *A, 20, 20, unix_s=6.0), rejected(0, *B, 9, 9, 6.0)]
+    built = build(outcome(kill=kill, records=[*outcome().records, *refused[:2]]))
+    assert built["demo"]["others_rejected"] == {"before": 7, "while": 6, "after": 0}
+    assert "rejected: 7 before, 6 while it was away, 0 after" in summary(built)
+    died = build(
+        outcome(
+            kill=kill,
+            ledger_inputs=ledger_inputs(report(*A, tokens=110, left=False), report(*B, tokens=80, left=False)),
+        )
+    )
+    assert "10 tokens of others died" in summary(died)
+    assert build(outcome(kill=kill, records=refused[2:]))["demo"]["others_rejected"]["while"] == 0
+    built = build(outcome(kill=kill))
+    assert built["demo"]["others_lost"] == {"died": 0, "unaccounted": 0}
+    assert built["demo"]["run_lost"]["died"] == 20
+    assert built["demo"]["run_lost"]["not_merged_tokens_by_fragment"] == {"0": 20, "1": 20}
+    text = summary(built)
+    assert "b was killed at 40%" in text
+    assert "0.99 of before" in text
+    assert "none of them died" in text
+    assert "20 of its 80 tokens" in text
+
+
+def test_the_summary_is_readable_without_any_evaluation():
+    assert "global validation loss -" in summary(build(outcome(evaluations=[], stopped=True)))
+
+
+def test_tokens_at_a_moment_are_interpolated():
+    progress = [(10.0, 0), (20.0, 100)]
+    assert [tokens_at(progress, t) for t in (5.0, 10.0, 15.0, 30.0)] == [0, 0, 50, 100]
+    assert tokens_at([], 1.0) == 0
+
+
+# --- demonstration -----------------------------------------------------------------------------------
+
+
+def shown(name: str, step: int, wall_s: float, incarnation: str = "1", age_s: float = 0.0) -> dict[str, Any]:
+    return {"id": name, "incarnation": incarnation, "live": True, "step": step, "wall_s": wall_s, "age_s": age_s}
+
+
+def test_step_rates_are_measured_in_the_three_spans():
+    """The other learner made 5 steps a second, 4 while the killed one was away, 5 again."""
+    log = StepLog()
+    step = 0.0
+    for t in range(31):
+        step += 4 if 10 < t <= 20 else 5
+        present = [shown("a", round(step), float(t))]
+        if t <= 10 or t > 22:
+            present.append(shown("b", 5 * t + 5, float(t), incarnation=str(t > 20)))
+        log.add(present, float(t))
+    found = measure(log, "b", 10.0, 20.0, 30.0)
+    assert found["steps_per_s_of_others"]["a"] == pytest.approx({"before": 5.0, "while": 4.0, "after": 5.0})
+    assert found["ratio_while"] == pytest.approx(0.8)
+    assert found["ratio_after"] == pytest.approx(1.0)
+    assert found["away_s"] == 10.0
+
+
+def test_the_measure_starts_when_all_learners_are_under_way():
+    log = StepLog()
+    log.add([shown("a", 1, 0.0)], 0.0)
+    log.add([shown("a", 2, 5.0)], 5.0)
+    log.add([shown("a", 20, 6.0), shown("b", 1, 0.0)], 6.0)
+    log.add([shown("a", 40, 7.0), shown("b", 2, 1.0)], 7.0)
+    assert measure(log, "b", 7.0, None, 7.0)["steps_per_s_of_others"]["a"]["before"] == pytest.approx(20.0)
+
+
+def test_a_span_without_two_reports_has_no_rate():
+    log = StepLog()
+    log.add([shown("a", 1, 0.0)], 0.0)
+    found = measure(log, "b", 1.0, None, 2.0)
+    assert found["steps_per_s_of_others"]["a"] == {"before": None, "while": None}
+    assert found["ratio_while"] is None
+
+
+# --- the tape's archive --------------------------------------------------------------------------------
+
+RECORDS = [
+    WindowChanged(fragment=0, version=0, attempt=0, reason="opened", unix_s=1.0),
+    committed(0, 1, (*A, 10), unix_s=2.0),
+    rejected(1, *B, tokens=5, lost=5, unix_s=3.0),
+    Rewound(fragment=0, version=0, was_version=1, unix_s=4.0),
+]
+
+
+def test_an_archive_is_read_in_order_and_each_record_once(tmp_path):
+    """Also when a restarted syncer wrote the beginning again, and with several fragment groups."""
+    (tmp_path / "0.msgpack").write_bytes(b"".join(map(encode, [RECORDS[0], RECORDS[3], RECORDS[0], RECORDS[3]])))
+    (tmp_path / "1.msgpack").write_bytes(b"".join(map(encode, [RECORDS[1], RECORDS[2]])))
+    assert read_archive(tmp_path) == RECORDS
+
+
+def test_archives_of_several_syncers_make_one_tape_in_order(tmp_path):
+    """One was killed, one began late; a record whose syncer's clock is behind stays where its tape has it."""
+    ahead = committed(0, 5, ("a", "0" * 8, 10), unix_s=50.0)
+    behind = committed(0, 6, ("a", "0" * 8, 10), unix_s=49.0)
+    tape = [*(committed(0, v, ("a", "0" * 8, 10), unix_s=10.0 * v) for v in range(1, 5)), ahead, behind]
+    (tmp_path / "0-aa.msgpack").write_bytes(b"".join(map(encode, tape[:5])))
+    (tmp_path / "0-bb.msgpack").write_bytes(b"".join(map(encode, tape[2:])))
+    (tmp_path / "0-cc.msgpack").write_bytes(b"")
+    assert read_archive(tmp_path) == tape
+
+
+def test_a_record_cut_short_is_left_out_and_a_damaged_one_refused(tmp_path):
+    whole = b"".join(map(encode, RECORDS))
+    (tmp_path / "0.msgpack").write_bytes(whole[:-3])
+    assert read_archive(tmp_path) == RECORDS[:3]
+    (tmp_path / "0.msgpack").write_bytes(whole + b"\xc1" * 4)
+    with pytest.raises(BadMessage, match=r"0\.msgpack"):
+        read_archive(tmp_path)
+    (tmp_path / "0.msgpack").write_bytes(whole.replace(b"too_stale", b"too_sleek"))
+    with pytest.raises(BadMessage):
+        read_archive(tmp_path)
+
+
+def test_tape_records_read_as_text_and_as_json():
+    texts = [as_text(record, 1.0) for record in RECORDS]
+    assert "attempt 0: opened" in texts[0]
+    assert "merged to version 1: a 10 tokens" in texts[1]
+    assert "rejected a delta of b" in texts[2]
+    assert "too_stale, 5 tokens lost" in texts[2]
+    assert "rewound from version 1 to 0" in texts[3]
+    assert json.loads(as_json(RECORDS[1]))["digest"] == "00" * 16
+
+
+# --- picture -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("points", [0, 1, 5])
+def test_the_picture_is_drawn_however_few_evaluations_there_are(tmp_path, points):
+    built = build(outcome(evaluations=[evaluation(10 * i, float(i), 4.0 - i / 10) for i in range(points)]))
+    draw(built["evaluations"], built["events"], "title", ledger_line(built), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

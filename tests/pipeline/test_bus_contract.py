@@ -1,0 +1,616 @@
+"""What `ports.Bus` promises, on every adapter. Real time, short windows."""
+
+import asyncio
+import inspect
+import time
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.entry_ids import parse_offer_id
+from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.redis_streams import RedisBus
+from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
+from diloco.pipeline.messages.shards import Shard
+from diloco.pipeline.messages.tape import WindowChanged
+from diloco.pipeline.payload.chunks import Encoded, Payload, whole
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.memory import MemoryBus
+from tests import samples
+from tests.backdoor import Backdoor
+from tests.pipeline.test_commit_cases import commit_on
+from tests.samples import IDLE
+
+A, B = "aa" * 8, "bb" * 8
+
+SHARDS = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(3)]
+
+
+def event(name: str) -> Event:
+    return Event(name=name, who="l0", detail="", unix_s=1.0)
+
+
+async def vanished(bus: Bus, key: str) -> None:
+    """Wait until a payload has expired."""
+    deadline = time.monotonic() + 5
+    while await bus.count_chunks(key):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def head_of(bus: Bus, fragment: int = 0) -> bytes:
+    """Give a fragment its first head."""
+    return await samples.commit(bus, fragment, 0, np.arange(600, dtype=np.float32), nonce=A)
+
+
+# --- the run as a whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", [MemoryBus, RedisBus])
+def test_an_adapter_makes_every_call_itself(adapter: type[Bus]) -> None:
+    """A protocol's own method does nothing, so none may be left to it."""
+    calls = {name for name, _ in inspect.getmembers(Bus, inspect.isfunction) if not name.startswith("_")}
+    theirs = {name for name in calls if getattr(adapter, name) in {vars(part).get(name) for part in Bus.__mro__}}
+    assert {"commit", "read_chunks", "use_groups"} <= calls
+    assert theirs == set()
+
+
+async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:
+    assert await bus.read_spec() is None
+    assert await bus.propose_spec(b"one") == b"one"
+    assert await bus.propose_spec(b"two") == b"one"
+    assert await bus.read_spec() == b"one"
+
+
+async def test_a_spec_is_replaced_only_if_it_is_the_one_that_was_seen(bus: Bus) -> None:
+    assert not await bus.replace_spec(b"two", b"one")
+    assert await bus.read_spec() is None
+    await bus.propose_spec(b"one")
+    assert not await bus.replace_spec(b"two", b"another")
+    assert await bus.read_spec() == b"one"
+    assert await bus.replace_spec(b"two", b"one")
+    assert await bus.read_spec() == b"two"
+
+
+async def test_a_run_never_moves_back_to_an_earlier_phase(bus: Bus) -> None:
+    draining = samples.run_state(phase=Phase.DRAINING)
+    assert await bus.read_state() is None
+    assert (await bus.write_state(samples.run_state())).phase is Phase.RUNNING
+    assert await bus.write_state(draining) == draining
+    assert await bus.write_state(samples.run_state(tokens=5)) == draining
+    again = samples.run_state(phase=Phase.DRAINING, tokens=7)
+    assert await bus.write_state(again) == again
+    assert await bus.read_state() == again
+
+
+async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_the_state(bus: Bus) -> None:
+    assert await bus.write_report(samples.report("l0", step=1)) is None
+    state = await bus.write_state(samples.run_state())
+    assert await bus.write_report(samples.report("l0", step=2)) == state
+    await bus.write_report(samples.report("l0", step=3, incarnation="1" * 8, generation=1))
+    await bus.write_report(samples.report("l1", step=4))
+    seen = await bus.read_reports()
+    assert [(s.report.learner, s.report.step) for s in seen] == [("l0", 2), ("l0", 3), ("l1", 4)]
+
+
+async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, backdoor: Backdoor) -> None:
+    """As a call does that its sender gave up, and the server served all the same."""
+    await bus.write_report(samples.report(step=2, number=2, left=True))
+    await bus.write_report(samples.report(step=1, number=1))
+    assert [s.report.left for s in await bus.read_reports()] == [True]
+    await bus.write_report(samples.report(step=3, number=3))
+    backdoor.hset(bus.keys.learners, "l1/00000000", b"\xc1")  # one that cannot be read is replaced by any
+    await bus.write_report(samples.report("l1", step=4, number=0))
+    assert [s.report.step for s in await bus.read_reports()] == [3, 4]
+
+
+async def test_of_those_with_one_learners_id_the_first_of_the_greatest_generation_is_heard(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """Whoever is replaced is told so and changes nothing, also where the bus has forgotten everything meanwhile."""
+
+    def report(incarnation: str, generation: int, learner: str = "l0") -> LearnerReport:
+        return samples.report(learner, incarnation=incarnation * 8, generation=generation)
+
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("c", 1, "l1"))
+    before = backdoor.dump()
+    with pytest.raises(LearnerReplaced) as refused:  # began at the same time, and was slower
+        await bus.write_report(report("b", 1))
+    assert refused.value.generation == 1
+    assert backdoor.dump() == before
+    await bus.write_report(report("b", 12))
+    for late in (report("a", 1), report("c", 9), report("c", 12)):
+        with pytest.raises(LearnerReplaced) as refused:
+            await bus.write_report(late)
+        assert refused.value.generation == 12
+    assert [seen.report.incarnation[0] for seen in await bus.read_reports()] == ["a", "b", "c"]
+    backdoor.delete(bus.keys.holder("l0"))
+    await bus.write_report(report("a", 1))
+    await bus.write_report(report("b", 12))
+    with pytest.raises(LearnerReplaced):
+        await bus.write_report(report("a", 1))
+
+
+async def test_a_holder_that_cannot_be_read_holds_nothing(bus: Bus, backdoor: Backdoor) -> None:
+    backdoor.plant(bus.keys.holder("l0"), "string")
+    await bus.write_report(samples.report())
+    with pytest.raises(LearnerReplaced):
+        await bus.write_report(samples.report(incarnation="1" * 8))
+
+
+async def test_a_lost_report_that_is_put_back_is_as_old_as_it_was_and_takes_nobodys_place(bus: Bus) -> None:
+    """Neither that of the incarnation itself nor that of its successor, which holds the id."""
+    old = SeenReport(report=samples.report(step=5, incarnation="a" * 8, generation=1), age_s=60.0)
+    newer = SeenReport(report=samples.report(step=7, incarnation="b" * 8, generation=2), age_s=0.0)
+    await bus.write_report(newer.report)
+    await bus.put_back_report(old)
+    await bus.put_back_report(SeenReport(report=samples.report(step=6, incarnation="b" * 8, generation=2), age_s=9.0))
+    was, still = sorted(await bus.read_reports(), key=lambda seen: seen.report.incarnation)
+    assert (was.report, still.report) == (old.report, newer.report)
+    assert 59.9 < was.age_s < 63
+    assert still.age_s < 3
+    await bus.write_report(newer.report.model_copy(update={"number": 9}))
+
+
+async def test_reports_age_by_the_servers_clock(bus: Bus) -> None:
+    await bus.write_report(samples.report())
+    await asyncio.sleep(0.1)
+    (seen,) = await bus.read_reports()
+    assert 0.09 <= seen.age_s < 3
+
+
+async def test_events_and_evaluations_are_read_in_order_from_any_point(bus: Bus) -> None:
+    for name in ("one", "two", "three"):
+        await bus.add_event(event(name))
+    events = await bus.read_events()
+    assert [e.name for _, e in events] == ["one", "two", "three"]
+    assert [e.name for _, e in await bus.read_events(events[0][0])] == ["two", "three"]
+    assert [e.name for _, e in await bus.read_events(limit=2)] == ["one", "two"]
+    evaluation = Evaluation(loss=2.0, tokens=5, versions=(0, 1), unix_s=1.0, elapsed_s=2.0, final=False)
+    await bus.add_evaluation(evaluation)
+    assert [e for _, e in await bus.read_evaluations()] == [evaluation]
+
+
+async def test_the_server_says_who_it_is(bus: Bus) -> None:
+    info = await bus.info()
+    assert info.server_id == (await bus.info()).server_id
+    assert info.server_id
+    assert info.used_bytes >= 0
+    assert not info.warnings
+
+
+# --- version 0 ---------------------------------------------------------------------------------------
+
+
+async def test_one_learner_holds_the_claim_to_version_0_until_it_lapses(bus: Bus) -> None:
+    assert await bus.claim_initial(A, 0.15)
+    assert not await bus.claim_initial(B, 10)
+    assert await bus.claim_initial(A, 0.15)
+    await asyncio.sleep(0.2)
+    assert await bus.claim_initial(B, 10)
+    assert not await bus.claim_initial(A, 10)
+
+
+async def test_an_upload_of_version_0_counts_only_while_its_claim_is_held(bus: Bus) -> None:
+    upload = InitialUpload(learner="l0", nonce=A, chunks=(1, 2))
+    assert not await bus.finish_initial(upload, 10)
+    await bus.claim_initial(B, 10)
+    assert not await bus.finish_initial(upload, 10)
+    assert await bus.read_initial() is None
+    mine = InitialUpload(learner="l1", nonce=B, chunks=(1, 2))
+    assert await bus.finish_initial(mine, 10)
+    assert await bus.read_initial() == mine
+
+
+# --- payloads ----------------------------------------------------------------------------------------
+
+
+async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harmless(bus: Bus) -> None:
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [b"a", b"b"], 10)
+    await bus.write_chunks(key, 0, [b"other", b"b"], 10)
+    await bus.write_chunks(key, 1, [b"b", b"c"], 10)
+    assert await bus.count_chunks(key) == 3
+    assert await bus.read_chunks(key, 0, 10) == [b"a", b"b", b"c"]
+    assert await bus.read_chunks(key, 1, 1) == [b"b"]
+    assert await bus.read_chunks(key, 3, 10) == []
+
+
+async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -> None:
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    other = await backdoor.connect()
+    read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, block_s=5))
+    await asyncio.sleep(0.05)
+    started = time.monotonic()
+    await other.write_chunks(key, 0, [b"a"], 10)
+    assert await read == [b"a"]
+    assert time.monotonic() - started < 2
+    await other.close()
+
+
+async def test_a_payload_never_has_a_hole(bus: Bus) -> None:
+    """A sender whose payload expired under it is told to start over."""
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(key, 2, [b"c"], 10)
+    assert await bus.count_chunks(key) == 0
+
+
+def large(count: int, size: int = 100_000) -> list[Encoded]:
+    """Encoded chunks of a payload that are large enough to travel in parts."""
+    payload = Payload(memoryview(bytes(range(256)) * (count * size // 256)), size)
+    payload.grow_to(count * size)
+    return [payload.encoded(i) for i in range(count)]
+
+
+async def test_large_chunks_are_read_as_they_were_written_and_writing_them_again_is_harmless(bus: Bus) -> None:
+    """They travel in parts, and not all of them through a script."""
+    key, chunks = bus.keys.delta_payload(0, "l0", "0" * 8, 0), large(12)
+    await bus.write_chunks(key, 0, chunks[:5], 10)
+    await bus.write_chunks(key, 2, chunks[2:9], 10)
+    await bus.write_chunks(key, 0, [bytes(100), *chunks[1:4]], 10)
+    await bus.write_chunks(key, 9, chunks[9:], 10)
+    await bus.write_chunks(key, 0, chunks, 10)
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole(chunk) for chunk in chunks]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole(chunk) for chunk in chunks[7:9]]
+
+
+async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Backdoor) -> None:
+    """Nor is one that has expired made anew from its middle, or one that a commit made stay longer."""
+    key, chunks = bus.keys.delta_payload(0, "l0", "0" * 8, 0), large(8)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(key, 2, chunks[2:], 10)
+    assert await bus.count_chunks(key) == 0
+    await bus.write_chunks(key, 0, chunks[:3], 10)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(key, 4, chunks[4:], 10)
+    assert await bus.count_chunks(key) == 3
+    assert 5 < (backdoor.ttl_s(key) or 0) <= 10
+    await head_of(bus)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    before = await bus.read_chunks(head.payload, 0, 100)
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(head.payload, len(before), chunks[:4], 1)
+    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert backdoor.ttl_s(head.payload) is None
+
+
+async def test_an_abandoned_payload_expires(bus: Bus) -> None:
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [b"a"], 0.1)
+    assert await bus.count_chunks(key) == 1
+    await vanished(bus, key)
+
+
+async def test_a_reader_keeps_a_payload_alive_but_never_makes_it_expire_sooner(bus: Bus, backdoor: Backdoor) -> None:
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [b"a"], 1)
+    await bus.read_chunks(key, 0, 1, extend_s=50)
+    assert 40 < (backdoor.ttl_s(key) or 0) <= 50
+    await bus.read_chunks(key, 0, 1, extend_s=1)
+    assert 40 < (backdoor.ttl_s(key) or 0) <= 50
+
+
+async def test_a_committed_payload_stays_whatever_readers_and_late_senders_do(bus: Bus, backdoor: Backdoor) -> None:
+    await head_of(bus)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    before = await bus.read_chunks(head.payload, 0, 100, extend_s=1)
+    await bus.write_chunks(head.payload, 0, before, 1)
+    assert backdoor.ttl_s(head.payload) is None
+    with pytest.raises(PayloadIncomplete):
+        await bus.write_chunks(head.payload, len(before), [b"more"], 1)
+    assert await bus.read_chunks(head.payload, 0, 100) == before
+
+
+# --- fragments: learners -----------------------------------------------------------------------------
+
+
+async def test_headers_are_pending_in_order_until_they_are_refused_or_merged(bus: Bus) -> None:
+    entries = [await bus.offer(samples.header(name)) for name in ("l0", "l1", "l2")]
+    offers = await bus.read_offers(0)
+    assert [o.entry_id for o in offers] == entries
+    assert [o.header.learner for o in offers if o.header] == ["l0", "l1", "l2"]
+    known = dict(map(parse_offer_id, entries[:2]))
+    assert [o.entry_id for o in await bus.read_offers(0, after=known)] == entries[2:]
+    again = await bus.offer(samples.header("l0", serial=1))
+    assert [o.entry_id for o in await bus.read_offers(0, after=known)] == [again, entries[2]]
+    assert [o.entry_id for o in await bus.read_offers(0, limit=1)] == entries
+    assert await bus.read_offers(1) == []
+
+
+async def test_a_header_that_does_not_decode_is_reported_and_does_not_hide_the_next(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    await bus.offer(samples.header("l0", fragment=1))
+    backdoor.append(bus.keys.deltas(0, "l0"), b"\xc1 no message")
+    backdoor.append(bus.keys.deltas(0, "l0"), encode(samples.header("l0", fragment=1)))
+    backdoor.append(bus.keys.deltas(0, "l0"), encode(samples.header("l1")))
+    await bus.offer(samples.header("l0"))
+    first, second, forged, third = await bus.read_offers(0)
+    assert first.header is None
+    assert "msgpack" in first.problem
+    assert second.header is None
+    assert "fragment 1" in second.problem
+    assert forged.header is None
+    assert "header of l1 on the stream of l0" in forged.problem
+    assert third.header is not None
+
+
+async def test_an_owner_waits_for_the_next_header(bus: Bus, backdoor: Backdoor) -> None:
+    """Of a learner that never offered before, and of one that did, while others are known."""
+    other = await backdoor.connect()
+    known: dict[str, str] = {}
+    for header in (samples.header("l0"), samples.header("l1"), samples.header("l0", serial=1)):
+        read = asyncio.ensure_future(bus.read_offers(0, dict(known), block_s=5))
+        await asyncio.sleep(0.05)
+        entry = await other.offer(header)
+        async with asyncio.timeout(0.5):
+            assert [o.entry_id for o in await read] == [entry]
+        known |= dict([parse_offer_id(entry)])
+    await other.offer(samples.header("l2", fragment=1))
+    assert await bus.read_offers(0, known, block_s=0.2) == []
+    await other.close()
+
+
+async def test_a_blocking_read_ends_empty_when_its_time_is_over_and_holds_up_nobody(bus: Bus) -> None:
+    started = time.monotonic()
+    reads = [asyncio.ensure_future(bus.read_offers(p, block_s=0.4)) for p in range(20)]
+    await asyncio.sleep(0.01)
+    for _ in range(5):
+        await bus.read_heads([0])
+    assert time.monotonic() - started < 0.35
+    assert await asyncio.gather(*reads) == [[]] * 20
+    assert 0.35 < time.monotonic() - started < 3
+
+
+async def test_heads_come_in_the_order_asked_for(bus: Bus) -> None:
+    digest = await head_of(bus, 1)
+    first, second = await bus.read_heads([0, 1])
+    assert first is None
+    assert second is not None
+    assert (second.fragment, second.version, second.digest) == (1, 0, digest)
+    assert await bus.read_heads([]) == []
+
+
+async def test_a_follower_of_the_tape_misses_nothing_after_its_cursor(bus: Bus, backdoor: Backdoor) -> None:
+    at = 0, await head_of(bus)
+    ends = await bus.tape_end()
+    assert set(ends) == {0}
+    assert await bus.read_tape(ends) == []
+    other = await backdoor.connect()
+    read = asyncio.ensure_future(bus.read_tape(ends, block_s=5))
+    await asyncio.sleep(0.05)
+    records = [WindowChanged(fragment=0, version=0, attempt=i, reason="opened", unix_s=0.0) for i in range(3)]
+    for record in records:
+        await other.write_window(0, A, at, IDLE, record)
+    got = await read
+    while len(got) < 3:
+        got += await bus.read_tape({0: got[-1].entry_id}, block_s=5)
+    assert [entry.record for entry in got] == records
+    assert len(await bus.read_tape({0: START})) == 4
+    assert (await bus.tape_end())[0] == got[-1].entry_id
+    await other.close()
+
+
+async def test_an_archived_part_of_the_tape_is_dropped_and_the_rest_stays(bus: Bus) -> None:
+    at = 0, await head_of(bus)
+    for i in range(3):
+        await bus.write_window(0, A, at, IDLE, WindowChanged(fragment=0, version=0, attempt=i, reason="", unix_s=0.0))
+    entries = [entry.entry_id for entry in await bus.read_tape({0: START})]
+    await bus.trim_tape(0, entries[2])
+    assert [entry.entry_id for entry in await bus.read_tape({0: START})] == entries[2:]
+
+
+async def test_groups_have_tapes_of_their_own(bus: Bus) -> None:
+    bus.use_groups(2)
+    assert await bus.tape_end() == {0: START, 1: START}
+    await head_of(bus, 1)
+    await head_of(bus, 2)
+    found = await bus.read_tape({0: START, 1: START}, block_s=1)
+    assert sorted((entry.group, entry.record.fragment) for entry in found) == [(0, 2), (1, 1)]
+
+
+# --- leases ------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_has_one_owner_until_it_lapses_or_is_given_back(bus: Bus) -> None:
+    assert await bus.acquire_lease(0, A, 0.15)
+    assert not await bus.acquire_lease(0, B, 10)
+    assert await bus.acquire_lease(1, B, 10)
+    await asyncio.sleep(0.2)
+    assert await bus.acquire_lease(0, B, 10)
+    await bus.release_lease(0, A)
+    assert not await bus.acquire_lease(0, A, 10)
+    await bus.release_lease(0, B)
+    assert await bus.acquire_lease(0, A, 10)
+
+
+async def test_renewing_a_lease_prolongs_it(bus: Bus, backdoor: Backdoor) -> None:
+    assert await bus.acquire_lease(0, A, 1)
+    assert await bus.acquire_lease(0, A, 50)
+    assert 40 < (backdoor.ttl_s(bus.keys.lease(0)) or 0) <= 50
+
+
+async def test_the_holders_of_leases_are_read_in_the_order_asked_for(bus: Bus) -> None:
+    await bus.acquire_lease(2, A, 10)
+    await bus.acquire_lease(0, B, 10)
+    assert await bus.read_leases([0, 1, 2]) == [B, None, A]
+    await bus.release_lease(0, B)
+    assert await bus.read_leases([0]) == [None]
+    assert await bus.read_leases([]) == []
+
+
+async def test_a_syncer_is_here_until_its_time_is_over_or_it_withdraws(bus: Bus) -> None:
+    assert await bus.read_syncers() == {}
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+    assert await bus.announce_syncer(A, "one", 0.15) == (A, B)
+    assert await bus.read_syncers() == {A: "one", B: "two"}
+    await asyncio.sleep(0.2)
+    assert await bus.read_syncers() == {B: "two"}
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+    assert await bus.announce_syncer(A, "one", 10) == (A, B)
+    await bus.withdraw_syncer(B)
+    await bus.withdraw_syncer(B)
+    assert await bus.read_syncers() == {A: "one"}
+
+
+async def test_announcing_a_syncer_again_prolongs_its_time(bus: Bus) -> None:
+    await bus.announce_syncer(A, "one", 0.2)
+    await bus.announce_syncer(A, "one", 10)
+    await asyncio.sleep(0.25)
+    assert await bus.announce_syncer(B, "two", 10) == (A, B)
+
+
+async def test_a_syncer_is_announced_even_where_memory_is_short(bus: Bus, backdoor: Backdoor) -> None:
+    """Who cannot say that it is here would have its fragments taken away."""
+    backdoor.fill_memory()
+    assert await bus.announce_syncer(A, "one", 0.1) == (A,)
+    await asyncio.sleep(0.15)
+    assert await bus.announce_syncer(B, "two", 10) == (B,)
+
+
+async def test_what_is_no_syncer_in_their_table_is_dropped(bus: Bus, backdoor: Backdoor) -> None:
+    for field, value in (("strange", b"\xff"), ("short", b"99999999999999"), ("x", b"soon one")):
+        backdoor.hset(bus.keys.syncers, field, value)
+    assert await bus.read_syncers() == {}
+    assert await bus.announce_syncer(A, "one", 10) == (A,)
+    assert list(backdoor.dump()[bus.keys.syncers][0]) == [A.encode()]
+    backdoor.plant(bus.keys.syncers, "string")
+    with pytest.raises(BadMessage):
+        await bus.announce_syncer(A, "one", 10)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------
+
+
+async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> None:
+    reads = [asyncio.ensure_future(bus.read_offers(0, block_s=30)), asyncio.ensure_future(bus.tape_end())]
+    await reads[1]
+    await asyncio.sleep(0.1)
+    await bus.close()
+    async with asyncio.timeout(2):
+        with pytest.raises(BusUnavailable):
+            await reads[0]
+    with pytest.raises(BusUnavailable):
+        await bus.read_spec()
+    await bus.close()
+
+
+async def test_a_cancelled_read_leaves_the_bus_usable(bus: Bus) -> None:
+    read = asyncio.ensure_future(bus.read_offers(0, block_s=30))
+    await asyncio.sleep(0.05)
+    read.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await read
+    assert await bus.read_offers(0) == []
+    await bus.offer(samples.header())
+    assert len(await bus.read_offers(0, block_s=1)) == 1
+
+
+async def test_stored_control_values_that_do_not_decode_are_named(bus: Bus, backdoor: Backdoor) -> None:
+    await head_of(bus)
+    backdoor.hset(bus.keys.head(0), "window", b"\xc1")
+    with pytest.raises(BadMessage):
+        await bus.read_heads([0])
+    backdoor.hset(bus.keys.head(1), "version", b"1")
+    with pytest.raises(BadMessage, match="fragment 1"):
+        await bus.read_heads([1])
+    backdoor.hset(bus.keys.state, "blob", b"nonsense")
+    with pytest.raises(BadMessage):
+        await bus.read_state()
+
+
+async def test_a_key_of_another_type_is_reported_and_left_alone(bus: Bus, backdoor: Backdoor) -> None:
+    keys = bus.keys
+    await bus.offer(samples.header(fragment=1))  # so that there is a learner to read of
+    deltas = keys.deltas(0, "l0")
+    for key in (deltas, keys.shard_positions, keys.state, keys.seen, keys.spec, keys.init_claim):
+        backdoor.plant(key, "string" if key not in (keys.spec, keys.init_claim) else "hash")
+    before = backdoor.dump()
+    for call in (
+        bus.offer(samples.header()),
+        bus.read_offers(0),
+        bus.fill_shards(0, SHARDS),
+        bus.claim_shard("l0.00", 10),
+        bus.read_shards(),
+        bus.save_position("l0.00", "1-0", 1),
+        bus.finish_shard("l0.00", "1-0"),
+        bus.write_state(samples.run_state()),
+        bus.write_report(samples.report()),
+        bus.read_reports(),
+        bus.read_spec(),
+        bus.replace_spec(b"two", b"one"),
+        bus.claim_initial(A, 1),
+        bus.write_chunks(deltas, 0, [b"a"], 1),
+    ):
+        with pytest.raises(BadMessage):
+            await call
+    assert backdoor.dump() == before
+
+
+async def test_a_malformed_cursor_changes_nothing(bus: Bus) -> None:
+    with pytest.raises(BusError, match="entry id"):
+        await bus.read_tape({0: "yesterday"})
+    with pytest.raises(BusError, match="entry id"):
+        await bus.finish_shard("l0.00", "1-x")
+
+
+async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, backdoor: Backdoor) -> None:
+    """Deltas stop coming in; leases, commits, windows, refusals, reports and the run's state go on."""
+    digest = await head_of(bus)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(delta, 0, [b"a"], 50)
+    entry = await bus.offer(samples.header())
+    commit = await commit_on(bus, (0, digest), entries=(entry,), delta_payloads=(delta,))
+    backdoor.fill_memory()
+    before = backdoor.dump()
+    for call in (
+        bus.offer(samples.header("l1")),
+        bus.write_chunks(delta, 1, [b"b"], 50),
+        bus.fill_shards(0, SHARDS),
+        bus.add_event(event("one")),
+        bus.propose_spec(b"spec"),
+    ):
+        with pytest.raises(BusFull):
+            await call
+    assert backdoor.dump() == before
+    assert await bus.acquire_lease(0, A, 50)
+    assert await bus.acquire_lease(7, A, 50)
+    await bus.commit(commit)
+    at = 1, commit.digest
+    await bus.write_window(0, A, at, IDLE, None)
+    await bus.refuse(0, Refusal(nonce=A, expected=at, entries=(), delta_payloads=(delta,), records=()))
+    await bus.write_state(samples.run_state())
+    await bus.write_report(samples.report())
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.version == 1
+    assert await bus.read_offers(0) == []
+
+
+async def test_a_spec_that_is_set_is_told_where_memory_is_short(bus: Bus, backdoor: Backdoor) -> None:
+    """A learner can come back to a run whose Redis is full."""
+    await bus.propose_spec(b"first")
+    backdoor.fill_memory()
+    assert await bus.propose_spec(b"second") == b"first"
+
+
+async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bus, backdoor: Backdoor) -> None:
+    """It would pass unnoticed on a single node and fail on a cluster."""
+    bus.use_groups(2)
+    digest = await head_of(bus)
+    commit = await commit_on(bus, (0, digest), delta_payloads=(bus.keys.head(1),))
+    before = backdoor.dump()
+    with pytest.raises(ValueError, match="several cluster slots"):
+        await bus.commit(commit)
+    with pytest.raises(ValueError, match="several cluster slots"):
+        await bus.refuse(
+            0, Refusal(nonce=A, expected=(0, digest), entries=(), delta_payloads=(bus.keys.head(1),), records=())
+        )
+    assert backdoor.dump() == before

@@ -1,0 +1,223 @@
+"""Three Redis nodes as a cluster: a fragment's steps stay in its slot, the run's fragments spread over nodes."""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_py
+from redis.crc import key_slot
+
+from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import BusUnavailable, HeadMoved
+from diloco.pipeline.messages.tape import WindowChanged
+from tests import samples
+from tests.pipeline.test_bus_contract import SHARDS
+from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, stage
+from tests.samples import IDLE
+
+NODES = 3
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports whose bus port (+ 10000) exists too."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        if (port := free_port("127.0.0.1")) < 55_000:
+            ports.add(port)
+        else:
+            ports.add(20_000 + port % 10_000)
+    return sorted(ports)
+
+
+def form(nodes: list[Any], ports: list[int]) -> None:
+    """Slots in equal ranges, then everybody meets."""
+    for i, node in enumerate(nodes):
+        first, stop = 16384 * i // NODES, 16384 * (i + 1) // NODES
+        node.execute_command("CLUSTER ADDSLOTS", *range(first, stop))
+        node.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
+    for port in ports[1:]:
+        nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port)
+    deadline = time.monotonic() + 20
+    while not all(node.cluster("info")["cluster_state"] == "ok" for node in nodes) or not all(
+        len(node.cluster("nodes")) == NODES for node in nodes
+    ):
+        assert time.monotonic() < deadline, "the cluster did not form"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
+) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
+    """URL and process of each node."""
+    ports = free_ports(NODES)
+    processes, clients = [], []
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            folder = tmp_path_factory.mktemp(f"node-{port}")
+            out = stack.enter_context((folder / "log").open("wb"))
+            command = [str(redis_binary or find_server()), "--port", str(port), "--bind", "127.0.0.1"]
+            command += ["--cluster-enabled", "yes", "--dir", str(folder), "--save", "", "--appendonly", "no"]
+            processes.append(subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True))
+            node = redis_py.Redis(port=port, protocol=2)
+            stack.callback(node.close)
+            clients.append(node)
+        try:
+            deadline = time.monotonic() + 10
+            for node in clients:
+                while True:
+                    with contextlib.suppress(redis_py.ConnectionError):
+                        node.ping()
+                        break
+                    assert time.monotonic() < deadline, "a node did not start"
+                    time.sleep(0.02)
+            form(clients, ports)
+            yield [(f"redis://127.0.0.1:{port}", process) for port, process in zip(ports, processes, strict=True)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def cluster(nodes: list[tuple[str, subprocess.Popen[bytes]]]) -> list[str]:
+    """URLs of the nodes."""
+    return [url for url, _ in nodes]
+
+
+@pytest.mark.redis
+async def test_three_groups_live_on_three_nodes_and_go_through_all_steps(cluster: list[str]) -> None:
+    bus = await connect(cluster[0], "run")
+    bus.use_groups(3)
+    info = await bus.info()
+    assert info.cluster
+    assert info.server_id.count("+") == NODES - 1
+    await everything(bus)
+    clients = [redis_py.Redis.from_url(url) for url in cluster]
+    assert sum(client.dbsize() > 0 for client in clients) > 1, "all keys are on one node"
+    for client in clients:
+        client.close()
+    await bus.close()
+
+
+async def everything(bus: Bus) -> None:
+    """Each kind of step, on fragments of every group."""
+    assert await bus.propose_spec(b"spec") == b"spec"
+    await bus.write_state(samples.run_state())
+    assert await bus.write_report(samples.report()) is not None
+    assert len(await bus.read_reports()) == 1
+    assert await bus.fill_shards(0, SHARDS)
+    claimed = await bus.claim_shard("l0.00", 10)
+    assert claimed is not None
+    await bus.save_position("l0.00", claimed.entry_id, 4)
+    await bus.release_shards("l0.00")
+    assert await bus.claim_shard("l1.00", 10) == claimed.model_copy(update={"position": 4})
+    await bus.finish_shard("l1.00", claimed.entry_id)
+    assert await bus.claim_initial(NONCE, 10)
+    for p in range(6):
+        expected = await first_head(bus, p)
+        delta = bus.keys.delta_payload(p, "l0", "0" * 8, 0)
+        await stage(bus, delta)
+        entry = await bus.offer(samples.header("l0", fragment=p))
+        bad = await bus.offer(samples.header("l1", fragment=p))
+        assert [o.entry_id for o in await bus.read_offers(p, block_s=1)] == [entry, bad]
+        await bus.refuse(
+            p, Refusal(NONCE, expected, (bad,), (), (rejected("l1", 5).model_copy(update={"fragment": p}),), 5)
+        )
+        commit = await commit_on(bus, expected, p, entries=(entry,), delta_payloads=(delta,))
+        await bus.commit(commit)
+        with pytest.raises(HeadMoved):
+            await bus.commit(commit)
+        assert await bus.read_chunks(commit.payload.key, 0, 10, extend_s=5) == [b"chunk"] * 2
+        assert await bus.count_chunks(delta) == 0
+    heads = await bus.read_heads(range(6))
+    assert [(h.fragment, h.version, h.rejected_tokens) for h in heads if h] == [(p, 1, 5) for p in range(6)]
+    ends = await bus.tape_end()
+    assert set(ends) == {0, 1, 2}
+    entries = await bus.read_tape(dict.fromkeys(range(3), START))
+    assert sorted((e.group, e.record.fragment) for e in entries) == sorted((p % 3, p) for p in range(6) for _ in "123")
+    read = asyncio.ensure_future(bus.read_tape(ends, block_s=10))
+    await asyncio.sleep(0.05)
+    opened = WindowChanged(fragment=4, version=1, attempt=1, reason="opened", unix_s=0.0)
+    (head,) = await bus.read_heads([4])
+    assert head is not None
+    await bus.write_window(4, NONCE, (1, head.digest), IDLE, opened)
+    assert [(e.group, e.record) for e in await read] == [(1, opened)]
+    assert await bus.read_tape(ends | {1: (await bus.tape_end())[1]}, block_s=0.1) == []
+
+
+@pytest.mark.redis
+async def test_a_cluster_that_lost_a_node_is_unavailable_in_part_and_says_so(
+    nodes: list[tuple[str, subprocess.Popen[bytes]]],
+) -> None:
+    """The last of the tests that use the nodes: it kills one."""
+    bus = await connect(nodes[0][0], "lossy")
+    bus.use_groups(12)
+    for p in range(12):
+        await bus.acquire_lease(p, NONCE, 60)
+    nodes[2][1].kill()
+    nodes[2][1].wait()
+
+    async def renew(p: int) -> object:
+        try:
+            return await bus.acquire_lease(p, NONCE, 60)
+        except BusUnavailable as error:
+            return error
+
+    outcomes = [await renew(p) for p in range(12)]
+    assert any(isinstance(outcome, BusUnavailable) for outcome in outcomes)
+    await bus.close()
+
+
+def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
+    keys = RunKeys("run", groups=5)
+    for p in range(20):
+        of_fragment = {
+            keys.deltas(p, "l0"),
+            keys.senders(keys.group(p)),
+            keys.arrivals(keys.group(p)),
+            keys.delta_payload(p, "l0", "0" * 8, 1),
+            keys.head(p),
+            keys.lease(p),
+            keys.global_payload(p, 3, "0" * 8),
+            keys.rest_payload(p, 3, "0" * 8),
+            keys.momentum_payload(p, 3, "0" * 8),
+            keys.initial_payload(p, "0" * 8),
+            keys.tape(keys.group(p)),
+        }
+        assert len({key_slot(key.encode()) for key in of_fragment}) == 1
+    of_run = {keys.spec, keys.state, keys.learners, keys.seen, keys.events, keys.evaluations, keys.init_claim}
+    of_run |= {keys.initial, keys.shards, keys.shard_positions, keys.shard_epoch, keys.syncers}
+    assert len({key_slot(key.encode()) for key in of_run}) == 1
+
+
+def test_scripts_touch_no_key_that_was_not_declared() -> None:
+    """No script builds a key name: each key it hands to Redis is KEYS[...] or a local that was set from it."""
+    checked = 0
+    for path in (resources.files("pipeline") / "lua").iterdir():
+        text = path.read_text()
+        declared = {"KEYS", "key", "args"}  # the prelude's functions are handed keys
+        for names, values in re.findall(r"local ([\w, ]+?) = (KEYS\[.*)", text):
+            declared |= set(names.split(", "))
+            assert values.count("KEYS[") == len(names.split(", "))
+        declared |= set(re.findall(r"(\w+), at = KEYS\[", text))
+        for command, argument in re.findall(r"redis\.call\('(\w+)'(?:, ('GROUP'|'GROUPS'|'CREATE'|[\w\[\]]+))?", text):
+            if command in ("TIME", "XREADGROUP"):
+                continue
+            if argument.startswith("'"):
+                (argument,) = re.findall(rf"'{command}', {argument}, ([\w\[\]]+)", text)
+            assert argument.split("[")[0] in declared, f"{path.name}: {command} {argument}"
+            checked += 1
+        assert ".." not in re.sub(r"--.*|\{\.\.\.\}|\(\.\.\.\)", "", text), f"{path.name} builds strings"
+    assert checked > 30

@@ -1,0 +1,577 @@
+"""The owner's steps, case by case, on every adapter: what each changes, and what leaves all as it was.
+
+A refused step is compared by a full dump of the server before and after.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Rest, Staged
+from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
+from diloco.pipeline.messages.head import MergedBase, WindowView
+from diloco.pipeline.messages.payload import Update
+from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, WindowChanged
+from tests import samples
+from tests.backdoor import Backdoor
+from tests.samples import IDLE
+
+NONCE = "aa" * 8
+OTHER = "bb" * 8
+FIRST = bytes([1]) * 16
+
+
+def contribution(learner: str) -> Contribution:
+    return Contribution(
+        learner=learner, incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=0.5, norm=1.0
+    )
+
+
+async def stage(bus: Bus, key: str, chunks: int = 2) -> Staged:
+    await bus.write_chunks(key, 0, [b"chunk"] * chunks, 60)
+    return Staged(key, chunks)
+
+
+async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int = 0, **given: Any) -> Commit:
+    """A commit on top of a head, its payloads staged."""
+    version = 0 if expected is None else expected[0] + 1
+    digest = bytes([version + 1]) * 16
+    record = Committed(
+        fragment=fragment,
+        version=version,
+        digest=digest,
+        base_digest=expected[1] if expected else None,
+        contributions=(contribution("l0"), contribution("l1")) if expected else (),
+        reason="all in",
+        norm=1.0,
+        quorum_s=0.1,
+        grace_s=0.1,
+        upload_s=0.1,
+        merge_s=0.1,
+        syncer="s0",
+        unix_s=1.0,
+    )
+    commit = Commit(
+        nonce=NONCE,
+        expected=expected,
+        version=version,
+        digest=digest,
+        payload=await stage(bus, bus.keys.global_payload(fragment, version, f"{version:08x}")),
+        momentum=await stage(bus, bus.keys.momentum_payload(fragment, version, f"{version:08x}"), 3),
+        window=IDLE,
+        merged=(MergedBase(learner="l0", incarnation="0" * 8, base_version=0, tokens=400),) if expected else (),
+        record=record,
+        merged_tokens=800 if expected else 0,
+    )
+    return replace(commit, **given)
+
+
+async def rest_of(bus: Bus, version: int, fragment: int = 0) -> Rest:
+    """What the global of a version lacks, staged."""
+    staged = await stage(bus, bus.keys.rest_payload(fragment, version, f"{version:08x}"))
+    return Rest(staged.key, staged.chunks, bytes([100 + version]) * 16)
+
+
+async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
+    """Version 0, leased under NONCE."""
+    assert await bus.acquire_lease(fragment, NONCE, 60)
+    commit = await commit_on(bus, None, fragment)
+    await bus.commit(commit)
+    return 0, commit.digest
+
+
+def rejected(learner: str, lost: int = 0) -> Rejected:
+    return Rejected(
+        fragment=0,
+        version=0,
+        learner=learner,
+        incarnation="0" * 8,
+        base_version=0,
+        attempt=0,
+        steps=4,
+        tokens=400,
+        lost_tokens=lost,
+        reason=RefusalReason.NON_FINITE,
+        detail="NaN",
+        unix_s=1.0,
+    )
+
+
+# --- put back ---
+
+
+async def lost_head(bus: Bus, backdoor: Backdoor) -> tuple[Any, Commit]:
+    """Fragment 0 at version 1, with totals; its head goes. The head, and what puts it back."""
+    expected = await first_head(bus)
+    await bus.commit(await commit_on(bus, expected))
+    (before,) = await bus.read_heads([0])
+    at = (before.version, before.digest)
+    entry = await bus.offer(samples.header("l0"))
+    await bus.refuse(0, Refusal(NONCE, at, (entry,), (), (rejected("l0", 7),), 7))
+    (before,) = await bus.read_heads([0])
+    backdoor.delete(bus.keys.head(0))
+    again = await commit_on(
+        bus,
+        None,
+        version=1,
+        digest=before.digest,
+        payload=Staged(before.payload, before.chunks),
+        momentum=Staged(before.momentum, 3),
+        merged=before.merged,
+        record=Committed.installed(0, 1, before.digest, reason="put back", syncer="s0", unix_s=2.0),
+        lost=before,
+    )
+    return before, again
+
+
+async def test_a_head_that_is_put_back_is_the_one_that_was_lost(bus: Bus, backdoor: Backdoor) -> None:
+    """Version, digests, payloads that stay, merged bases, and all totals; the next merge goes on from it."""
+    before, again = await lost_head(bus, backdoor)
+    await bus.commit(again)
+    (after,) = await bus.read_heads([0])
+    assert after == before
+    assert backdoor.ttl_s(before.payload) is None
+    await bus.commit(await commit_on(bus, (1, before.digest), version=2))
+    assert (await bus.read_heads([0]))[0].merged_tokens == before.merged_tokens + 800
+
+
+async def test_a_head_is_put_back_only_where_there_is_none(bus: Bus, backdoor: Backdoor) -> None:
+    """Whatever it is: somebody else was quicker."""
+    _, again = await lost_head(bus, backdoor)
+    await bus.commit(again)
+    dump = backdoor.dump()
+    with pytest.raises(HeadMoved):
+        await bus.commit(again)
+    assert backdoor.dump() == dump
+
+
+# --- done --------------------------------------------------------------------------------------------
+
+
+async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, backdoor: Backdoor) -> None:
+    expected = await first_head(bus)
+    deltas = [bus.keys.delta_payload(0, name, "0" * 8, 0) for name in ("l0", "l1", "l2")]
+    for key in deltas:
+        await stage(bus, key)
+    entries = [await bus.offer(samples.header(name)) for name in ("l0", "l1", "l2")]
+    (old,) = await bus.read_heads([0])
+    assert old is not None
+    commit = await commit_on(
+        bus, expected, entries=tuple(entries[:2]), delta_payloads=tuple(deltas[:2]), replaced_ttl_s=30.0
+    )
+    await bus.commit(commit)
+
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.digest, head.previous_digest) == (1, commit.digest, expected[1])
+    assert (head.payload, head.chunks) == (commit.payload.key, 2)
+    assert commit.momentum is not None
+    assert head.momentum == commit.momentum.key
+    assert head.merged == commit.merged
+    assert (head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 800, 0)
+    # What was staged stays, what it replaced lives on for a while, the rest is gone.
+    assert backdoor.ttl_s(head.payload) is None
+    assert backdoor.ttl_s(head.momentum) is None
+    assert 20 < (backdoor.ttl_s(old.payload) or 0) <= 30
+    assert await bus.count_chunks(old.payload) == 2
+    assert await bus.count_chunks(old.momentum) == 0
+    assert [await bus.count_chunks(key) for key in deltas] == [0, 0, 2]
+    assert [o.entry_id for o in await bus.read_offers(0)] == entries[2:]
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [commit.record]
+
+
+async def test_the_rest_of_a_global_comes_stays_and_goes_with_it(bus: Bus, backdoor: Backdoor) -> None:
+    assert await bus.acquire_lease(0, NONCE, 60)
+    expected, heads = None, []
+    for version in range(3):
+        commit = await commit_on(bus, expected, rest=await rest_of(bus, version), replaced_ttl_s=30.0)
+        if version == 2:
+            commit = replace(commit, rest=None, retired=(heads[0].payload, heads[0].rest))
+        await bus.commit(commit)
+        heads += await bus.read_heads([0])
+        expected = version, commit.digest
+    first, second, third = heads
+    assert (second.rest, second.payload_digest) == (bus.keys.rest_payload(0, 1, "00000001"), bytes([101]) * 16)
+    assert second.digest == bytes([2]) * 16
+    assert 20 < (backdoor.ttl_s(second.rest) or 0) <= 30
+    assert 20 < (backdoor.ttl_s(second.payload) or 0) <= 30
+    assert [await bus.count_chunks(key) for key in (first.payload, first.rest)] == [0, 0]
+    # A global that is exact has none.
+    assert (third.rest, third.payload_digest) == ("", None)
+    assert backdoor.ttl_s(third.payload) is None
+
+
+async def test_the_rest_of_the_present_global_does_not_expire(bus: Bus, backdoor: Backdoor) -> None:
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None, rest=await rest_of(bus, 0)))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert backdoor.ttl_s(head.rest) is None
+    assert await bus.count_chunks(head.rest) == 2
+
+
+async def update_to(bus: Bus, version: int) -> Update:
+    """The update that leads to a version, staged."""
+    staged = await stage(bus, bus.keys.update_payload(0, version, f"{version:08x}"), 3)
+    return Update(payload=staged.key, chunks=3, base=bytes([version]) * 16, averaged=version == 1)
+
+
+async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, backdoor: Backdoor) -> None:
+    """Each commit says all that it leads to; what it names no more lives on for a while, a momentum goes at once."""
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None))
+    (frame,) = await bus.read_heads([0])
+    assert frame is not None
+    key_frame, momentum = Staged(frame.payload, 2), Staged(frame.momentum, 3)
+    updates: tuple[Update, ...] = ()
+    for version in (1, 2, 3):
+        updates = (*updates, await update_to(bus, version))[-2:]
+        of = {"payload": key_frame, "momentum": momentum, "updates": updates, "behind": min(version, 2)}
+        await bus.commit(replace(await commit_on(bus, (version - 1, bytes([version]) * 16)), **of, replaced_ttl_s=30.0))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.payload, head.momentum) == (3, frame.payload, frame.momentum)
+    assert (head.updates, head.behind) == (updates, 2)
+    assert [update.base for update in head.updates] == [bytes([2]) * 16, bytes([3]) * 16]
+    there = (head.payload, head.momentum, *(update.payload for update in updates))
+    assert [backdoor.ttl_s(key) for key in there] == [None] * 4
+    assert 20 < (backdoor.ttl_s(bus.keys.update_payload(0, 1, "00000001")) or 0) <= 30
+    # The next key frame, with the update that leads there.
+    await bus.commit(
+        replace(await commit_on(bus, (3, bytes([4]) * 16)), updates=(updates[1], await update_to(bus, 4)), behind=0)
+    )
+    (after,) = await bus.read_heads([0])
+    assert after is not None
+    assert (after.payload, after.behind) == (bus.keys.global_payload(0, 4, "00000004"), 0)
+    assert [update.payload for update in after.updates] == [
+        updates[1].payload,
+        bus.keys.update_payload(0, 4, "00000004"),
+    ]
+    for key in (frame.payload, updates[0].payload):
+        assert 20 < (backdoor.ttl_s(key) or 0) <= 120
+    assert await bus.count_chunks(frame.momentum) == 0
+    assert await bus.count_chunks(after.momentum) == 3
+
+
+async def test_a_global_is_published_anew_at_its_version(bus: Bus, backdoor: Backdoor) -> None:
+    """Version, digest, window, counters and tape stay; what was named before goes as replaced."""
+    assert await bus.acquire_lease(0, NONCE, 60)
+    await bus.commit(await commit_on(bus, None))
+    (first,) = await bus.read_heads([0])
+    assert first is not None
+    update, at = await update_to(bus, 1), (1, bytes([2]) * 16)
+    of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3), "updates": (update,), "behind": 1}
+    await bus.commit(replace(await commit_on(bus, (0, bytes([1]) * 16)), **of))
+    (before,) = await bus.read_heads([0])
+    assert before is not None
+    tape = await bus.read_tape({0: START})
+    backdoor.delete(update.payload)
+    payload = await stage(bus, bus.keys.global_payload(0, 1, "dd" * 4), 4)
+    await bus.republish(0, Republication(NONCE, at, payload, await rest_of(bus, 1), None, 30.0))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    named = {"payload": payload.key, "chunks": 4, "momentum": "", "updates": (), "behind": 0}
+    rest = {"rest": bus.keys.rest_payload(0, 1, "00000001"), "payload_digest": bytes([101]) * 16}
+    assert head == before.model_copy(update=named | rest)
+    assert await bus.read_tape({0: START}) == tape
+    assert [backdoor.ttl_s(key) for key in (head.payload, head.rest)] == [None, None]
+    assert 20 < (backdoor.ttl_s(first.payload) or 0) <= 30
+    assert await bus.count_chunks(first.momentum) == 0
+
+
+async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
+    expected = await first_head(bus)
+    one = await commit_on(bus, expected)
+    await bus.commit(one)
+    entry = await bus.offer(samples.header("l9"))
+    await bus.refuse(0, Refusal(NONCE, (1, one.digest), (entry,), (), (rejected("l9", 70),), lost_tokens=70))
+    await bus.commit(await commit_on(bus, (1, one.digest)))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 4, 1600, 70)
+
+
+async def test_a_first_commit_may_carry_a_checkpoints_version_and_no_momentum(bus: Bus) -> None:
+    await bus.acquire_lease(0, NONCE, 60)
+    commit = await commit_on(bus, None, version=41, momentum=None)
+    await bus.commit(replace(commit, record=commit.record.model_copy(update={"version": 41})))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.momentum, head.previous_digest) == (41, "", None)
+
+
+async def test_replaced_payloads_over_the_byte_cap_go_with_the_commit(bus: Bus) -> None:
+    expected = await first_head(bus)
+    (zero,) = await bus.read_heads([0])
+    one = await commit_on(bus, expected)
+    await bus.commit(one)
+    assert zero is not None
+    await bus.commit(await commit_on(bus, (1, one.digest), retired=(zero.payload,)))
+    assert await bus.count_chunks(zero.payload) == 0
+    assert await bus.count_chunks(one.payload.key) == 2
+
+
+async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
+    """More than a Lua stack holds."""
+    expected = await first_head(bus)
+    entries = tuple(f"{i + 1}-0@l{i % 7}" for i in range(20_000))
+    gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, i) for i in range(20_000))
+    await bus.commit(await commit_on(bus, expected, entries=entries, delta_payloads=gone))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.version == 1
+
+
+async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
+    expected = await first_head(bus)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await stage(bus, delta)
+    bad, good = await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1"))
+    refusal = Refusal(NONCE, expected, (bad,), (delta,), (rejected("l0", 400),), lost_tokens=400)
+    await bus.refuse(0, refusal)
+    await bus.refuse(0, refusal)  # e.g. after an answer that was lost
+    assert [o.entry_id for o in await bus.read_offers(0)] == [good]
+    assert await bus.count_chunks(delta) == 0
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.rejected_tokens == 400
+    assert head.refused == {"non_finite": 1}
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == list(refusal.records)
+
+
+async def test_refusals_are_counted_by_reason_whether_the_tape_tells_of_them_or_not(bus: Bus) -> None:
+    expected = await first_head(bus)
+    entries = tuple([await bus.offer(samples.header(f"l{i}")) for i in range(4)])
+    untold = (RefusalReason.FLOOD, RefusalReason.FLOOD, RefusalReason.NON_FINITE)
+    await bus.refuse(0, Refusal(NONCE, expected, entries, (), (rejected("l0", 4),), lost_tokens=4, untold=untold))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.refused == {"flood": 2, "non_finite": 2}
+    assert len(await bus.read_tape({0: START})) == 2
+    await bus.commit(await commit_on(bus, expected))
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.refused == {"flood": 2, "non_finite": 2}, "a commit keeps them"
+
+
+async def test_what_a_peer_says_that_it_lost_never_stops_a_refusal(bus: Bus) -> None:
+    """Else a few headers with the largest numbers that a header may have would stop a fragment for ever."""
+    expected = await first_head(bus)
+    for n in range(3):
+        entry = await bus.offer(samples.header(f"l{n}"))
+        refusal = Refusal(NONCE, expected, (entry,), (), (rejected("l0", 4),), lost_tokens=2**61 + 2**60)
+        await bus.refuse(0, refusal)
+    assert await bus.read_offers(0) == []
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.rejected_tokens == 2**61 + 2**60
+    assert head.refused == {"non_finite": 3}
+
+
+async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_changed(bus: Bus) -> None:
+    expected = await first_head(bus)
+    window = WindowView(state="grace", attempt=1, members=("l0",), expected=2, reason="1 of 2", deadline_unix_s=12.5)
+    opened = WindowChanged(fragment=0, version=0, attempt=1, reason="opened", unix_s=1.0)
+    await bus.write_window(0, NONCE, expected, window, opened)
+    await bus.write_window(0, NONCE, expected, window, None)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.window == window
+    assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [opened]
+
+
+# --- refused -----------------------------------------------------------------------------------------
+
+Step = Callable[[Bus, Commit], Awaitable[None]]
+
+
+async def committing(bus: Bus, commit: Commit) -> None:
+    await bus.commit(commit)
+
+
+async def refusing(bus: Bus, commit: Commit) -> None:
+    assert commit.expected is not None
+    record = rejected("l0", 9)
+    refusal = Refusal(commit.nonce, commit.expected, commit.entries, commit.delta_payloads, (record,), lost_tokens=9)
+    await bus.refuse(0, refusal)
+
+
+async def republishing(bus: Bus, commit: Commit) -> None:
+    assert commit.expected is not None
+    anew = Republication(commit.nonce, commit.expected, commit.payload, commit.rest, commit.momentum)
+    await bus.republish(0, anew)
+
+
+async def publishing(bus: Bus, commit: Commit) -> None:
+    assert commit.expected is not None
+    window = IDLE.model_copy(update={"attempt": 9})
+    record = WindowChanged(fragment=0, version=0, attempt=9, reason="", unix_s=0.0)
+    await bus.write_window(0, commit.nonce, commit.expected, window, record)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way in which a step is refused: what is done to the server, what to the commit."""
+
+    name: str
+    error: type[DilocoError]
+    plant: Callable[[Backdoor, Bus], object] = lambda backdoor, bus: None
+    change: Callable[[Commit], Commit] = lambda commit: commit
+
+
+ANY_STEP = [
+    Case("wrong nonce", LeaseLost, change=lambda c: replace(c, nonce=OTHER)),
+    Case("part of the nonce", LeaseLost, change=lambda c: replace(c, nonce=NONCE[:8])),
+    Case("lease lapsed", LeaseLost, lambda b, bus: b.delete(bus.keys.lease(0))),
+    Case("digest differs", HeadMoved, change=lambda c: replace(c, expected=(0, bytes(16)))),
+    Case("head moved on", HeadMoved, lambda b, bus: b.hset(bus.keys.head(0), "version", b"7")),
+    Case("head came back", HeadMoved, change=lambda c: later(c, (1, FIRST))),
+    Case("no head", HeadMoved, lambda b, bus: b.delete(bus.keys.head(0))),
+    Case("lease of another type", BadMessage, lambda b, bus: b.plant(bus.keys.lease(0), "hash")),
+    Case("head of another type", BadMessage, lambda b, bus: b.plant(bus.keys.head(0), "string")),
+    Case("tape of another type", BadMessage, lambda b, bus: b.plant(bus.keys.tape(0), "hash")),
+]
+REMOVING_STEP = [
+    Case("headers of another type", BadMessage, lambda b, bus: b.plant(bus.keys.deltas(0, "l0"), "string")),
+    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"many")),
+    Case("total out of bounds", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "rejected_tokens", b"%d" % 2**62)),
+]
+STAGED_STEP = [
+    Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
+    Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),
+    Case("payload long", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 1))),
+    Case("rest missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.rest_payload(0, 1, "00000001"))),
+    Case(
+        "rest short",
+        PayloadIncomplete,
+        change=lambda c: replace(c, rest=replace(c.rest, chunks=3) if c.rest else None),
+    ),
+    Case("rest of another type", BadMessage, lambda b, bus: b.plant(bus.keys.rest_payload(0, 1, "00000001"), "hash")),
+    Case("momentum missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.momentum_payload(0, 1, "00000001"))),
+    Case(
+        "payload of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.global_payload(0, 1, "00000001"), "string"),
+    ),
+    Case(
+        "momentum of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.momentum_payload(0, 1, "00000001"), "hash"),
+    ),
+    Case("lease before head", LeaseLost, change=lambda c: replace(c, nonce=OTHER, expected=(0, bytes(16)))),
+    Case(
+        "head before payload",
+        HeadMoved,
+        lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001")),
+        lambda c: replace(c, expected=(0, bytes(16))),
+    ),
+]
+COMMIT_STEP = [
+    Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
+    Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "merged_tokens", b"1.5")),
+    Case("update missing", PayloadIncomplete, change=lambda c: with_update(c, "gone", 3)),
+    Case("update short", PayloadIncomplete, change=lambda c: with_update(c, "00000001", 4)),
+    Case(
+        "update of another type",
+        BadMessage,
+        lambda b, bus: b.plant(bus.keys.update_payload(0, 1, "00000001"), "hash"),
+        lambda c: with_update(c, "00000001", 3),
+    ),
+]
+
+
+def with_update(commit: Commit, nonce: str, chunks: int) -> Commit:
+    key = commit.payload.key.replace("global:0:1:00000001", f"update:0:1:{nonce}")
+    update = Update(payload=key, chunks=chunks, base=FIRST, averaged=False)
+    return replace(commit, updates=(update,))
+
+
+def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
+    record = commit.record.model_copy(update={"version": expected[0] + 1})
+    return replace(commit, expected=expected, version=expected[0] + 1, record=record)
+
+
+CASES = [
+    *((step, case) for step in (committing, refusing, publishing, republishing) for case in ANY_STEP),
+    *((step, case) for step in (committing, refusing) for case in REMOVING_STEP),
+    *((step, case) for step in (committing, republishing) for case in STAGED_STEP),
+    *((committing, case) for case in COMMIT_STEP),
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "case"), CASES, ids=[f"{step.__name__}-{case.name}".replace(" ", "-") for step, case in CASES]
+)
+async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step: Step, case: Case) -> None:
+    expected = await first_head(bus)
+    delta = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await stage(bus, delta)
+    entry = await bus.offer(samples.header("l0"))
+    commit = await commit_on(bus, expected, rest=await rest_of(bus, 1), entries=(entry,), delta_payloads=(delta,))
+    await update_to(bus, 1)
+    case.plant(backdoor, bus)
+    before = backdoor.dump()
+    with pytest.raises(case.error):
+        await step(bus, case.change(commit))
+    assert backdoor.dump() == before
+
+
+async def test_a_repeated_commit_is_refused_and_the_tape_has_it_once(bus: Bus, backdoor: Backdoor) -> None:
+    commit = await commit_on(bus, await first_head(bus))
+    await bus.commit(commit)
+    before = backdoor.dump()
+    with pytest.raises(HeadMoved):
+        await bus.commit(commit)
+    assert backdoor.dump() == before
+    assert [entry.record for entry in await bus.read_tape({0: START})].count(commit.record) == 1
+
+
+async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:
+    expected = await first_head(bus)
+    commits = [
+        await commit_on(bus, expected, payload=await stage(bus, bus.keys.global_payload(0, 1, f"{i:08x}")))
+        for i in range(8)
+    ]
+    results = await asyncio.gather(*(bus.commit(c) for c in commits), return_exceptions=True)
+    assert sum(result is None for result in results) == 1
+    assert sum(isinstance(result, HeadMoved) for result in results) == 7
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.merged_tokens) == (1, 800)
+
+
+async def test_an_owner_whose_lease_lapsed_while_it_merged_cannot_commit(bus: Bus, backdoor: Backdoor) -> None:
+    expected = await first_head(bus)
+    commit = await commit_on(bus, expected)
+    await bus.acquire_lease(0, NONCE, 0.05)
+    await asyncio.sleep(0.1)
+    assert await bus.acquire_lease(0, OTHER, 60)
+    with pytest.raises(LeaseLost):
+        await bus.commit(commit)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.version == 0
+
+
+@pytest.mark.parametrize("change", [{"version": 5}, {"digest": bytes(16)}])
+async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
+    bus: Bus, backdoor: Backdoor, change: dict[str, Any]
+) -> None:
+    commit = replace(await commit_on(bus, await first_head(bus)), **change)
+    before = backdoor.dump()
+    with pytest.raises(ValueError, match="commit"):
+        await bus.commit(commit)
+    assert backdoor.dump() == before
+
+
+async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus: Bus, backdoor: Backdoor) -> None:
+    commit = await commit_on(bus, await first_head(bus), updates=(await update_to(bus, 1),))
+    before = backdoor.dump()
+    for key in (commit.payload.key, commit.updates[0].payload):
+        with pytest.raises(ValueError, match="names what it deletes"):
+            await bus.commit(replace(commit, retired=(key,)))
+    assert backdoor.dump() == before

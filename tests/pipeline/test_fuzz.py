@@ -1,0 +1,158 @@
+"""Nothing that a peer can send ends a process, takes long, or takes memory out of proportion to its bytes."""
+
+import random
+import tracemalloc
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.pipeline.bus import head_hash, stored_values
+from diloco.pipeline.errors import BadMessage, BadPayload
+from diloco.pipeline.messages import delta as delta_messages
+from diloco.pipeline.messages import head as head_messages
+from diloco.pipeline.messages import moments as moments_messages
+from diloco.pipeline.messages import payload as payload_messages
+from diloco.pipeline.messages import run as run_messages
+from diloco.pipeline.messages import shards as shard_messages
+from diloco.pipeline.messages import spec as spec_messages
+from diloco.pipeline.messages import tape as tape_messages
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.payload import Chunk
+from diloco.pipeline.messages.run import LearnerReport
+from diloco.pipeline.messages.wire import MAX_CHUNKS, Codec, Message
+from diloco.pipeline.payload.codec import PayloadReader, decode
+from tests import fuzz, samples
+from tests.samples import encode_chunks
+
+MODULES = (
+    delta_messages,
+    head_hash,
+    head_messages,
+    moments_messages,
+    payload_messages,
+    run_messages,
+    shard_messages,
+    spec_messages,
+    tape_messages,
+)
+
+
+def test_every_kind_of_message_is_fuzzed() -> None:
+    """A kind that is added later must get an example."""
+    kinds = {kind for module in MODULES for kind in vars(module).values() if isinstance(kind, type)}
+    assert {kind for kind in kinds if issubclass(kind, Message) and kind is not Message} == set(fuzz.KINDS)
+    for kind, example in fuzz.EXAMPLES.items():
+        assert decode(kind, fuzz.encode(example)) == example
+
+
+@pytest.mark.parametrize("kind", [*fuzz.KINDS, "chunks"], ids=lambda k: k if isinstance(k, str) else k.__name__)
+def test_bombs_take_no_more_memory_than_their_bytes_justify(kind: type[Message] | str) -> None:
+    """64 KiB of arrays in arrays, each announced as long as the whole, would take hundreds of MB otherwise."""
+    for what, data in fuzz.bombs():
+        decoding = (lambda d=data: fuzz.feed([d])) if isinstance(kind, str) else (lambda d=data: decode(kind, d))
+        assert fuzz.check(what, len(data), decoding, traced=True) == "refused"
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS, ids=lambda kind: kind.__name__)
+def test_a_long_array_of_nothing_is_refused_by_its_first_item(kind: type[Message]) -> None:
+    """A complaint about each of a thousand empty maps is a thousand times a complaint."""
+    raw = fuzz.msgpack.unpackb(fuzz.encode(fuzz.EXAMPLES[kind]), use_list=False)
+    for name in [name for name, value in raw.items() if isinstance(value, tuple)]:
+        data = fuzz.msgpack.packb(raw | {name: [{}] * 1000})
+        assert fuzz.check(name, len(data), lambda d=data: decode(kind, d), traced=True) == "refused"
+
+
+def test_twenty_thousand_changed_messages_are_taken_or_refused() -> None:
+    """`make fuzz` tries a million."""
+    outcomes = fuzz.run(20_000, seed=1)
+    assert outcomes["refused"] > 10_000
+    assert outcomes["taken"] > 100
+
+
+@settings(deadline=None)  # memory and time are checked inside
+@given(st.binary(max_size=400), st.sampled_from(fuzz.KINDS), st.integers(0, 60))
+def test_any_bytes_in_the_middle_of_a_message(data: bytes, kind: type[Message], at: int) -> None:
+    """Hypothesis looks for what the random changes did not think of, and makes it small."""
+    whole = fuzz.encode(fuzz.EXAMPLES[kind])
+    made = whole[:at] + data + whole[at + len(data) :]
+    fuzz.check(kind.__name__, len(made), lambda: decode(kind, made))
+
+
+@settings(deadline=None)  # memory and time are checked inside
+@given(st.lists(st.binary(max_size=400) | st.sampled_from(fuzz.CHUNKS["fp32"]), max_size=6))
+def test_any_chunks_make_the_payload_or_none(chunks: list[bytes]) -> None:
+    """What is taken has the values that were sent."""
+    fuzz.check("payload", sum(map(len, chunks)), lambda: fuzz.feed(chunks))
+
+
+@pytest.mark.parametrize("codec", fuzz.CODECS)
+def test_forged_payloads_are_judged_by_what_they_decode_to(codec: Codec) -> None:
+    """Sound digests over bytes that nobody encoded: taken if all of it is finite, else refused, and nothing else."""
+    chance = random.Random(2)
+    outcomes = Counter[str]()
+    for _ in range(300):
+        chunks = fuzz.forged(chance, codec)
+        outcomes[
+            fuzz.check("forged", fuzz.SCRATCH_BYTES // 50, lambda c=chunks: fuzz.judge(c, codec), traced=True)
+        ] += 1
+    assert outcomes["refused"] > 30
+    assert outcomes["taken"] > 30
+
+
+def test_a_header_alone_takes_no_memory_for_its_payload() -> None:
+    """Whoever announces deltas and sends nothing costs the syncer nothing."""
+    tracemalloc.start()
+    try:
+        readers = [PayloadReader(10**8, "fp32", 2**19) for _ in range(100)]
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+    assert not any(reader.complete for reader in readers)
+
+
+def test_no_message_is_larger_than_its_kind_may_be() -> None:
+    """A caller's own limit can only be lower."""
+    assert DeltaHeader.max_bytes < LearnerReport.max_bytes
+    with pytest.raises(BadMessage, match="over the limit of 4096"):
+        decode(DeltaHeader, b"\xc0" * 5000, limit=10**6)
+    with pytest.raises(BadPayload, match="over the limit"):
+        PayloadReader(10, "fp32", 1024).feed(b"\xc0" * 2000)
+
+
+def test_what_is_refused_is_shown_in_a_line() -> None:
+    """The reason goes to the log and on the tape: a peer must not write its bytes there."""
+    with pytest.raises(BadMessage) as refused:
+        decode(Chunk, fuzz.msgpack.packb({"index": b"x" * 10**6, "y" * 10**6: 1}))
+    assert len(str(refused.value)) < 500
+
+
+def test_a_spec_that_could_not_be_sent_is_refused() -> None:
+    """Fragments of more chunks than a payload may have, told before anybody makes room for them."""
+    raw = samples.spec().model_dump()
+    raw["tensors"][0]["shape"] = (2**40, 2**20)
+    with pytest.raises(BadMessage, match=f"over {MAX_CHUNKS} chunks of 1024 bytes"):
+        decode(spec_messages.Spec, fuzz.msgpack.packb(raw))
+
+
+@pytest.mark.parametrize("digits", [b"9" * 5000, b"9" * 21])
+def test_counters_with_too_many_digits_are_refused(digits: bytes) -> None:
+    """Python refuses to read long numbers with an error of another kind, which would end a syncer."""
+    with pytest.raises(BadMessage):
+        stored_values.decode_count("a count", digits)
+    assert stored_values.live_syncers(0, {b"n": digits + b" name"}) == {}
+    reports = {b"l0/00000000": fuzz.encode(samples.report())}
+    assert stored_values.seen_reports(0, reports, {b"l0/00000000": digits}) == []
+
+
+@pytest.mark.slow
+def test_whole_payloads_of_many_sizes_come_out_as_they_went_in_or_not_at_all() -> None:
+    """Cut at every chunk, with every chunk exchanged for every other."""
+    chunks = list(encode_chunks(fuzz.VALUES, fuzz.CHUNK_BYTES))
+    for i in range(len(chunks)):
+        for j in range(len(chunks)):
+            exchanged = list(chunks)
+            exchanged[i], exchanged[j] = chunks[j], chunks[i]
+            assert (fuzz.check("exchanged", 10_000, lambda e=exchanged: fuzz.feed(e)) == "taken") is (i == j)
+        assert fuzz.check("cut", 10_000, lambda n=i: fuzz.feed(chunks[:n])) == "refused"

@@ -1,0 +1,98 @@
+"""Standard output and error whose reader goes away, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+from diloco.pipeline.process.output import outlive_readers
+outlive_readers(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+print("heard", flush=True)
+sys.stdin.readline()  # until the reader is gone
+print("unheard ö", flush=True)
+print("unheard too", file=sys.stderr, flush=True)
+Path(sys.argv[2] if len(sys.argv) > 2 else "end").touch()
+"""
+
+
+def program(*arguments: object, out: int, cwd: Path = ROOT) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environ, cwd=cwd)
+
+
+def closed_pipe() -> tuple[int, int]:
+    return os.pipe()
+
+
+def closed_terminal() -> tuple[int, int]:
+    return os.openpty()
+
+
+@pytest.mark.parametrize("pair", [closed_pipe, closed_terminal])
+def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_path, pair):
+    """Of a pipe and of a terminal, of standard output and of standard error."""
+    ours, theirs = pair()
+    refuge, end = tmp_path / "refuge.log", tmp_path / "end"
+    process = program(refuge, end, out=theirs)
+    os.close(theirs)
+    assert os.read(ours, 100).strip() == b"heard"
+    os.close(ours)
+    process.communicate(b"\n", timeout=20)
+    assert process.returncode == 0
+    assert end.exists()
+    assert refuge.read_text() == "unheard ö\nunheard too\n"
+
+
+@pytest.mark.parametrize("refuge", [[], ["no/such/folder.log", "end"]])
+def test_without_a_refuge_it_goes_nowhere(tmp_path, refuge):
+    """None was named, or it cannot be opened."""
+    ours, theirs = os.pipe()
+    process = program(*refuge, out=theirs, cwd=tmp_path)
+    os.close(theirs)
+    os.read(ours, 100)
+    os.close(ours)
+    process.communicate(b"\n", timeout=20)
+    assert process.returncode == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["end"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
+    """Neither is its file given up: there may be room again."""
+    with Path("/dev/full").open("w") as full:
+        process = program(tmp_path / "refuge.log", tmp_path / "end", out=full.fileno())
+        process.communicate(b"\n", timeout=20)
+    assert process.returncode == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["end"]
+
+
+def test_a_log_line_that_nobody_reads_does_not_fail_in_the_middle_of_the_work():
+    """Of any process with a log: `diloco learner 2>&1 | tee` whose tee has died."""
+    code = """
+import os, structlog
+from pipeline import logs
+ours, theirs = os.pipe()
+os.dup2(theirs, 2)
+os.close(ours), os.close(theirs)
+logs.configure("info")
+structlog.get_logger().info("delta_published")
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "went on\n"
+    assert done.returncode == 0
+
+
+def test_streams_that_were_closed_before_the_start_are_none_to_write_to():
+    """`diloco run >&- 2>&-`."""
+    code = "from diloco.pipeline.process.output import outlive_readers; outlive_readers(); print('x', flush=True)"
+    shell = [f'exec "{sys.executable}" -c "{code}" >&- 2>&-']
+    done = subprocess.run(["/bin/sh", "-c", *shell], cwd=ROOT, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,145 @@
+"""What only a server can do to us, and what its errors are called here."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_calls import parse, translate
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.clock import fast_loop
+from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted, UsageError
+from diloco.studies.strikes.proxy import Proxy
+from tests.backdoor import RedisBackdoor
+
+A, B = "aa" * 8, "bb" * 8
+
+
+@pytest.fixture
+def backdoor(redis_server: str) -> Iterator[RedisBackdoor]:
+    backdoor = RedisBackdoor("test-redis-only", redis_server)
+    backdoor.client.flushdb()
+    yield backdoor
+    backdoor.client.close()
+
+
+@pytest.mark.redis
+async def test_scripts_that_the_server_forgot_are_sent_again(bus: Bus, backdoor: RedisBackdoor) -> None:
+    await bus.acquire_lease(0, A, 10)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    backdoor.client.script_flush()
+    assert not await bus.acquire_lease(0, B, 10)
+    await bus.write_chunks(key, 0, [b"a", b"b"], 10)
+    assert await bus.count_chunks(key) == 2
+
+
+@pytest.mark.redis
+async def test_an_eviction_policy_that_drops_keys_is_warned_of(bus: Bus, backdoor: RedisBackdoor) -> None:
+    backdoor.client.config_set("maxmemory", 2**30)
+    backdoor.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        info = await bus.info()
+    finally:
+        backdoor.client.config_set("maxmemory-policy", "noeviction")
+        backdoor.client.config_set("maxmemory", 0)
+    assert info.maxmemory_bytes == 2**30
+    assert "allkeys-lru" in info.warnings[0]
+
+
+@pytest.mark.redis
+async def test_a_read_longer_than_any_socket_timeout_of_redis_py_is_not_cut_short(bus: Bus) -> None:
+    started = time.monotonic()
+    assert await bus.read_offers(0, block_s=5.5) == []
+    assert time.monotonic() - started > 5.4
+
+
+IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9: "
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (rx.ConnectionError("Connection reset by peer"), BusUnavailable),
+        (rx.TimeoutError("Timeout connecting to server"), BusUnavailable),
+        (ConnectionRefusedError(111, "refused"), BusUnavailable),
+        (rx.BusyLoadingError("Redis is loading the dataset in memory"), BusUnavailable),
+        (rx.ReadOnlyError("You can't write against a read only replica."), BusUnavailable),
+        (rx.ResponseError(IN_SCRIPT + "-READONLY You can't write against a read only replica."), BusUnavailable),
+        (rx.ResponseError("UNBLOCKED force unblock from blocking operation"), BusUnavailable),
+        (rx.ResponseError("BUSY Redis is busy running a script."), BusUnavailable),
+        (rx.ClusterDownError("CLUSTERDOWN The cluster is down"), BusUnavailable),
+        (rx.TryAgainError("TRYAGAIN Multiple keys request during rehashing of slot"), BusUnavailable),
+        (rx.RedisClusterException("Redis Cluster cannot be connected"), BusUnavailable),
+        (rx.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), BusFull),
+        (rx.ResponseError(IN_SCRIPT + "-OOM command not allowed when used memory > 'maxmemory'."), BusFull),
+        (rx.ResponseError("MISCONF Redis is configured to save RDB snapshots"), BusFull),
+        (rx.ResponseError("NOREPLICAS Not enough good replicas to write."), BusFull),
+        (rx.ResponseError(IN_SCRIPT + "WRONGTYPE Operation against a key"), BadMessage),
+        (rx.AuthenticationError("WRONGPASS invalid username-password pair"), UsageError),
+        (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), NotPermitted),
+        (rx.ResponseError("The user executing the script can't run this command or subcommand"), NotPermitted),
+        (rx.ResponseError("ACL failure in script: No permissions to access a key"), NotPermitted),
+        (rx.NoScriptError("No matching script. Please use EVAL."), BusUnavailable),
+        (rx.ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"), UsageError),
+        (rx.ConnectionError("[SSL: WRONG_VERSION_NUMBER] wrong version number"), UsageError),
+        (rx.ResponseError("value is not an integer; key diloco:{BOOM x}"), BusError),
+    ],
+    ids=lambda value: None if isinstance(value, type) else str(value)[-30:],
+)
+def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type[DilocoError]) -> None:
+    assert type(translate(error, "host:1")) is kind
+
+
+def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:
+    options, where = parse("rediss://user:secret@example.org:7000")
+    connection = ConnectionPool(**options).make_connection()
+    assert connection.cert_reqs == ssl.CERT_REQUIRED
+    assert connection.check_hostname
+    assert where == "example.org:7000"
+
+
+@pytest.mark.redis
+def test_connections_that_are_reset_at_any_moment_are_an_outage_and_nothing_else(redis_binary: Path | None) -> None:
+    """On the loop that processes run, which says in its own way that a connection was reset a moment ago."""
+    unavailable = answered = 0
+
+    async def main(server: EmbeddedRedis) -> None:
+        async with Proxy(server.socket_path) as proxy:
+            await proxy.add("a")
+            bus = await connect(proxy.url("a"), "r")
+            over = asyncio.Event()
+
+            async def ask() -> None:
+                nonlocal unavailable, answered
+                while not over.is_set():
+                    try:
+                        await bus.read_leases([0, 1])
+                        answered += 1
+                    except BusUnavailable:
+                        unavailable += 1
+                    await asyncio.sleep(0.003)
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(6):
+                    group.create_task(ask())
+                for _ in range(15):
+                    await asyncio.sleep(0.05)
+                    proxy["a"].cut()
+                    await asyncio.sleep(0.05)
+                    proxy["a"].restore()
+                seen = answered
+                while answered == seen:  # it answers again
+                    await asyncio.sleep(0.01)
+                over.set()
+            await bus.close()
+
+    with EmbeddedRedis(binary=redis_binary) as server, asyncio.Runner(loop_factory=fast_loop) as runner:
+        runner.run(main(server))
+    assert unavailable

@@ -1,0 +1,80 @@
+"""The merged share: what it counts, and what it is measured from."""
+
+import pytest
+
+from diloco.pipeline.view.shares import (
+    LEAST_S,
+    MOST_SAMPLES,
+    RECENT_S,
+    SAMPLE_S,
+    recent_share,
+    sample_due,
+    shares,
+    with_sample,
+)
+
+
+def noted(points):
+    """Samples as the lead notes them at these (Unix time, trained, merged), one every quarter of a second at most."""
+    samples = ()
+    for at in points:
+        if sample_due(samples, at[0]):
+            samples = with_sample(samples, at)
+    return samples
+
+
+def steadily(until_s, per_s=100, share=0.5, pending=0):
+    """A run that merges `share` of what it trains, all but the last `pending` tokens."""
+    return [(at / 4, int(at / 4 * per_s), max(0, int((at / 4 * per_s - pending) * share))) for at in range(until_s * 4)]
+
+
+def test_the_recent_share_is_of_the_last_five_minutes_only():
+    """A run that merged nothing for an hour and all since is seen to be well now; its whole stays what it is."""
+    points = [(float(s), 100 * s, 0) for s in range(3600)]
+    points += [(3600.0 + s, 360_000 + 100 * s, 100 * s) for s in range(601)]
+    found = shares(noted(points), points[-1])
+    assert found["recent"] == 1.0
+    assert found["since_start"] == pytest.approx(1 / 7)
+    assert RECENT_S <= found["recent_s"] < RECENT_S + SAMPLE_S
+
+
+def test_what_is_pending_does_not_spoil_the_recent_share():
+    """There is as much of it at the end as at the beginning: it shows in the share since the start, by its name."""
+    points = steadily(600, share=0.9, pending=6000)
+    found = shares(noted(points), points[-1], pending=6000)
+    assert found["recent"] == pytest.approx(0.9, abs=0.01)
+    assert found["since_start"] == pytest.approx(0.81, abs=0.01)
+    assert found["pending"] == pytest.approx(0.1, abs=0.01)
+
+
+def test_nothing_is_said_of_a_run_that_has_just_begun():
+    """Merges come in lumps: the first seconds tell nothing, and no tokens are no share."""
+    assert shares((), (1000.0, 0, 0)) == {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0}
+    samples = noted([(1000.0, 0, 0)])
+    assert recent_share(samples, (1000.0 + LEAST_S - 1, 500, 100))[0] is None
+    assert recent_share(samples, (1000.0 + LEAST_S, 500, 100)) == (0.2, LEAST_S)
+
+
+def test_a_run_whose_syncers_are_gone_is_seen_to_merge_nothing():
+    """Nobody notes samples any more, and learners train on: the share falls."""
+    points = steadily(400, share=1.0)
+    samples, (_, trained, merged) = noted(points), points[-1]
+    assert recent_share(samples, (1000.0, trained + 60_000, merged))[0] < 0.05
+
+
+def test_merges_of_what_was_trained_before_are_no_more_than_all():
+    """A drain merges what was pending while little is trained."""
+    assert recent_share(((0.0, 1000, 100),), (60.0, 1100, 1000))[0] == 1.0
+
+
+def test_samples_of_a_history_that_the_bus_lost_do_not_count():
+    """After a rewind totals are lower than some samples; a clock that was ahead leaves samples of the future."""
+    samples = ((100.0, 1000, 500), (115.0, 2000, 1500), (900.0, 2000, 600))
+    assert recent_share(samples, (200.0, 2000, 1000)) == (0.5, 100.0)
+    assert with_sample(samples, (200.0, 2000, 1000)) == ((100.0, 1000, 500), (200.0, 2000, 1000))
+    assert sample_due(samples, 200.0)
+
+
+def test_samples_are_few_however_long_a_run_is():
+    """They are in the run's state, which every learner reads."""
+    assert len(noted(steadily(7200))) <= RECENT_S / SAMPLE_S + 2 <= MOST_SAMPLES

@@ -1,0 +1,268 @@
+"""The status: its shape, its token accounting, its warnings."""
+
+import asyncio
+import json
+
+import msgpack
+import numpy as np
+import pytest
+
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.run import Evaluation, Phase
+from diloco.pipeline.payload.codec import decode, encode
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.pipeline.view.status import build_status, read_status
+from tests import samples
+
+
+def build(**given):
+    values = {
+        "run": "r",
+        "spec": samples.spec(),
+        "state": samples.run_state(),
+        "reports": [samples.seen()],
+        "heads": [samples.head(0), samples.head(1)],
+        "evaluation": None,
+        "bus_warnings": (),
+        "now_unix_s": 1010.0,
+    }
+    return build_status(**{**values, **given})
+
+
+def lost(status):
+    return status["tokens_lost"]
+
+
+def test_the_shape_is_the_documented_one_and_json():
+    """Readers (display, report, people) may rely on these names, before the run's first spec too."""
+    window = WindowView(
+        state="grace", attempt=2, members=("l0",), expected=3, reason="grace: 1 in", deadline_unix_s=1012.5
+    )
+    evaluation = Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False)
+    status = build(heads=[samples.head(0, window=window, version=3), samples.head(1)], evaluation=evaluation)
+    assert json.loads(json.dumps(status)) == status
+    assert status["evaluation"] == {"loss": 1.5, "tokens": 900, "elapsed_s": 9.0, "final": False}
+    assert status["fragments"][0] == {
+        "id": 0,
+        "version": 3,
+        "digest": "00" * 16,
+        "merged_deltas": 0,
+        "merged_tokens": 0,
+        "rejected_tokens": 0,
+        "refused": {},
+        "window": {
+            "state": "grace",
+            "attempt": 2,
+            "members": ["l0"],
+            "expected": 3,
+            "quorum": 1,
+            "reason": "grace: 1 in",
+            "doubted": [],
+            "deadline_in_s": 2.5,
+            "merge_s": 0.0,
+        },
+    }
+    learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
+    for name in ("learner", "overwritten", "published", "number", "outages", "threads", "generation"):
+        del learner[name]
+    assert status["learners"] == [learner]
+    empty = build(spec=None, state=None, reports=[], heads=[])
+    assert set(empty) == set(status)
+    assert (empty["phase"], empty["progress"], empty["warnings"]) == ("waiting", 0.0, [])
+
+
+def test_it_says_which_syncer_serves_which_fragment():
+    """The one of fragment 0 leads; a lease of a syncer that is gone is nobody's."""
+    found = build(syncers={"0b": "a", "0a": "b"}, holders=["0a", "0b", None, "0c", "0a"])["syncers"]
+    assert found == [
+        {"id": "a", "leads": False, "fragments": [1]},
+        {"id": "b", "leads": True, "fragments": [0, 4]},
+    ]
+    assert build(syncers={"0a": "b"}, holders=["0c"])["syncers"] == [{"id": "b", "leads": False, "fragments": []}]
+    assert build()["syncers"] == []
+
+
+def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
+    """Who looks at a run sees that something is wrong with a learner, what, and with which one."""
+    window = samples.IDLE.model_copy(update={"doubted": ("l3",)})
+    heads = [
+        samples.head(0, refused={"non_finite": 2, "absurd_norm": 1}, window=window),
+        samples.head(1, refused={"non_finite": 5}, window=window),
+    ]
+    status = build(heads=heads)
+    assert status["refused"] == {"absurd_norm": 1, "non_finite": 7}
+    assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
+    assert status["warnings"] == ["not waited for, since their last deltas were refused: l3"]
+    assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
+
+
+def test_tokens_that_a_forger_claims_to_have_lost_do_not_spoil_the_account():
+    """No more can have been rejected than was trained."""
+    status = build(heads=[samples.head(0, rejected_tokens=2**60)])
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 1000
+
+
+def test_merged_tokens_count_each_fragment_by_its_share():
+    """Fragment 0 is 3/4 of the model: 1000 tokens in it and 200 in fragment 1 are 800 tokens of the model."""
+    heads = [samples.head(0, merged_tokens=1000, version=2), samples.head(1, merged_tokens=203, version=5)]
+    status = build(heads=heads)
+    assert status["merged_tokens"] == 800  # 750 + 50.75, floored
+    assert status["outer_steps"] == 7
+
+
+def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_it():
+    """1000 trained since the first sample, of which 500 merged; 2000 of 4000 in all."""
+    heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]
+    state = samples.run_state(samples=((910.0, 3000, 1500),))
+    found = build(state=state, reports=[samples.seen(tokens=4000, overwritten=800_000)], heads=heads)["merged_share"]
+    assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0}
+
+
+def test_the_recent_share_of_a_finished_run_is_of_its_last_minutes():
+    """However long ago that was."""
+    state = samples.run_state(phase=Phase.FINISHED, samples=((1500.0, 3000, 1500), (1900.0, 3900, 2400)))
+    heads = [samples.head(0, merged_tokens=2500), samples.head(1, merged_tokens=2500)]
+    found = build(state=state, reports=[samples.seen(tokens=4000, age_s=8000.0)], heads=heads, now_unix_s=10_000.0)
+    assert found["merged_share"] | {"pending": 0.0} == {
+        "since_start": 0.625,
+        "pending": 0.0,
+        "recent": 1.0,
+        "recent_s": 500.0,
+    }
+
+
+def test_what_an_earlier_build_stored_can_still_be_read():
+    """It noted no samples, no threads and no time of merges."""
+    for message, new in (
+        (samples.run_state(), "samples"),
+        (samples.report(), "threads"),
+        (samples.IDLE, "merge_s"),
+    ):
+        old = msgpack.unpackb(encode(message))
+        del old[new]
+        assert decode(type(message), msgpack.packb(old)) == message
+
+
+def test_merges_that_take_longer_than_a_round_are_warned_of_while_the_run_goes_on():
+    """A round is 4 steps of 0.1 s; a finished run, and one whose learners are gone, has no round."""
+    slow = [samples.head(0, window=samples.IDLE.model_copy(update={"merge_s": 7.5})), samples.head(1)]
+    [warning] = build(heads=slow)["warnings"]
+    assert "fragment 0 7.5 s" in warning
+    assert build(heads=slow)["fragments"][0]["window"]["merge_s"] == 7.5
+    assert build(heads=slow, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
+    gone = build(heads=slow, reports=[samples.seen(age_s=60.0)])["warnings"]
+    assert [text for text in gone if "round" in text] == []
+
+
+def test_learners_with_more_threads_than_cores_are_told_what_to_do():
+    """Each takes all cores if nobody tells it otherwise. On machines of their own they may."""
+    four = [samples.seen(f"l{n}", threads=(2, 2)) for n in range(4)]
+    [warning] = build(reports=four)["warnings"]
+    assert "8 threads on 2 cores" in warning
+    assert "--threads 1" in warning
+    for fine in (
+        [samples.seen("a", threads=(2, 2), host="x"), samples.seen("b", threads=(2, 2), host="y")],
+        [samples.seen("a", threads=(1, 2)), samples.seen("b", threads=(1, 2))],
+        [samples.seen(f"l{n}", threads=(1, 2)) for n in range(4)],
+        [samples.seen("a"), samples.seen("b")],
+        [samples.seen("a", threads=(2, 2)), samples.seen("b", 60.0, threads=(2, 2))],
+    ):
+        assert build(reports=fine)["warnings"] == []
+
+
+def test_merged_tokens_are_never_above_tokens():
+    """Reports lag behind: what is merged but not yet reported is not shown."""
+    heads = [samples.head(0, merged_tokens=5000), samples.head(1, merged_tokens=5000)]
+    assert build(heads=heads)["merged_tokens"] == 1000
+
+
+@pytest.mark.parametrize(("phase", "rest"), [("running", "pending"), ("draining", "pending"), ("finished", "died")])
+def test_every_token_is_accounted_for(phase, rest):
+    """tokens = merged + overwritten + rejected + died + pending; the rest is pending until the run is finished."""
+    status = build(
+        state=samples.run_state(phase=Phase(phase)),
+        reports=[samples.seen(tokens=1000, overwritten=80_000), samples.seen("l1", tokens=500)],  # 100 x 800 elements
+        heads=[samples.head(0, merged_tokens=1000, rejected_tokens=40), samples.head(1, merged_tokens=1000)],
+    )
+    assert status["tokens"] == 1500
+    assert status["merged_tokens"] == 1000
+    assert lost(status) == {"overwritten": 100, "rejected": 30, "died": 0, "pending": 0} | {rest: 370}
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values())
+
+
+def test_what_a_silent_learner_had_not_published_died():
+    """Of what it had published nobody knows without the tape; a live one, and one that left, lost nothing."""
+    gone = {"tokens": 1000, "overwritten": 80_000, "published": 480_000}  # of 1000 x 800 elements
+    reports = [samples.seen("a", 60.0, **gone), samples.seen("b", **gone), samples.seen("c", 60.0, left=True, **gone)]
+    status = build(reports=reports, heads=[])
+    assert lost(status) == {"overwritten": 300, "rejected": 0, "died": 300, "pending": 2400}
+
+
+def test_tokens_of_earlier_parts_of_a_resumed_run_count():
+    """Progress goes on where the checkpoint was, and reports newer than the state are believed."""
+    status = build(state=samples.run_state(base_tokens=5000, tokens=5500), reports=[samples.seen(tokens=1000)])
+    assert status["tokens"] == 6000
+    assert status["progress"] == 0.6
+    assert build(state=samples.run_state(tokens=20_000))["progress"] == 1.0
+
+
+def test_what_a_checkpoint_lacked_is_not_pending_after_a_resume():
+    """It was trained before, and nobody publishes it any more."""
+    state = samples.run_state(base_tokens=5000, base_merged=4000, tokens=5500)
+    status = build(state=state, heads=[samples.head(p, merged_tokens=4000) for p in range(2)], reports=[])
+    assert (status["tokens_lost"]["died"], status["tokens_lost"]["pending"]) == (1000, 500)
+
+
+def test_a_learner_is_live_until_it_leaves_or_goes_silent():
+    """Live: not left and heard from within the limit."""
+    reports = [samples.seen("a", 4.9), samples.seen("b", 5.0), samples.seen("c", 0.1, left=True)]
+    assert [learner["live"] for learner in build(reports=reports)["learners"]] == [True, False, False]
+    assert [learner["live"] for learner in build(reports=reports, live_s=10)["learners"]] == [True, True, False]
+
+
+def test_a_quorum_beyond_the_live_learners_is_a_warning():
+    """Everybody can see why nothing merges; a restarted learner is one learner; the bus's warnings follow."""
+    reports = [samples.seen("a"), samples.seen("a", incarnation="1" * 8), samples.seen("b"), samples.seen("c", 60.0)]
+    spec = samples.spec(quorum=3)
+    assert build(spec=spec, reports=reports, bus_warnings=["evicts"])["warnings"] == ["quorum 3 > 2 live", "evicts"]
+    assert build(spec=samples.spec(quorum=2), reports=reports)["warnings"] == []
+    drained = samples.run_state(phase=Phase.FINISHED)
+    assert build(spec=spec, reports=reports, state=drained)["warnings"] == []
+
+
+def test_time_stops_with_a_finished_run():
+    """Looking at a finished run later does not make it longer: it ended with the last word of a learner."""
+    assert build(now_unix_s=1010.0)["elapsed_s"] == 10.0
+    finished = samples.run_state(phase=Phase.FINISHED)
+    reports = [samples.seen("a", 100.0), samples.seen("b", 103.0)]
+    assert build(state=finished, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0
+
+
+def test_status_is_read_from_the_bus():
+    """All parts are found, the last of many evaluations too, in the last hour or before it."""
+
+    async def main(silence_s: float):
+        clock = VirtualClock()
+        bus = MemoryBus("r", clock)
+        assert (await read_status(bus, clock))["phase"] == "waiting"
+        spec = samples.spec(quorum=2)
+        await bus.propose_spec(encode(spec))
+        await bus.write_state(samples.run_state(started_unix_s=clock.unix()))
+        await bus.write_report(samples.report())
+        for p, size in enumerate((600, 200)):
+            await samples.commit(bus, p, 0, np.zeros(size, np.float32))
+        for n in range(1500):
+            await bus.add_evaluation(
+                Evaluation(loss=float(n), tokens=n, versions=(), unix_s=0.0, elapsed_s=0.0, final=False)
+            )
+        await asyncio.sleep(silence_s)
+        return await read_status(bus, clock)
+
+    for silence_s in (1.0, 8000.0):
+        status = run_virtual(main(silence_s))
+        assert status["phase"] == "running"
+        assert status["evaluation"]["loss"] == 1499.0
+        assert status["elapsed_s"] == silence_s
+        assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
+        assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"

@@ -1,0 +1,84 @@
+"""What the project writes as JSON is JSON for every parser."""
+
+import ast
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.pipeline.files.strict_json import dumps, number
+from diloco.pipeline.process import logs
+from diloco.pipeline.settings import BusSettings
+from diloco.status import show
+from tests.test_layers import ROOT, sources
+
+ELSEWHERE = {"pipeline/files/strict_json.py", "diloco/launcher/folder.py"}
+"""The one itself, and a string in TOML. Drivers of other programs (bench/peers) import nothing of ours."""
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+TREES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def strictly(text: str) -> Any:
+    """Parsed as other languages do."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def same(read: Any, value: Any) -> bool:
+    if isinstance(value, dict):
+        return read.keys() == value.keys() and all(same(read[key], one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return len(read) == len(value) and all(map(same, read, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return read is None
+    return bool(read == value)
+
+
+@given(TREES)
+def test_any_tree_is_read_again_with_null_for_what_is_no_number(tree: Any):
+    assert same(strictly(dumps(tree)), tree)
+    assert same(strictly(dumps((tree, {"a": (tree,)}), indent=1)), [tree, {"a": [tree]}])
+
+
+def test_what_was_null_is_no_number_again():
+    assert math.isnan(number(strictly(dumps([math.inf]))[0]))
+    assert number(2.5) == 2.5
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if not path.startswith("bench/peers/")])
+def test_nothing_else_writes_json(path: str):
+    """Losses and norms of a run that diverges go through all of it."""
+    if path in ELSEWHERE:
+        return
+    calls = [node.func for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+    written = [ast.unparse(call) for call in calls]
+    assert not {"json.dumps", "json.dump"} & set(written)
+
+
+def test_a_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys):
+    """Also of one that an earlier build left."""
+    report = {"run": "a", "global_val_loss": math.nan, "evaluations": [{"loss": math.inf}]}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "run.json").write_text("{}")
+    show(BusSettings(), tmp_path, as_json=True)
+    read = strictly(capsys.readouterr().out)
+    assert read["global_val_loss"] is read["evaluations"][0]["loss"] is None
+
+
+def test_a_log_line_is_json():
+    stream = io.StringIO()
+    logs.configure("info", stream)
+    structlog.get_logger().info("evaluated", loss=math.nan, path=Path("a"))
+    line = strictly(stream.getvalue())
+    assert line["loss"] is None
+    assert "a" in line["path"]

@@ -1,0 +1,233 @@
+"""TLS against a real server: the right authority, the wrong one, none, a client certificate, a port without TLS."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis as redis_py
+
+from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.tls import with_tls
+from diloco.pipeline.clock import fast_loop
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+from diloco.pipeline.settings import BusSettings, load
+from diloco.pipeline.transfer.payloads import pull, push
+
+PASSWORD = "hunter2"  # noqa: S105  # of a server that lives for a test
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority, and what it issued."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def issued(self, name: str) -> tuple[Path, Path]:
+        """Certificate and key."""
+        return self.folder / f"{name}.pem", self.folder / f"{name}.key"
+
+
+def make_authority(folder: Path) -> Authority:
+    """An authority, a certificate of 127.0.0.1, and one of a client."""
+    folder.mkdir()
+    program = shutil.which("openssl") or "openssl"
+
+    def openssl(*args: str) -> None:
+        subprocess.run([program, *args], cwd=folder, check=True, capture_output=True, timeout=30)
+
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    openssl(*new, "-subj", f"/CN={folder.name}", "-keyout", "ca.key", "-out", "ca.pem")
+    for name in ("server", "client"):
+        issue = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
+        names = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
+        openssl(*new, *issue, *names, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    return Authority(folder)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program, to make certificates")
+    return make_authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@contextlib.contextmanager
+def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -> Iterator[tuple[int, int]]:
+    """Ports of a server, with TLS and without. `clients`: yes, no or optional: whether it wants their certificates."""
+    port, plain = free_port("127.0.0.1"), free_port("127.0.0.1")
+    certificate, key = authority.issued("server")
+    config = folder / "redis.conf"
+    lines = [f"tls-port {port}", f"port {plain}", "bind 127.0.0.1", 'save ""', f"requirepass {PASSWORD}"]
+    lines += [f"tls-cert-file {certificate}", f"tls-key-file {key}", f"tls-ca-cert-file {authority.ca}"]
+    config.write_text("\n".join([*lines, f"tls-auth-clients {clients}", f"dir {folder}"]) + "\n")
+    log = folder / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([str(binary), str(config)], stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 10
+        client = redis_py.Redis(port=plain, password=PASSWORD)
+        while True:
+            with contextlib.suppress(redis_py.ConnectionError):
+                client.ping()
+                break
+            if process.poll() is not None and "Bad directive" in log.read_text():
+                pytest.skip(f"{binary} was built without TLS")
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        client.close()
+        yield port, plain
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def ports(
+    redis_binary: Path | None, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[int, int]]:
+    """(with TLS, without)"""
+    folder = tmp_path_factory.mktemp("server")
+    with tls_server(redis_binary or find_server(), authority, folder, "no") as ports:
+        yield ports
+
+
+@pytest.fixture(scope="module")
+def strict_port(
+    redis_binary: Path | None, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
+    """Of a server that wants a certificate of every client."""
+    folder = tmp_path_factory.mktemp("strict")
+    with tls_server(redis_binary or find_server(), authority, folder, "yes") as (port, _):
+        yield port
+
+
+def settings(port: int, **files: Path) -> BusSettings:
+    url = f"rediss://:{PASSWORD}@127.0.0.1:{port}"
+    return load(BusSettings, {"redis_url": url, **{name: str(path) for name, path in files.items()}})
+
+
+async def reach(settings: BusSettings) -> None:
+    url = settings.bus_url()
+    assert url is not None
+    bus = await connect(url, "r")
+    assert await bus.read_spec() is None
+    assert await bus.acquire_lease(0, "aa" * 8, 10)
+    await bus.release_lease(0, "aa" * 8)
+    await bus.close()
+
+
+@pytest.mark.redis
+async def test_a_run_is_reached_over_tls_with_its_authority(ports: tuple[int, int], authority: Authority) -> None:
+    await reach(settings(ports[0], redis_ca=authority.ca))
+
+
+async def pushed_and_pulled(settings: BusSettings) -> None:
+    """A payload of several pieces, there and back."""
+    url = settings.bus_url()
+    assert url is not None
+    bus = await connect(url, "r")
+    values = np.arange(3 * 2**20, dtype=np.float32)
+    key = bus.keys.global_payload(0, 1, "ab" * 8)
+    await push(bus, key, values, 512 * 1024, 60.0)
+    for _ in range(2):  # the connection is as it was afterwards
+        reader = await pull(bus, key, len(values), "fp32", 512 * 1024)
+        assert np.array_equal(reader.array(), values)
+        assert await bus.read_spec() is None
+    await bus.close()
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, fast_loop], ids=["asyncio", "fast"])
+def test_whole_payloads_travel_over_tls(
+    ports: tuple[int, int], authority: Authority, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Large replies are read past the client library, which must not be past the encryption."""
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(pushed_and_pulled(settings(ports[0], redis_ca=authority.ca)))
+
+
+@pytest.mark.redis
+async def test_the_authority_may_stand_in_the_url_or_the_environment(
+    ports: tuple[int, int], authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"rediss://:{PASSWORD}@127.0.0.1:{ports[0]}"
+    bus = await connect(f"{url}?ssl_ca_certs={authority.ca}", "r")
+    await bus.close()
+    monkeypatch.setenv("DILOCO_REDIS_URL", url)
+    monkeypatch.setenv("DILOCO_REDIS_CA", str(authority.ca))
+    await reach(load(BusSettings))
+
+
+@pytest.mark.redis
+async def test_a_certificate_of_another_authority_is_not_trusted_and_the_setting_is_named(
+    ports: tuple[int, int], tmp_path: Path
+) -> None:
+    """Whoever stands between is not talked to: it never gets the password."""
+    other = make_authority(tmp_path / "theirs")
+    for files in ({"redis_ca": other.ca}, {}):
+        with pytest.raises(UsageError, match="DILOCO_REDIS_CA") as refused:
+            await reach(settings(ports[0], **files))
+        assert PASSWORD not in str(refused.value)
+
+
+@pytest.mark.redis
+async def test_a_certificate_of_another_host_is_not_trusted(ports: tuple[int, int], authority: Authority) -> None:
+    url = with_tls(f"rediss://:{PASSWORD}@localhost:{ports[0]}", {"redis_ca": authority.ca})
+    with pytest.raises(UsageError, match="certificate") as refused:
+        await connect(url, "r")
+    assert PASSWORD not in str(refused.value)
+
+
+@pytest.mark.redis
+async def test_a_client_certificate_is_shown_where_it_is_asked_for(strict_port: int, authority: Authority) -> None:
+    certificate, key = authority.issued("client")
+    await reach(settings(strict_port, redis_ca=authority.ca, redis_cert=certificate, redis_key=key))
+    with pytest.raises(DilocoError, match="DILOCO_REDIS_CERT") as refused:  # not every server says why it hangs up
+        await reach(settings(strict_port, redis_ca=authority.ca))
+    assert PASSWORD not in str(refused.value)
+
+
+@pytest.mark.redis
+async def test_tls_to_a_port_without_it_and_the_other_way_round_say_so(
+    ports: tuple[int, int], authority: Authority
+) -> None:
+    port, plain = ports
+    with pytest.raises(DilocoError, match="no TLS is spoken there") as refused:  # a Redis waits for a line to end
+        await reach(settings(plain, redis_ca=authority.ca))
+    assert PASSWORD not in str(refused.value)
+    with pytest.raises(BusUnavailable, match="rediss://") as unanswered:
+        await connect(f"redis://:{PASSWORD}@127.0.0.1:{port}", "r")
+    assert PASSWORD not in str(unanswered.value)
+
+
+async def test_certificate_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    missing = tmp_path / "no.pem"
+    with pytest.raises(UsageError, match=f"ssl_ca_certs.*{missing}"):
+        await reach(settings(1, redis_ca=missing))
+    missing.touch()
+    with pytest.raises(UsageError, match="DILOCO_REDIS_CERT"):
+        await reach(settings(1, redis_key=missing))
+
+
+def test_certificates_for_a_url_without_tls_are_a_mistake(tmp_path: Path) -> None:
+    """Or traffic would go out in the clear that somebody believes encrypted."""
+    with pytest.raises(UsageError, match=r"redis_ca.*rediss://") as refused:
+        load(BusSettings, {"redis_url": f"redis://:{PASSWORD}@h", "redis_ca": str(tmp_path)}).bus_url()
+    assert PASSWORD not in str(refused.value)
+
+
+def test_a_password_in_the_url_survives_its_certificates() -> None:
+    url = with_tls("rediss://me:p%40%2Fw@h:1/0?ssl_check_hostname=false", {"redis_ca": Path("/a b/ca.pem")})
+    assert url == "rediss://me:p%40%2Fw@h:1/0?ssl_check_hostname=false&ssl_ca_certs=%2Fa+b%2Fca.pem"

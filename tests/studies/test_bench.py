@@ -1,0 +1,198 @@
+"""The benchmarks: what they make of measurements, what they refuse, and one small round of each with real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.studies.bench import floor, machine
+from diloco.studies.bench.end_to_end import Case
+from diloco.studies.bench.figures import alternate, shown, spread
+from diloco.studies.bench.merging import Sizes, Work
+from diloco.studies.bench.plain import Plain
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = ("publish_to_adopted_s", "trainer_blocked_s", "syncer_cpu_s_per_gb", "syncer_rss_mb", "redis_floor_ratio")
+
+
+def bench(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    environ |= {"PYTHONPATH": str(ROOT)} | ({"PATH": path} if path is not None else {})
+    command = [sys.executable, "-m", "diloco", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ)
+
+
+def test_a_spread_is_median_least_and_most():
+    assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "min": 1.0, "max": 10.0, "n": 3}
+    assert shown(spread([3.0, 1.0, 10.0])) == "3 (1 - 10)"
+
+
+def test_ways_take_turns_and_the_first_turn_does_not_count():
+    order: list[str] = []
+    ways = {name: lambda name=name: float(order.append(name) or len(order)) for name in "ab"}
+    found = alternate(ways, 2, Console(quiet=True), "")
+    assert order == ["a", "b"] * 3
+    assert found == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+
+
+def test_bytes_through_redis_are_those_of_one_round():
+    """Deltas go in and out once, the global in once and out to each learner, its momentum in once."""
+    case = Case(1000, fragments=4, learners=3, wire="bf16", momentum=0.9)
+    assert case.into_bytes == 3 * 2000 + 2 * 4000
+    assert case.out_bytes == 3 * 2000 + 3 * 4000
+    assert Case(1000, fragments=4, learners=3, wire="bf16", in_turn=True).into_bytes == (3 * 2000 + 4000) / 4
+    rounded = Case(1000, learners=3, wire="int8", global_codec="bf16", link_gbit=1)
+    deltas = 3 * (1000 + 2 * 1000 / 256)
+    assert rounded.into_bytes == deltas + 4000
+    assert rounded.out_bytes == deltas + 3 * 2000
+    assert rounded.lines_s == (deltas + 4000 + 2000) / 125e6
+    updates = Case(1024, learners=3, wire="int4", global_codec="int8", momentum=0.5, link_gbit=1)
+    deltas, update = 3 * (512 + 8), 1024 + 8
+    assert (updates.into_bytes, updates.out_bytes) == (deltas + update, deltas + 3 * update)
+    assert updates.lines_s == (deltas + 2 * update) / 125e6
+
+
+def test_production_code_and_plain_numpy_merge_the_same():
+    """Else the comparison would compare two things."""
+    work = Work(Sizes(elements=300_000, learners=3, wire="bf16"))
+    made, plain = work.step().theta, work.plain()
+    assert work.close(work.draft(2)).theta.tobytes() == made.tobytes()
+    assert abs(made - plain).max() < 1e-4
+    assert abs(made - work.theta).max() > 1e-2
+
+
+def test_what_does_not_fit_is_said_before_it_is_started():
+    done = bench("end-to-end", "--params", "1e12")
+    assert done.returncode == 2
+    assert "needs about" in done.stderr
+    assert "free here" in done.stderr
+    machine.need_memory(1e6, "little")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("merge", "--wire", "fp64"), "--wire fp64: one of"),
+        (("end-to-end", "--global-codec", "int4"), "--global-codec int4: one of fp32, bf16, int8"),
+        (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is for the embedded Redis"),
+        (("merge", "--json", "no/such/folder/x.json"), "no folder"),
+        (("step", "--model", "huge"), "one of large"),
+        (("cost", "--model", "huge"), "one of large"),
+        (("cost", "--steps", "0"), "steps"),
+        (("transport", "--redis-url", "rediss://localhost:1"), "not rediss://"),
+        (("transport", "--redis-url", "redis://localhost:1"), "no Redis answers"),
+    ],
+)
+def test_a_mistake_is_named(arguments, said):
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.redis
+def test_the_stand_in_moves_all_bytes_and_says_that_it_is_one():
+    with EmbeddedRedis() as redis, Plain(redis.url) as plain:
+        rates = floor.rates(redis.url, 65536, 2**21, 2**21, None)
+        assert rates.into > 0
+        assert rates.out > 0
+        assert "not on PATH" in rates.client
+        assert len(plain.ask("GET", floor.KEY)) == 65536
+        plain.remove("key:*")
+        assert plain.ask("DBSIZE") == 0
+
+
+@pytest.mark.redis
+def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
+    """Every key that is promised, with median, least and most."""
+    file, picture = tmp_path / "e.json", tmp_path / "e.png"
+    done = bench(
+        *(
+            "end-to-end",
+            "--params",
+            "200e3",
+            "--fragments",
+            "2",
+            "--momentum",
+            "0.9",
+            "--rounds",
+            "2",
+            "--wire",
+            "fp32",
+        ),
+        *("--global-codec", "bf16", "--link", "1", "--aof", "both"),
+        *("--json", str(file), "--plot", str(picture)),
+        path="/usr/bin:/bin",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    for key in KEYS:
+        assert 0 < report[key]["min"] <= report[key]["median"] <= report[key]["max"]
+        assert report[key]["n"] == 2
+        assert report["with_aof"][key]["n"] == 2
+        assert report["with_aof"][key] != report[key]
+    assert 0 < report["merged_share"] <= 1
+    assert "merged share of what was trained" in done.stdout
+    assert "append-only file on" in done.stdout
+    assert report["settings"]["fragments"] == 2
+    assert {"cores", "cpu", "python", "torch", "numpy", "redis"} <= report["machine"].keys()
+    assert picture.stat().st_size > 1000
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [
+        one for one in commands if b"diloco.studies.bench.beside.party" in one and report["run"].encode() in one
+    ]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
+    """In the middle of the rounds."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "diloco", "bench", "end-to-end", "--params", "100e3", "--rounds", "1000"]
+    process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        while not list(tmp_path.glob("diloco_bench_*/learner-1.log")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode not in (0, -number)
+    assert b"Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.redis
+def test_fragments_in_turn_and_transport_and_merge(tmp_path):
+    runs = {
+        "turn": ("end-to-end", "--params", "200e3", "--fragments", "3", "--in-turn", "--rounds", "4", "--aof", "on"),
+        "transport": ("transport", "--params", "300e3", "--rounds", "2"),
+        "merge": ("merge", "--params", "100e3", "--rounds", "2"),
+    }
+    for name, arguments in runs.items():
+        file = tmp_path / f"{name}.json"
+        done = bench(*arguments, "--json", str(file))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(file.read_text())["benchmark"] == arguments[0]
+
+
+@pytest.mark.slow
+def test_step_and_window(tmp_path):
+    runs = {
+        "step": ("step", "--model", "tiny", "--tokens", "32", "--rounds", "1"),
+        "cost": ("cost", "--steps", "5", "--model", "tiny", "--rounds", "1"),
+        "window": ("window", "--params", "300e3", "--fragments", "1,3", "--rounds", "2"),
+    }
+    for name, arguments in runs.items():
+        file = tmp_path / f"{name}.json"
+        done = bench(*arguments, "--json", str(file))
+        assert done.returncode == 0, done.stderr
+        assert json.loads(file.read_text())["benchmark"] == name

@@ -1,0 +1,34 @@
+"""Promises about the codec bench: what it measures is there for every codec, and adds up."""
+
+import json
+
+import pytest
+
+from diloco.pipeline.errors import UsageError
+from diloco.studies.bench import codec
+
+ELEMENTS = 20_000
+
+
+def test_every_codec_is_measured_drawn_and_written(tmp_path, capsys) -> None:
+    """Through a real Redis, on loopback and behind a link: fewer bytes, and more of the delta lost."""
+    codec.main(f"{ELEMENTS}", 1.0, 1, tmp_path / "found.json", tmp_path / "found.png", "cpu")
+    (found,) = json.loads((tmp_path / "found.json").read_text())["sizes"]
+    bytes_each = [found[name]["bytes_per_element"]["median"] for name in codec.CODECS]
+    lost = [found[name]["relative_error"]["median"] for name in codec.CODECS]
+    assert bytes_each == sorted(bytes_each, reverse=True)
+    assert bytes_each[:2] == [4, 2]
+    assert lost == sorted(lost)
+    assert lost[0] == 0
+    for name in codec.CODECS:
+        for figure in ("encode_gb_s", "device_gb_s", "decode_gb_s", "loopback_s", "link_s"):
+            assert found[name][figure]["median"] > 0
+    assert (tmp_path / "found.png").stat().st_size > 0
+    assert "e3m0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "1e6,x", "nan", "1e999"])
+def test_a_wrong_size_is_named(sizes: str) -> None:
+    """With what is allowed."""
+    with pytest.raises(UsageError, match="numbers of elements"):
+        codec._sizes(sizes)

@@ -1,0 +1,85 @@
+"""Each default is declared once: what lab, simulator, benchmarks and commands share, they take from where it is."""
+
+import ast
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from diloco.options import ALL_FIELDS, DemoProcess
+from diloco.pipeline.settings import RankProcess, defaults
+from tests.test_layers import ROOT, sources
+
+DECLARED = {
+    "pipeline/settings.py": "where they are declared",
+    "diloco/options.py": "a launcher's, and where they differ from a party's",
+}
+OTHER_MEANING = {
+    ("pipeline/messages/spec.py", "key_frame_interval"): "of runs of earlier versions, whose specs did not say it",
+    ("studies/goodput/constants.py", "syncers"): "of a run on very many chips",
+    ("studies/goodput/constants.py", "checkpoint_every"): "of a job without elasticity",
+    ("studies/quality/settings.py", "eval_tokens"): "the lab evaluates seldom, and on more text",
+    ("studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
+    ("studies/quality/settings.py", "method"): "the lab has one more",
+    ("diloco/plan.py", "codec"): "auto is none of a run's",
+    ("studies/bench/recovery.py", "kill_at"): "of the measurement",
+    ("studies/bench/cost.py", "fragments"): "of the measurement",
+    ("studies/bench/stepping.py", "fragments"): "of the measurement",
+    ("studies/bench/command.py", "fragments"): "of the measurement",
+}
+"""What has a setting's name and is something else, each with its reason."""
+USUAL = defaults(DemoProcess) | defaults(RankProcess)
+_OPERATORS = {ast.Mult: operator.mul, ast.Pow: operator.pow, ast.Add: operator.add, ast.Sub: operator.sub}
+
+
+def constant(node: ast.expr) -> Any:
+    """The value of a literal, or of an expression of such as 512 * 1024; None: it is none."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = constant(node.left), constant(node.right)
+        return None if None in (left, right) else _OPERATORS[type(node.op)](left, right)
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def declared(source: str) -> Iterator[tuple[str, Any]]:
+    """(name, default) of the class attributes `name: type = Field(default, ...)` with a constant."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
+            called = node.value
+            field = isinstance(called.func, ast.Name) and called.func.id in ("Field", "expert") and called.args
+            if field and (value := constant(called.args[0])) is not None:
+                yield node.target.id, value
+
+
+def said(source: str) -> Iterator[tuple[str, Any]]:
+    """(name, number) of other class attributes and of functions' arguments."""
+    for node in ast.walk(ast.parse(source)):
+        pairs: list[tuple[str, ast.expr | None]] = []
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            pairs = [(node.target.id, node.value)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            pairs = [(a.arg, d) for a, d in zip(given.args[::-1], given.defaults[::-1], strict=False)]
+            pairs += [(a.arg, d) for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+        for name, default in pairs:
+            value = None if default is None else constant(default)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield name, value
+
+
+def test_the_parser_sees_what_it_is_for() -> None:
+    source = "class A:\n    gamma: float = Field(0.8, ge=0)\n    out: Path = Field(x)\n    chunk: int = 512 * 1024\n"
+    assert dict(declared(source)) == {"gamma": 0.8}
+    assert dict(said(source)) == {"chunk": 524288}
+    assert dict(said("def f(a, b=2**3, *, c: float = 2.0, d=x): ...")) == {"b": 8, "c": 2.0}
+    assert "grace_gamma" in ALL_FIELDS
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if path not in DECLARED])
+def test_no_default_is_declared_again(path: str) -> None:
+    """Neither with the same value, which would go another way one day, nor, as a setting, with another one."""
+    source = (ROOT / path).read_text()
+    again = {(name, value) for name, value in declared(source) if name in ALL_FIELDS}
+    again |= {(name, value) for name, value in said(source) if value not in (0, 1) and USUAL.get(name) == value}
+    again = {one for one in again if (path, one[0]) not in OTHER_MEANING}
+    assert again == set(), f"{path}: take it from diloco.pipeline.settings.defaults, or say in what it differs"

@@ -1,0 +1,368 @@
+"""The paper's tables, the calibration, the bandwidth graph, the planner and their commands."""
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+
+from diloco.cli import main
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import GlobalCodec
+from diloco.pipeline.needs import GLOBALS, LINK_SHARE
+from diloco.studies.goodput import bandwidth, calibrate, figures, studies
+from diloco.studies.goodput.commands.runs import PACKAGE, SOURCES
+from diloco.studies.goodput.constants import Constants
+from diloco.studies.goodput.fleet import simulate
+from diloco.studies.goodput.plan import plan
+from diloco.studies.goodput.table import Cell, cells, row
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+# --- the paper's table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("figure", figures.TABLE, ids=lambda f: f"{f.method}-{f.learners}-{f.chips}")
+def test_every_cell_of_the_papers_table_is_within_two_points(figure):
+    """With the default constants; 20 days, one seed that the calibration has not drawn."""
+    assert calibrate.goodput_of(Constants(), figure, 20, seed=11) == pytest.approx(figure.goodput, abs=0.02)
+
+
+@pytest.mark.parametrize("chips", [150_000, 1_200_000])
+def test_somebody_always_advances_with_eight_learners(chips):
+    """Paper: uptime about 100 % from M = 4 or 8 on; a single job's is its goodput."""
+    assert simulate(Constants(), "decoupled", chips, 8, 2, 0).uptime > 0.9999
+    assert simulate(Constants(), "decoupled", chips, 4, 2, 0).uptime > 0.995
+    single = simulate(Constants(), "data-parallel", chips, 1, 2, 0)
+    assert single.uptime == pytest.approx(single.goodput, abs=0.01)
+    assert single.longest_stall_s > 70
+
+
+def test_the_calibration_finds_the_constants_that_made_a_table(monkeypatch):
+    """From figures that the simulator itself made with other constants."""
+    truth = calibrate.with_free(Constants(), (6.0, 12.0, 50.0))
+    made = tuple(f._replace(goodput=calibrate.goodput_of(truth, f, 3, 0)) for f in figures.TABLE)
+    monkeypatch.setattr(calibrate, "TABLE", made)
+    found = calibrate.calibrate(Constants(), days=3, seed=0)
+    assert found.down == pytest.approx(12.0, rel=0.05)
+    assert found.up == found.down
+    assert found.restart == pytest.approx(50.0, rel=0.05)
+    assert found.gather == pytest.approx(6.0, rel=0.15)
+
+
+def test_the_calibration_never_sees_the_middle_column(monkeypatch):
+    """Whatever it says there, the constants are the same."""
+    other = tuple(f._replace(goodput=0.5) if f.chips == 600_000 else f for f in figures.TABLE)
+    once = calibrate.calibrate(Constants(), days=0.5, rounds=1)
+    monkeypatch.setattr(calibrate, "TABLE", other)
+    assert calibrate.calibrate(Constants(), days=0.5, rounds=1) == once
+
+
+def test_a_row_has_mean_error_and_the_papers_figure():
+    """Over its seeds."""
+    runs = [simulate(Constants(), "elastic", 150_000, 1, 1, seed) for seed in range(3)]
+    made = row(Cell("elastic", 1, 150_000), runs)
+    assert made["goodput"] == pytest.approx(np.mean([r.goodput for r in runs]))
+    assert made["goodput_stderr"] == pytest.approx(np.std([r.goodput for r in runs], ddof=1) / 3**0.5)
+    assert made["paper"] == 0.88
+    assert made["goodput"] + sum(made["lost"].values()) == pytest.approx(1)
+    assert row(Cell("elastic", 1, 7), runs[:1])["paper"] is None
+
+
+def test_the_table_has_all_methods():
+    """Two rows of one job, and both kinds of DiLoCo for every M."""
+    assert len(cells([1000, 2000], [1, 2, 4])) == 2 * (2 + 2 * 3)
+
+
+# --- bandwidth -----------------------------------------------------------------------------------------------
+
+
+def _step(rate):
+    return int(np.argmin(np.abs(np.log(np.array(bandwidth.GRID_GBIT_S) / rate))))
+
+
+@pytest.mark.parametrize("params", bandwidth.STREAMING)
+def test_bandwidth_is_within_one_step_of_the_published_rows(params):
+    """All methods and targets that Streaming DiLoCo's table has; most are the very same point of the grid."""
+    step_s, published = bandwidth.STREAMING[params]
+    found = bandwidth.table(bandwidth.Model(params, step_s, bandwidth.layers_of(params)))
+    off = [
+        abs(_step(found[name][target]) - _step(rate))
+        for name, rates in published.items()
+        for target, rate in zip(bandwidth.STREAMING_TARGETS, rates, strict=True)
+    ]
+    assert max(off) <= 1
+    assert sum(off) <= 5
+
+
+def test_more_bandwidth_never_lowers_utilisation():
+    """For every method, and without bandwidth there is next to none, but for decoupled learners' overlap."""
+    model = bandwidth.Model(10e9, 0.8, 48)
+    for method in bandwidth.METHODS.values():
+        shares = [bandwidth.utilisation(model, method, rate * 1e9) for rate in bandwidth.GRID_GBIT_S]
+        assert all(late >= early - 1e-3 for early, late in itertools.pairwise(shares))
+        assert shares[-1] > 0.99
+
+
+def test_four_bits_need_a_quarter_and_overlap_needs_less():
+    """At 95 %, within the grid's step."""
+    found = {name: needs[95] for name, needs in bandwidth.table(bandwidth.Model(10e9, 0.8, 48)).items()}
+    assert found["data-parallel"] > 100 * found["streaming, overlap, 4-bit"]
+    assert found["diloco"] > found["streaming"] > found["streaming, overlap"]
+    assert 3 < found["streaming, overlap"] / found["streaming, overlap, 4-bit"] < 5
+
+
+def test_decoupled_learners_are_over_twenty_times_faster_across_regions():
+    """Paper: 12B over 4 regions on 2-5 Gbit/s."""
+    assert all(bandwidth.speed_up(bandwidth.REGIONS, link * 1e9) > 20 for link in (2, 5))
+
+
+# --- plan and studies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_a_plan_keeps_to_the_link_and_says_why():
+    """A slower link takes a longer H; one that is hopeless is said to be."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s"}
+    slow, fast = (plan(Constants(**given, link=link), 20_000) for link in ("5Gbps", "400Gbps"))
+    assert slow.link_load <= LINK_SHARE
+    assert slow.sync_interval > fast.sync_interval == 24
+    assert slow.round_trip_s <= 2 * 3
+    assert set(slow.why) == {"learners", "sync_interval", "fragments", "codec", "syncers", "redis_nodes"}
+    assert slow.warnings == []
+    assert 0.9 < slow.goodput < 1
+    hopeless = plan(Constants(**given, link="10Mbps"), 20_000)
+    assert any("times the bandwidth" in warning for warning in hopeless.warnings)
+    assert any("too few for the model" in warning for warning in plan(Constants(**given), 10).warnings)
+
+
+def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
+    """A slow link on which bf16 deltas outlast the overlap and 8 or 4 bits do not; or the flag."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "45Gbps", "overlap_steps": 1}
+    assert plan(Constants(**given | {"link": "100Gbps"}), 2_000).codec == "bf16"
+    asked, free = (plan(Constants(**given), 2_000, codec) for codec in ("bf16", "auto"))
+    assert asked.codec == "bf16"
+    assert free.codec in ("int8", "e3m0")
+    assert free.round_trip_s <= 3 < asked.round_trip_s
+    assert any("are overwritten" in warning for warning in asked.warnings)
+    assert free.warnings == []
+    assert free.overwritten < asked.overwritten
+    assert free.redis_bytes_per_s < asked.redis_bytes_per_s
+    assert plan(Constants(**given), 2_000, "int4").codec == "int4"
+
+
+def test_a_plan_counts_globals_as_they_are_pulled():
+    """Half the bytes make a shorter H; in Redis' memory they are as many. The busier direction counts."""
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "5Gbps"}
+    whole, half = (plan(Constants(**given), 20_000, "bf16", name) for name in ("fp32", "bf16"))
+    assert half.global_codec == "bf16"
+    assert half.sync_interval <= 3 / 4 * whole.sync_interval
+    assert half.link_load <= LINK_SHARE
+    assert half.redis_memory_bytes == whole.redis_memory_bytes
+    assert "globals (bf16)" in half.why["sync_interval"]
+    deltas = plan(Constants(**given), 20_000, "fp32", "bf16")
+    assert deltas.sync_interval == whole.sync_interval
+    assert "the deltas" in deltas.why["sync_interval"]
+
+
+def test_a_plan_knows_each_codec_of_globals_that_a_run_may_have():
+    """What is pulled of a value and its rest make it up, unless it is an update."""
+    assert set(GLOBALS) == set(get_args(GlobalCodec))
+    assert {name for name, codec in GLOBALS.items() if codec.pulled + codec.rest < 4} == {"int8"}
+    assert all(codec.there >= 2 * 4 * 2 for codec in GLOBALS.values())
+    whole, updates = (plan(Constants(params="9B"), 20_000, "int8", codec) for codec in ("fp32", "int8"))
+    assert updates.redis_memory_bytes > whole.redis_memory_bytes
+
+
+def test_a_plan_for_more_interruptions_has_no_fewer_learners():
+    """And a lower goodput."""
+    calm, rough = (plan(Constants(mtbi=mtbi, params="9B"), 300_000) for mtbi in ("10y", "0.5y"))
+    assert rough.learners >= calm.learners
+    assert rough.goodput < calm.goodput
+
+
+def test_mixed_hardware_in_kind():
+    """Paper: waiting for all costs 16 %; K = 1 nothing; the grace brings the slower ones back into the merges."""
+    world = Constants(**studies.MIXED)
+    found = studies.mixed(world, 8, 0.1, 0)
+    assert found["K = M, waits"].goodput == pytest.approx(0.84, abs=0.05)
+    assert found["K = 1, grace"].goodput == 1
+    assert found["K = 1, grace"].mean_participants > found["K = 1, no grace"].mean_participants + 1
+
+
+def test_scavenging_in_kind():
+    """The decoupled row is the paper's to the hundredth; data-parallel loses until there is a lot more compute."""
+    rows = studies.rows()
+    for made in rows:
+        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.011)
+        assert made["data-parallel"] == pytest.approx(made["paper, data-parallel"], abs=0.06)
+
+
+# --- commands ------------------------------------------------------------------------------------------------
+
+SMALL = ["--chips", "150k", "--learners", "1,2", "--seeds", "2", "--days", "0.5", "--jobs", "1"]
+
+
+def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
+    """With the keys that are promised; a second time from the cache, and the same."""
+    files = [tmp_path / name for name in ("a.json", "a.csv", "a.png", "b.json")]
+    asked = ["simulate", "table", *SMALL, "--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2])]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "decoupled, M=2" in said
+    assert "learners a merge / staleness / grace s" in said
+    rows = json.loads(files[0].read_text())["rows"]
+    keys = {"method", "learners", "chips", "goodput", "goodput_stderr", "uptime", "longest_stall_s"}
+    assert all(keys | {"mean_participants"} <= set(r) for r in rows)
+    assert [(r["method"], r["learners"]) for r in rows] == [
+        ("data-parallel", 1),
+        ("elastic", 1),
+        ("diloco", 1),
+        ("diloco", 2),
+        ("decoupled", 1),
+        ("decoupled", 2),
+    ]
+    assert len(list(csv.DictReader(files[1].read_text().splitlines()))) == 6
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    kept = list((tmp_path / "cache" / "diloco").rglob("*.json"))
+    assert len(kept) == 12
+    for path in kept:  # what is read from there is what is shown
+        path.write_text(path.read_text().replace('"goodput": ', '"goodput": 1'))
+    assert main(["simulate", "table", *SMALL, "--json", str(files[3])]) == 0
+    assert all(r["goodput"] > 1 for r in json.loads(files[3].read_text())["rows"])
+    assert main(["simulate", "table", *SMALL, "--no-cache", "--json", str(files[3])]) == 0
+    assert json.loads(files[3].read_text())["rows"] == rows
+
+
+def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):
+    """Goodput and uptime of every line that has several seeds."""
+    drawn, errorbar = [], Axes.errorbar
+
+    def spied(axes, x, y, errors, **style):
+        drawn.append(errors)
+        return errorbar(axes, x, y, errors, **style)
+
+    monkeypatch.setattr(Axes, "errorbar", spied)
+    assert main(["simulate", "table", *SMALL, "--plot", str(tmp_path / "a.png")]) == 0
+    assert len(drawn) == 2 * 3
+    assert all(max(errors) > 0 for errors in drawn)
+    given = ["--chips", "150k", "--learners", "2", "--times", "0.5y,1y", "--seeds", "2", "--days", "0.2", "--jobs", "1"]
+    assert main(["simulate", "mtbi", *given, "--plot", str(tmp_path / "a.png")]) == 0
+    assert len(drawn) == 2 * 3 + 2 * 2
+
+
+def test_other_settings_are_other_results(tmp_path):
+    """A changed constant, or a changed trace file, is not answered from the cache."""
+    trace, out = tmp_path / "repairs.txt", tmp_path / "a.json"
+
+    def goodput():
+        given = ["--repair", "trace", "--repair-trace", str(trace)]
+        assert main(["simulate", "table", *SMALL, *given, "--json", str(out)]) == 0
+        return json.loads(out.read_text())["rows"][0]["goodput"]
+
+    trace.write_text("10\n")
+    short = goodput()
+    trace.write_text("3000\n")
+    assert goodput() < short - 0.1
+
+
+def test_a_cached_result_follows_from_every_file_that_makes_it():
+    """What a run of the simulator loads of this project is in the digest."""
+    code = (
+        "import sys, diloco.studies.goodput.fleet\n"
+        "print(*(m.__file__ for m in sys.modules.values() if hasattr(m, '__file__')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    loaded = {Path(name) for name in done.stdout.split() if name.startswith(f"{PACKAGE}/")}
+    covered = {path for pattern in SOURCES for path in PACKAGE.glob(pattern)}
+    assert PACKAGE / "studies" / "goodput" / "windows.py" in loaded
+    assert loaded - covered == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table", "--chips", "many"], "--chips many"),
+        (["table", "--chips", "4", "--learners", "8"], "too few for 8 learners"),
+        (["table", "--chips", "1.5"], "whole numbers"),
+        (["table", "--mtbi", "0"], "mtbi"),
+        (["table", "--repair", "trace", "--jobs", "1", "--chips", "1000"], "--repair-trace FILE"),
+        (["table", "--chips", "inf"], "--chips inf"),
+        (["table", "--chips", "1e15", "--jobs", "1"], "fewer days or chips"),
+        (["table", "--mtbi", "nan"], "mtbi"),
+        (["table", "--link-trace", ".", "--jobs", "1", "--chips", "1000"], "Is a directory"),
+        (["table", "--repair", "trace", "--repair-trace", __file__, "--chips", "1000"], "line 1: 1 numbers"),
+        (["table", "--json", "."], "a folder, not a file"),
+        (["calibrate", "--repair", "trace"], "--repair-trace FILE"),
+        (["mixed", "--link-trace", "nowhere"], "nowhere: No such file"),
+        (["mixed", "--days", "0.01", "--seeds", "1"], "too short for two merges"),
+        (["bandwidth", "--params", "inf"], "--params inf"),
+        (["plan", "--chips", "0"], "--chips 0"),
+        (["plan", "--chips", "1e12"], "fewer days or chips"),
+        (["plan", "--chips", "1k,2k"], "one whole number"),
+        (["plan", "--codec", "fp8"], "one of auto, bf16"),
+        (["plan", "--global-codec", "int4"], "--global-codec int4: one of fp32"),
+        (["bandwidth", "--params", "big"], "--params big"),
+        (["bandwidth", "--step-time", "0"], "--step-time"),
+        (["plan", "--chips", "1.5"], "whole number"),
+        (["mtbi", "--times", "0y"], "--times"),
+        (["link", "--params", "9B"], "--link-trace FILE"),
+        (["scavenge", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["table", "--plot", "nowhere/a.png"], "there is no folder nowhere"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said, capsys):
+    """With exit status 2, what to do, and no traceback."""
+    assert main(["simulate", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.timeout(300)
+def test_the_other_commands_write_their_tables(tmp_path, capsys):
+    """Bandwidth, plan, mixed, scavenge, mtbi, calibrate: each as JSON, and most as pictures."""
+    out, png = tmp_path / "a.json", tmp_path / "a.png"
+    files = ["--json", str(out), "--plot", str(png)]
+    few = ["--seeds", "1", "--days", "0.2", "--jobs", "1"]
+
+    def said(*arguments):
+        assert main(["simulate", *arguments]) == 0
+        return json.loads(out.read_text())
+
+    found = said("bandwidth", "--params", "10e9", "--step-time", "0.8", *files)
+    assert {r["method"] for r in found["rows"]} == set(bandwidth.METHODS)
+    assert found["rows"][0]["gbit_s"]["50"] == pytest.approx(104.8, abs=0.1)
+    assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
+    assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3
+    assert len(said("mtbi", "--chips", "150k", "--learners", "2", "--times", "0.5y,1y", *few, *files)["rows"]) == 4
+    trace = str(Path(__file__).parents[2] / "examples" / "link-trace.txt")
+    linked = said("link", "--link-trace", trace, "--link", "5Gbps", "--params", "9B", *few, *files)["rows"]
+    assert [r["link"] for r in linked] == ["steady", "trace"] * 2
+    assert linked[1]["goodput"] < linked[0]["goodput"]  # waiting learners wait for the outages too
+    assert linked[3]["goodput"] == linked[2]["goodput"]  # decoupled ones do not
+    assert linked[3]["longest_gap_s"] > linked[2]["longest_gap_s"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    given = ["--chips", "20000", "--mtbi", "0.5y", "--params", "70B", "--step-time", "3s", "--link", "5Gbps"]
+    assert said("plan", *given, "--json", str(out))["learners"] in (2, 4, 8)
+    assert len(said("calibrate", *few, "--json", str(out))["rows"]) == len(figures.TABLE)
+    assert "worst cell" in capsys.readouterr().out
+
+
+def test_numbers_are_refused_as_usage_errors():
+    """Not as tracebacks."""
+    from diloco.studies.goodput.commands.options import whole
+
+    with pytest.raises(UsageError, match="--chips"):
+        whole("1,,2", "chips")
+    assert whole("2k,1000", "chips") == [1000, 2000]

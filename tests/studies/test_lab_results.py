@@ -1,0 +1,375 @@
+"""What was run is not run again, what another code gave is not taken for this one's, and the report says both."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.pipeline.errors import UsageError
+from diloco.studies.quality import source
+from diloco.studies.quality.report import markdown, table_of
+from diloco.studies.quality.settings import LabRun, read_experiment
+from diloco.studies.quality.store import Store, code_of, settings_digest
+from diloco.studies.quality.summary import RunName, decode, encode, summary_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(4000)))
+    return path
+
+
+def result(value, **more):
+    points = [
+        {"tokens": n, "merged_tokens": n, "virtual_s": n, "train_loss": 1.0, "measures": {"value": value + 1 / n}}
+        for n in (1, 2, 3)
+    ]
+    return {
+        "measure": "loss",
+        "higher_is_better": False,
+        "final": {"value": value},
+        "points": points,
+        "virtual_s": 3600.0,
+        "goodput": 0.5,
+        "merged_share": 0.9,
+        "wall_s": 1.0,
+        **more,
+    }
+
+
+# --- the store --------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_found_by_settings_data_and_code(text, tmp_path, monkeypatch):
+    """Another setting, a changed text or changed code, and it is not done; `any_code` shows the old one."""
+    store, run = Store(tmp_path / "out"), LabRun(data=str(text))
+    assert store.read(run) is None
+    store.write(run, {"final": 1})
+    assert store.read(run) == {"final": 1}
+    assert store.read(run.model_copy(update={"lr": 1.0})) is None
+    monkeypatch.setattr("diloco.studies.quality.store.code_digest", lambda module: "other")
+    assert store.read(run) is None
+    assert store.read(run, any_code=True) == {"final": 1}
+    monkeypatch.setattr("diloco.studies.quality.store.data_fingerprint", lambda run: "other")
+    assert store.read(run, any_code=True) is None
+
+
+def test_a_result_is_whole_or_not_there(text, tmp_path):
+    """Nothing but results lies in the folder afterwards."""
+    store, run = Store(tmp_path / "out"), LabRun(data=str(text))
+    with pytest.raises(TypeError):
+        store.write(run, {"final": object()})
+    assert store.read(run) is None
+    store.write(run, {"final": 1})
+    assert [path.suffix for path in store.folder.iterdir()] == [".json"]
+
+
+def test_the_text_itself_is_part_of_a_run(text):
+    """Not only its path: with other contents it is another run."""
+    before = settings_digest(LabRun(data=str(text)))
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text() + "one more line\n")
+    assert settings_digest(LabRun(data=str(other))) != before
+
+
+def test_the_code_that_decides_is_found_by_its_imports():
+    """The protocol decides a decoupled run and not a data-parallel one; neither depends on tables and pictures."""
+    ours, loop = (
+        source.closure("diloco.studies.quality.decoupled"),
+        source.closure("diloco.studies.quality.synchronous"),
+    )
+    assert {
+        "diloco.syncer.window",
+        "diloco.syncer.merging.outer",
+        "diloco.workers.rounds",
+        "diloco.pipeline.testing.memory",
+        "diloco.studies.quality.tasks.text",
+    } <= ours
+    assert {
+        "diloco.workers.trainer.models.gpt",
+        "diloco.workers.trainer.schedule",
+        "diloco.studies.quality.schedule",
+    } <= loop
+    assert not {"diloco.syncer.window", "diloco.workers.rounds"} & loop
+    assert not {
+        "diloco.workers.learner",
+        "diloco.workers.trainer.trainer",
+        "diloco.pipeline.bus.redis_streams",
+        "tests.world.world",
+    } & (ours | loop)
+    assert not {
+        "diloco.studies.quality.report",
+        "diloco.studies.quality.plot",
+        "diloco.studies.quality.sweep",
+        "diloco.studies.quality.command",
+    } & (ours | loop)
+    assert code_of(LabRun()) != code_of(LabRun(method="single")) == code_of(LabRun(method="data-parallel"))
+
+
+def test_words_about_code_do_not_make_it_another(tmp_path):
+    """Comments, docstrings and line breaks; a changed number does."""
+    file = tmp_path / "module.py"
+
+    def meaning(text):
+        file.write_text(text)
+        return source._meaning(file)
+
+    plain = meaning('"""A."""\nX = 1\n"""What X is."""\ndef f():\n    """Does."""\n    return X\n')
+    assert meaning("X = 1  # more\n\n\ndef f():\n    return (\n        X\n    )\n") == plain
+    assert meaning("X = 2\ndef f():\n    return X\n") != plain
+
+
+# --- the report -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    path = tmp_path / "trial.toml"
+    path.write_text(
+        """
+        question = "Which?"
+        reference = "dp"
+        best_of = ["lr"]
+        [settings]
+        seed = [0, 1, 2]
+        lr = [1e-3, 2e-3]
+        [[variants]]
+        name = "dp"
+        method = "data-parallel"
+        [[variants]]
+        name = "ours"
+        """
+    )
+    return read_experiment(path)
+
+
+def told(experiment, values, **more):
+    """A table of results by variant and rate: a value a seed."""
+
+    def find(row, run):
+        if (row.variant, run.lr) not in values:
+            return None
+        return summary_of(result(values[row.variant, run.lr][run.seed], **more))
+
+    return table_of(experiment, find)
+
+
+def test_the_table_has_medians_spreads_and_the_distance_to_the_reference_s_best(experiment):
+    """Best of the sweep first; what was not run is marked, and is nobody's best."""
+    values = {("dp", 1e-3): (2.0, 2.1, 2.5), ("dp", 2e-3): (1.9, 2.0, 1.95), ("ours", 2e-3): (2.0, 2.145, 2.2)}
+    table = told(experiment, values)
+    written = markdown(table)
+    best = written.split("All:")[0]
+    assert "| dp, lr=0.002 | 1.9500 | 0.0500 | 3 | +0.00 % | 90.0 % | 50.0 % | 1.00 |" in best
+    assert "| ours, lr=0.002 | 2.1450 | 0.1033 | 3 | +10.00 % |" in best
+    assert "lr=0.001" not in best
+    assert "| ours, lr=0.001 | not run | | 0 of 3 | | | | |" in " ".join(written.split("  "))
+    assert [line.mid if line.done else None for line in table.lines] == [2.1, 1.95, None, 2.145]
+    assert table.best() == [table.lines[1], table.lines[3]]
+
+
+def test_where_more_is_better_the_best_is_the_highest(experiment):
+    """Accuracies."""
+    values = {("dp", 1e-3): (0.5, 0.5, 0.5), ("dp", 2e-3): (0.9, 0.9, 0.9)}
+    assert [line.mid for line in told(experiment, values, higher_is_better=True).best() if line.done] == [0.9]
+
+
+def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path, capsys):
+    """No error, no figure."""
+    assert main(["lab", "report", str(tmp_path / "trial.toml"), "--out", str(tmp_path / "none")]) == 0
+    written = capsys.readouterr().out
+    assert written.count("not run") == 6
+    assert "### trial" in written
+
+
+def test_the_picture_is_drawn(experiment, tmp_path):
+    """With one row unfinished and curves of different length."""
+    plot = pytest.importorskip("diloco.studies.quality.plot")
+    drawn = told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5), ("ours", 2e-3): (2.0, 2.1, 2.2)})
+    first = drawn.lines[0].summaries
+    first[0] = replace(first[0], curve=first[0].curve[:-1])
+    plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
+    assert (tmp_path / "trial.png").stat().st_size > 10_000
+
+
+# --- the CSV ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_as_csv_is_read_again(experiment):
+    """To eight digits; what is not there stays away, what is not finite stays so, and names may have commas."""
+    table = told(experiment, {("ours", 2e-3): (2.0123456789, 2.1, math.inf)})
+    kept = dict(table.named())
+    assert list(kept) == [RunName("trial", "ours, lr=0.002", seed) for seed in range(3)]
+    read = decode(encode(kept))
+    assert list(read) == list(kept)
+    assert [one.value for one in read.values()] == [2.0123457, 2.1, math.inf]
+    for name, one in read.items():
+        assert replace(one, value=0.0, curve=()) == replace(kept[name], value=0.0, curve=())
+        assert [mark.tokens for mark in one.curve] == [1, 2, 3]
+    assert [mark.value for mark in read[RunName("trial", "ours, lr=0.002", 1)].curve] == [3.1, 2.6, 2.4333]
+    assert decode(encode({})) == {}
+
+
+@pytest.mark.parametrize(("marks", "kept"), [(1, 1), (15, 15), (16, 8), (20, 10), (10_000, 15)])
+def test_a_long_curve_is_thinned(marks, kept):
+    """Evenly, with its end."""
+    points = [{"tokens": n, "virtual_s": n, "measures": {"value": 1.0}} for n in range(marks)]
+    name = RunName("trial", "ours", 0)
+    curve = decode(encode({name: summary_of(result(1.0, points=points))}))[name].curve
+    tokens = [mark.tokens for mark in curve]
+    assert len(tokens) == kept
+    assert tokens[-1] == marks - 1
+    assert len({b - a for a, b in pairwise(tokens)}) <= 1
+
+
+def test_a_broken_csv_says_where(experiment):
+    """Other columns, a line too short, a word for a number."""
+    whole = encode(dict(told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5)}).named()))
+    for broken, reason in [
+        ("", "columns are"),
+        (whole.replace("merged_share", "merged", 1), "columns are"),
+        (whole.replace(",1,loss", ",loss", 1), "line 3"),
+        (whole.replace("2.5,", "two,", 1), "line 4"),
+        (whole.replace("less", "worse", 1), "line 2"),
+    ]:
+        with pytest.raises(UsageError, match=reason):
+            decode(broken)
+
+
+def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, capsys):
+    """`--csv` keeps summaries of a folder, `--from` shows the same without it; other runs' lines stay."""
+    file, out, csv = tmp_path / "trial.toml", tmp_path / "out", tmp_path / "results.csv"
+    file.write_text(file.read_text().replace("[settings]", f"[settings]\ndata = {str(text)!r}"))
+    store, runs = Store(out), read_experiment(file).runs
+    for number, run in enumerate(runs[:-1]):
+        store.write(run, result(2.0 + 0.0123 * number))
+    assert main(["lab", "report", str(file), "--out", str(out), "--csv", str(csv)]) == 0
+    tables = capsys.readouterr().out
+    assert tables.count("| 2 of 3 |") == 1
+    none = str(tmp_path / "none")
+    assert main(["lab", "report", str(file), "--out", none, "--from", str(csv)]) == 0
+    assert capsys.readouterr().out == tables
+    before = csv.read_text()
+    assert main(["lab", "report", str(file), "--out", none, "--csv", str(csv)]) == 0
+    assert csv.read_text() == before
+    store.write(runs[-1], result(1.9))
+    assert main(["lab", "report", str(file), "--out", str(out), "--csv", str(csv)]) == 0
+    assert len(csv.read_text().splitlines()) == len(before.splitlines()) + 1
+    csv.write_text("a,b\n")
+    assert main(["lab", "report", str(file), "--from", str(csv)]) == 2
+    assert f"cannot read summaries {csv}: columns are a, b" in capsys.readouterr().err
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+def lab(*arguments):
+    return [sys.executable, "-m", "diloco", "lab", *map(str, arguments)]
+
+
+def alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def tiny(tmp_path, text, **told):
+    path = tmp_path / "tiny.toml"
+    given = {
+        "data": str(text),
+        "batch": 1,
+        "seq_len": 8,
+        "steps": 4,
+        "learners": 2,
+        "evaluations": 2,
+        "eval_tokens": 64,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in {**given, **told}.items()]
+    path.write_text("[settings]\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
+    """Three runs of which one cannot be: two results; the second time only that one is tried."""
+    file, out = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model="tiny"), tmp_path / "out"
+    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 runs, 2 to do" in done.stderr
+    assert len(list(out.glob("*.json"))) == 2
+    file = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model=["tiny", "no-such"])
+    again = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "4 runs, 2 to do" in again.stderr
+    assert "no such size" in again.stderr
+    assert len(list(out.glob("*.json"))) == 2
+    shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.stdout.count("not run") == 2
+    assert "learners=2, model=tiny | " in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
+    """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
+    process = subprocess.Popen(
+        lab("run", file, "--out", out, "--jobs", "1"),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 240
+    while not list(out.glob("*.json")) and time.monotonic() < until:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "1 done, 0 failed, 1 left" in errors
+    assert "Traceback" not in errors
+    assert [path.suffix for path in out.iterdir()] == [".json"]
+    until = time.monotonic() + 60  # the last to go is Python's own tracker of what processes share
+    while alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not alive(process.pid)
+
+
+def test_the_experiments_of_the_documentation_can_be_read():
+    """Each file, and the page names it."""
+    page = (ROOT / "docs" / "results" / "quality.md").read_text()
+    files = sorted((ROOT / "docs" / "quality").glob("*.toml"))
+    assert len(files) >= 12
+    for file in files:
+        assert read_experiment(file).runs
+        assert f"quality/{file.name}" in page, f"{file.name} is not in docs/results/quality.md"
+
+
+def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
+    """Status 2, and the reason."""
+    assert main(["lab", "run", str(tmp_path / "none.toml")]) == 2
+    assert "cannot read experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("report",), ("settings",)])
+def test_help_is_there(command, capsys):
+    """Of the group and of each of its commands."""
+    assert main(["lab", *command, "--help"]) == 0
+    assert "Usage: diloco lab" in capsys.readouterr().out

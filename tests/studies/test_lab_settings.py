@@ -1,0 +1,124 @@
+"""Experiment files: what a list means, what is refused and how, and what makes two runs the same."""
+
+import pytest
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import SyncSettings, TrainerSettings
+from diloco.studies.quality.settings import LabRun, read_experiment, settings_help
+
+
+def experiment(tmp_path, text):
+    path = tmp_path / "trial.toml"
+    path.write_text(text)
+    return read_experiment(path)
+
+
+def test_lists_are_swept_and_crossed_and_seeds_stay_in_one_row(tmp_path):
+    """Two rates by two intervals by three seeds: four rows of three runs; the other variant has its own sweep."""
+    found = experiment(
+        tmp_path,
+        """
+        question = "?"
+        reference = "dp"
+        best_of = ["lr"]
+        [settings]
+        seed = [0, 1, 2]
+        lr = [1e-3, 2e-3]
+        [[variants]]
+        name = "dp"
+        method = "data-parallel"
+        [[variants]]
+        name = "ours"
+        sync_interval = [12, 24]
+        """,
+    )
+    assert [row.label for row in found.rows] == [
+        "dp, lr=0.001",
+        "dp, lr=0.002",
+        "ours, lr=0.001, sync_interval=12",
+        "ours, lr=0.001, sync_interval=24",
+        "ours, lr=0.002, sync_interval=12",
+        "ours, lr=0.002, sync_interval=24",
+    ]
+    assert [run.seed for run in found.rows[0].runs] == [0, 1, 2]
+    assert len(found.runs) == 18
+
+
+def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
+    """DiLoCo is one fragment, everybody, and waiting; a file may still say otherwise."""
+    settings = '[settings]\nlearners = 3\nmethod = "diloco"\n'
+    one, two = experiment(tmp_path, f'{settings}[[variants]]\nname = "a"\n[[variants]]\nname = "b"\nfragments = 2').rows
+    assert (one.runs[0].fragments, one.runs[0].quorum, one.runs[0].wait) == (1, 3, True)
+    assert (two.runs[0].fragments, two.runs[0].quorum, two.runs[0].wait) == (2, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[settings]\nlearning_rate = 1", "unknown setting 'learning_rate'"),
+        (
+            "[settings]\nlr = -1.0",
+            "variant 'trial': lr=-1.0: Input should be greater than 0 (Peak inner",
+        ),
+        ("[settings]\nlearners = 2\nquorum = 3", "quorum=3 of 2 learners"),
+        ("[settings]\nmethod = 'magic'", "Input should be 'decoupled'"),
+        ("[settings]\nlr = []", "lr is an empty list"),
+        ("lr = 1", "unknown 'lr' at the top"),
+        ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),
+        ("question = 1", "question must be a str"),
+        ("reference = 'x'", "reference='x' is no variant"),
+        ("best_of = ['x']", "best_of names 'x'"),
+        ("[[variants]]\nlr = 1", "variant 1 needs a name"),
+        ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants have the same name"),
+        ("[settings]\nseed = " + str(list(range(101))) + "\nlearners = " + str(list(range(1, 101))), "more than 10000"),
+        ("[settings", "cannot read experiment"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
+    """The file, the variant, the setting, the value and what it may be."""
+    with pytest.raises(UsageError) as error:
+        experiment(tmp_path, text)
+    assert said in str(error.value)
+    assert "trial.toml" in str(error.value)
+
+
+def test_settings_that_a_method_does_not_look_at_do_not_make_another_run():
+    """Swept over H, data-parallel is one run; a single learner is the same run beside any number of others."""
+
+    def relevant(**told):
+        return LabRun(**told).relevant()
+
+    assert relevant(method="data-parallel", sync_interval=2) == relevant(method="data-parallel", sync_interval=24)
+    assert relevant(method="single", learners=2) == relevant(method="single", learners=8)
+    assert relevant(method="data-parallel", learners=2) != relevant(method="data-parallel", learners=8)
+    assert relevant(sync_interval=2) != relevant(sync_interval=24)
+    assert relevant(moments="own") == relevant(moments="peer")
+    assert relevant(moments="own", late_join_s=9.0) != relevant(moments="peer", late_join_s=9.0)
+    assert relevant(fail_down_s=5.0) == relevant(fail_down_s=6.0)
+    assert relevant(fail_every_s=9.0, fail_down_s=5.0) != relevant(fail_every_s=9.0, fail_down_s=6.0)
+
+
+def test_what_is_off_is_no_part_of_a_run():
+    """A new option that is None by default leaves the digests of results that are there as they were."""
+    assert None not in LabRun().relevant().values()
+
+
+@pytest.mark.parametrize("kind", [SyncSettings, TrainerSettings])
+def test_defaults_are_those_of_a_real_run(kind):
+    """What the lab says of the defaults it says of `diloco run`; what is off here is 0 there, or the usual."""
+    off = {"weights": "tokens", "global_codec": "fp32"}
+    names = set(kind.model_fields) & set(LabRun.model_fields)
+    assert len(names) >= 8
+    for name in names:
+        default = LabRun.model_fields[name].default
+        assert (off.get(name, 0) if default is None else default) == kind.model_fields[name].default, name
+
+
+def test_every_setting_is_explained():
+    """One line each, with its default."""
+    lines = settings_help().splitlines()
+    assert len(lines) == len(LabRun.model_fields)
+    assert (
+        "method = decoupled [decoupled, paper, streaming, diloco, data-parallel, single]: How learners come together"
+        in lines
+    )

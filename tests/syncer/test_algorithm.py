@@ -1,0 +1,263 @@
+"""The plain algorithm by hand, and the syncer's fast form of it against it, over shapes, rules, weights and M."""
+
+import math
+from typing import Any, get_args
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.pipeline.messages.wire import MergeName, MergeRule, OuterName, WeightsName
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.settings import SyncSettings
+from diloco.studies.quality import outer as lab
+from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import OuterName as LabOuterName
+from diloco.syncer import algorithm
+from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.merging import merge
+from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
+from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.window import Offer
+from diloco.workers.parameters import tensor_table
+from tests import samples
+from tests.world import plan
+
+CLOSE = 1e-4
+"""Of a whole sync, relative to its largest value, as the oracle allows float32."""
+
+
+# --- by hand ------------------------------------------------------------------------------------------------
+
+
+def f64(*values: Any) -> npt.NDArray[np.float64]:
+    return np.array(values, np.float64)
+
+
+def test_token_weights_are_quantity_times_quality() -> None:
+    """100 * 100/10 = 1000; 300 * 300/10 = 9000; 200 * 200/40 = 1000. Equal weights look at nothing."""
+    counters = [(10, 100), (10, 300), (40, 200)]
+    np.testing.assert_allclose(algorithm.merge_weights(counters), [1 / 11, 9 / 11, 1 / 11])
+    np.testing.assert_array_equal(algorithm.merge_weights(counters, "equal"), [1 / 3] * 3)
+
+
+def test_rda_has_the_mean_length_and_the_mean_direction() -> None:
+    """Lengths 5 and 13 at weights 0.8 and 0.2 are 6.6; a mean of orthogonal ones is shorter, and 0 has no direction."""
+    deltas, w = f64([3, 4, 0], [0, 0, 13]), f64(0.8, 0.2)
+    direction = f64(0.8 * 0.6, 0.8 * 0.8, 0.2)
+    np.testing.assert_allclose(algorithm.rda(deltas, w), 6.6 * direction / np.linalg.norm(direction))
+    np.testing.assert_allclose(algorithm.mean(deltas, w), [2.4, 3.2, 2.6])
+    np.testing.assert_allclose(algorithm.rda(f64([3, 4], [0, 0]), f64(0.5, 0.5)), [1.5, 2.0])
+    np.testing.assert_array_equal(algorithm.rda(f64([3, 4], [-6, -8]), f64(0.5, 0.5)), [0, 0])
+
+
+def test_rows_are_merged_each_as_a_tensor() -> None:
+    """The first row's learners agree, the second's are orthogonal, the third's cancel."""
+    deltas = f64([[2, 0], [2, 0], [1, 1]], [[4, 0], [0, 2], [-3, -3]])
+    merged = algorithm.rda_row(deltas, f64(0.5, 0.5))
+    np.testing.assert_allclose(merged, [[3, 0], [math.sqrt(2), math.sqrt(2)], [0, 0]])
+
+
+def test_nesterov_by_hand() -> None:
+    """Delta = 1, lr = 1, mu = 0.5: b = 1, 1.5, 1.75 and Theta = 0 - 1.5 - 1.75 - 1.875."""
+    theta, b, seen = f64(0), f64(0), []
+    for _ in range(3):
+        theta, b = algorithm.nesterov(theta, b, f64(1), 1.0, 0.5)
+        seen.append((float(b[0]), float(theta[0])))
+    assert seen == [(1.0, -1.5), (1.5, -3.25), (1.75, -5.125)]
+
+
+def test_orthogonalised_singular_values_are_those_of_newton_schulz_at_the_same_length() -> None:
+    """Against the iteration on the matrix itself (Jordan et al., 2024), which needs no singular vectors."""
+    matrix = np.random.default_rng(0).standard_normal((5, 9))
+    a, b, c = algorithm.NEWTON_SCHULZ
+    x = matrix / np.linalg.norm(matrix)
+    for _ in range(5):
+        x = a * x + b * (x @ x.T) @ x + c * (x @ x.T) @ (x @ x.T) @ x
+    expected = x / np.linalg.norm(x) * np.linalg.norm(matrix)
+    np.testing.assert_allclose(algorithm.orthogonalised(matrix), expected, rtol=1e-9)
+    assert not algorithm.orthogonalised(np.zeros((2, 3))).any()
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_rules_and_the_allowed_values_have_the_same_names() -> None:
+    """What settings and messages allow is what the syncer has, plain and fast; the simulated worlds draw all of it."""
+    rules = set(get_args(MergeRule))
+    assert rules == set(algorithm.MERGE_RULES) == set(merge.RULES) == set(plan.RULES)
+    assert set(get_args(WeightsName)) == set(algorithm.WEIGHTS)
+    assert set(get_args(OuterName)) == set(algorithm.OUTER)
+    assert set(get_args(LabOuterName)) == {*algorithm.OUTER, *lab.RULES}
+    for fields in (SyncSettings.model_fields, SyncSpec.model_fields):
+        assert fields["merge"].annotation == MergeName
+        assert fields["weights"].annotation == WeightsName
+        assert fields["outer"].annotation == OuterName
+    assert TensorSpec.model_fields["rule"].annotation == MergeRule
+    assert LabRun.model_fields["merge"].annotation == MergeName
+    assert LabRun.model_fields["weights"].annotation == WeightsName | None
+
+
+@pytest.mark.parametrize("name", get_args(MergeName))
+def test_every_choice_of_a_merge_gives_each_tensor_a_rule_that_is_there(name: MergeName) -> None:
+    """On a model with an embedding, a matrix and a vector."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 2))
+    table = tensor_table(model, samples.sync_spec(fragments=1, merge=name))
+    assert {tensor.rule for tensor in table} <= set(merge.RULES)
+
+
+# --- the fast form ------------------------------------------------------------------------------------------
+
+SHAPES = ((12,), (40, 3), (3, 2, 4), (9, 1), (), (0, 3), (1, 30), (BLOCK + 9,), (2, BLOCK // 2 + 1))
+FLAT = tuple(shape for shape in SHAPES if math.prod(shape) >= 12)
+"""In float32 two or three numbers nearly cancel every now and then, and what is left of them is rounding."""
+ROWS = tuple(shape for shape in SHAPES if not shape or shape[0] < BLOCK)
+"""Each row is a tensor to the plain form: a hundred thousand of them take minutes."""
+COUNTERS = st.tuples(st.integers(1, 2**20), st.integers(1, 2**40))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> FragmentLayout:
+    """One to four tensors of any shape and rule; matrices among them."""
+    table = []
+    for number in range(draw(st.integers(1, 4))):
+        rule = draw(st.sampled_from(sorted(merge.RULES)))
+        shape = draw(st.sampled_from({"rda": FLAT, "rda-row": ROWS}.get(rule, SHAPES)))
+        matrix = len(shape) == 2 and min(shape) > 1 and max(shape) < 100 and draw(st.booleans())
+        table.append(samples.tensor(f"t{number}", shape, rule=rule).model_copy(update={"matrix": matrix}))
+    table.append(samples.tensor("last", (7,), rule="mean"))
+    return layout_of(table).fragments[0]
+
+
+def deltas_of(layout: FragmentLayout, count: int, wire: str, seed: int) -> list[Any]:
+    """Of different lengths; a first one of several is all zero now and then."""
+    chance = np.random.default_rng(seed)
+    found = [(chance.standard_normal(layout.elements) * (i + 1)).astype(np.float32) for i in range(count)]
+    if count > 1 and seed % 4 == 0:
+        found[0][:] = 0
+    if wire == "int8":
+        return [quantize.Quantized(quantize.encode(one, "int8"), layout.elements, "int8") for one in found]
+    return [one.astype(ml_dtypes.bfloat16) for one in found] if wire == "bf16" else found
+
+
+def plain_values(deltas: list[Any]) -> list[npt.NDArray[np.float64]]:
+    return [np.asarray(delta[:], np.float64) for delta in deltas]
+
+
+@given(st.lists(COUNTERS, min_size=1, max_size=20), st.sampled_from(sorted(algorithm.WEIGHTS)))
+def test_shares_are_the_weights_but_for_their_sum(counters: list[tuple[int, int]], rule: WeightsName) -> None:
+    """Whatever learners claim to have trained."""
+    shares = np.array(merge.merge_shares(counters, rule))
+    np.testing.assert_allclose(shares / sum(shares), algorithm.merge_weights(counters, rule), rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layouts(),
+    st.lists(COUNTERS, min_size=1, max_size=8),
+    st.sampled_from(sorted(algorithm.WEIGHTS)),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.integers(0, 8),
+    st.integers(0, 2**32),
+)
+def test_the_merge_is_the_algorithms_whatever_was_summed_before(
+    layout: FragmentLayout, counters: list[tuple[int, int]], rule: WeightsName, wire: str, before: int, seed: int
+) -> None:
+    """Each tensor by its rule, in any codec, on tensors below and above the size of a block."""
+    deltas = deltas_of(layout, len(counters), wire, seed)
+    norms, shares = [delta_norms(layout, delta) for delta in deltas], merge.merge_shares(counters, rule)
+    out = np.full(layout.elements, np.nan, np.float32)
+    running = merge.Sum(layout, out)
+    running.add(deltas[:before], norms[:before], shares[:before])
+    found = running.close(deltas, norms, shares)
+    expected = algorithm.pseudogradient(layout, plain_values(deltas), algorithm.merge_weights(counters, rule))
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    assert found.norm == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    layouts(),
+    st.sampled_from(sorted(algorithm.OUTER)),
+    st.floats(0.01, 2),
+    st.sampled_from([0.0, 0.5, 0.9]),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_the_outer_step_is_the_algorithms(
+    layout: FragmentLayout, outer: OuterName, lr: float, mu: float, first: bool, seed: int
+) -> None:
+    """With momentum and without, from none and from some; of one contribution, which is its own pseudogradient."""
+    theta, b, delta = deltas_of(layout, 3, "fp32", seed | 1)
+    sync = samples.sync_spec(fragments=1, outer=outer)
+    norms = [delta_norms(layout, delta)]
+    found = outer_step(layout, sync, (lr, mu), theta, {} if first else {"momentum": b}, [delta], norms, (1.0,))
+    given_b = np.zeros(layout.elements) if first else b.astype(np.float64)
+    after, momentum = algorithm.outer_step(
+        layout, *plain_values([theta]), given_b, *plain_values([delta]), lr, mu, outer
+    )
+    matrix = np.zeros(layout.elements, bool)
+    for slot in layout.slots:
+        matrix[slot.start : slot.stop] = slot.tensor.matrix and outer == "muon"
+    np.testing.assert_allclose(found.theta[~matrix], after[~matrix], rtol=1e-5, atol=1e-5)
+    assert np.abs(found.theta - after).max() <= CLOSE * (np.abs(delta).max() + np.abs(after).max())
+    np.testing.assert_allclose(found.outer_state.get("momentum", 0), momentum, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    layouts(),
+    st.lists(st.lists(COUNTERS, min_size=1, max_size=4), min_size=1, max_size=3),
+    st.sampled_from(sorted(algorithm.WEIGHTS)),
+    st.sampled_from(sorted(algorithm.OUTER)),
+    st.integers(0, 2**32),
+)
+def test_syncs_of_a_fragment_are_the_algorithms(
+    layout: FragmentLayout,
+    merges: list[list[tuple[int, int]]],
+    weights: WeightsName,
+    outer: OuterName,
+    seed: int,
+) -> None:
+    """Weights, merge and outer step together, one version after another, as a syncer commits them."""
+    sync = samples.sync_spec(
+        fragments=1, weights=weights, outer=outer, outer_lr=0.7, outer_momentum=0.6, sync_interval=1
+    )
+    (start,) = deltas_of(layout, 1, "fp32", seed)
+    state = FragmentState(layout, sync, 0, bytes(16), start, {})
+    theta, b = start.astype(np.float64), np.zeros(layout.elements)
+    for version, counters in enumerate(merges):
+        values = deltas_of(layout, len(counters), "bf16", seed + version)
+        offers = [
+            Offer(f"{i}-0", samples.header(f"l{i}", base_version=version, steps=steps, tokens=tokens))
+            for i, (steps, tokens) in enumerate(counters)
+        ]
+        deltas = [Delta(o, v, delta_norms(layout, v)) for o, v in zip(offers, values, strict=True)]
+        merged = state.merge(deltas, [])
+        w = algorithm.merge_weights(counters, weights)
+        pseudogradient = algorithm.pseudogradient(layout, plain_values(values), w)
+        theta, b = algorithm.outer_step(layout, theta, b, pseudogradient, 0.7, 0.6, outer)
+        np.testing.assert_allclose([part.weight for part in merged.contributions], w, rtol=1e-12)
+        allowed = (version + 1) * CLOSE * (np.abs(pseudogradient).max() + np.abs(theta).max())
+        assert np.abs(merged.theta - theta).max() <= allowed
+        state.advance(merged)
+
+
+TIMES = st.floats(0, 1e4)
+
+
+@given(TIMES, TIMES, st.floats(1e-6, 1e3), st.integers(0, 50), st.floats(0, 0.99), st.floats(0, 10))
+def test_grace_is_the_algorithms(
+    quorum: float, sync: float, step: float, tau: int, gamma: float, latency: float
+) -> None:
+    """Of the times seen so far; a single observation is its own average."""
+    known = GraceEstimator()
+    known.observe_quorum(quorum)
+    known.observe_sync(sync)
+    assert known.grace_s([step], tau, gamma, latency) == algorithm.grace(step, quorum, sync, tau, gamma, latency)

@@ -1,0 +1,477 @@
+"""Checkpoints: what is saved comes back, and what is damaged is named."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.shards import Shard, ShardQueue
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.pipeline.transfer.payloads import pull
+from diloco.syncer.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
+from tests import samples
+
+NONCE = "ab" * 8
+RNG = np.random.default_rng(0)
+THETA = [RNG.standard_normal(600).astype(np.float32), RNG.standard_normal(200).astype(np.float32)]
+MOMENTUM = RNG.standard_normal(600).astype(np.float32)
+
+
+async def here(fn, *args):
+    """Offload nothing: virtual time cannot wait for a thread."""
+    return fn(*args)
+
+
+async def trained(spec: Spec, momentum: np.ndarray | None = MOMENTUM) -> MemoryBus:
+    """A bus with a run on it: fragment 0 at version 3, fragment 1 at version 5, one shard half read."""
+    bus = MemoryBus("r", VirtualClock())
+    await bus.propose_spec(encode(spec))
+    await bus.write_state(samples.run_state(tokens=900))
+    await bus.write_report(samples.report(tokens=1000, overwritten=77))
+    await bus.fill_shards(0, [Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10) for i in range(3)])
+    claimed = await bus.claim_shard("l0.00", 10)
+    await bus.finish_shard("l0.00", claimed.entry_id)
+    claimed = await bus.claim_shard("l0.00", 10)
+    await bus.save_position("l0.00", claimed.entry_id, 4)
+    await samples.commit(bus, 0, 3, THETA[0], momentum=momentum, merged_tokens=800)
+    await samples.commit(bus, 1, 5, THETA[1], merged_tokens=700)
+    return bus
+
+
+def save(directory: Path, times: int = 1, spec: Spec | None = None, **given) -> list[Path]:
+    async def main() -> list[Path]:
+        spec_ = spec or samples.spec()
+        bus = await trained(spec_, **given)
+        return [await save_checkpoint(bus, spec_, directory, VirtualClock(), here) for _ in range(times)]
+
+    return run_virtual(main())
+
+
+def restore(checkpoint: Checkpoint, spec: Spec, bus: MemoryBus | None = None) -> MemoryBus:
+    async def main() -> MemoryBus:
+        empty = bus or MemoryBus("again", VirtualClock())
+        for p in range(spec.sync.fragments):
+            assert await empty.acquire_lease(p, NONCE, 1e9)
+        await restore_checkpoint(empty, checkpoint, spec, NONCE, "s", VirtualClock())
+        return empty
+
+    return run_virtual(main())
+
+
+def test_files_are_plain_safetensors_with_names_and_shapes(tmp_path):
+    """Anybody can read a checkpoint without this project; fragments without momentum are absent."""
+    (path,) = save(tmp_path)
+    assert path == tmp_path / "checkpoint-1000"  # the reports' tokens are newer than the state's
+    tensors = safetensors.numpy.load_file(path / "globals.safetensors")
+    assert {name: t.shape for name, t in tensors.items()} == {"a": (20, 30), "b": (150,), "c": (50,)}
+    np.testing.assert_array_equal(tensors["a"], THETA[0].reshape(20, 30))
+    np.testing.assert_array_equal(tensors["c"], THETA[1][150:])
+    momentum = safetensors.numpy.load_file(path / "momentum.safetensors")
+    assert list(momentum) == ["a"]
+    np.testing.assert_array_equal(momentum["a"].reshape(-1), MOMENTUM)
+    state = json.loads((path / "state.json").read_text())
+    assert state["fragments"][1]["version"] == 5
+    assert state["fragments"][1]["digest"] == payload_digest(as_bytes(THETA[1]), 1024).hex()
+    assert state["overwritten"] == 77
+
+
+def test_no_momentum_no_file(tmp_path):
+    """All zeros are not written, whether kept as zeros or not at all."""
+    for n, momentum in enumerate((None, np.zeros_like(MOMENTUM))):
+        (path,) = save(tmp_path / str(n), momentum=momentum)
+        assert not (path / "momentum.safetensors").exists()
+        assert load_checkpoint(path).outer_state == ({}, {})
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    """Spec, run state, shard queue with positions, globals and momentum, bit for bit."""
+    (path,) = save(tmp_path / "checkpoints")
+    for where in (path, tmp_path / "checkpoints", tmp_path):
+        loaded = load_checkpoint(where)
+        assert loaded.path == path
+        assert loaded.spec == samples.spec()
+        assert loaded.state == samples.run_state(tokens=1000)
+        assert [saved.merged_tokens for saved in loaded.fragments] == [800, 700]
+        shards = [(Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10), 4 if i == 1 else 0) for i in (1, 2)]
+        assert loaded.shards == ShardQueue(epochs=1, open=tuple(shards))
+        assert [t.tobytes() for t in loaded.globals] == [t.tobytes() for t in THETA]
+        assert loaded.outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
+        assert loaded.outer_state[1] == {}
+
+
+def test_a_run_without_clipping_is_one_after_its_checkpoint_too(tmp_path):
+    """Infinity is a number that a checkpoint knows again."""
+    spec = samples.spec().model_copy(update={"trainer": {"clip": float("inf")}})
+    (path,) = save(tmp_path, spec=spec)
+    assert load_checkpoint(path).spec.trainer == {"clip": float("inf")}
+
+
+def test_a_restored_run_goes_on_where_it_was(tmp_path):
+    """Versions, payloads, momentum, tokens and shards are those of the checkpoint; the next merge is version + 1."""
+    save(tmp_path)
+    spec = samples.spec(tokens=20_000)
+    bus = restore(load_checkpoint(tmp_path), spec)
+
+    async def look():
+        assert decode(Spec, await bus.read_spec()) == spec
+        heads = await bus.read_heads([0, 1])
+        assert [head.version for head in heads] == [3, 5]
+        assert [head.merged_tokens for head in heads] == [800, 700]
+        assert (await pull(bus, heads[0].payload, 600, "fp32", 1024)).array().tobytes() == THETA[0].tobytes()
+        assert (await pull(bus, heads[0].momentum, 600, "fp32", 1024)).array().tobytes() == MOMENTUM.tobytes()
+        assert heads[1].momentum == ""
+        state = await bus.read_state()
+        assert (state.phase, state.tokens, state.base_tokens) == (Phase.RUNNING, 1000, 1000)
+        assert state.budget_tokens == 20_000
+        assert (await bus.read_shards()).open[0][1] == 4
+        expected = (heads[0].version, heads[0].digest)
+        await samples.commit(bus, 0, 4, THETA[0], expected=expected, nonce=NONCE)
+        assert (await bus.read_heads([0]))[0].version == 4
+
+    run_virtual(look())
+
+
+def test_saving_what_was_restored_changes_nothing(tmp_path):
+    """Save, restore, save: the second checkpoint holds the same training."""
+    save(tmp_path / "one")
+    first = load_checkpoint(tmp_path / "one")
+    bus = restore(first, first.spec)
+    run_virtual(save_checkpoint(bus, first.spec, tmp_path / "two", VirtualClock(), here))
+    second = load_checkpoint(tmp_path / "two")
+    assert [t.tobytes() for t in second.globals] == [t.tobytes() for t in first.globals]
+    assert second.shards == first.shards
+    assert second.state.tokens == first.state.tokens
+    assert [f.version for f in second.fragments] == [3, 5]
+
+
+def test_other_chunks_and_no_momentum_are_no_hindrance(tmp_path):
+    """Sync settings may change on resume; digests follow the new chunk size, momentum goes where mu is 0."""
+    save(tmp_path)
+    spec = samples.spec(chunk_bytes=2048, outer_momentum=0.0)
+    bus = restore(load_checkpoint(tmp_path), spec)
+
+    async def look():
+        head, _ = await bus.read_heads([0, 1])
+        assert head.momentum == ""
+        assert (await pull(bus, head.payload, 600, "fp32", 2048)).digest == head.digest
+
+    run_virtual(look())
+
+
+def test_an_interrupted_restore_is_finished_by_the_next(tmp_path):
+    """Killed after the first fragment: the restart puts back the rest, and nothing twice."""
+    save(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    bus = MemoryBus("again", VirtualClock())
+    commit, done = bus.commit, []
+
+    async def commit_once(what):
+        if done:
+            raise asyncio.CancelledError
+        done.append(what)
+        await commit(what)
+
+    bus.commit = commit_once
+    with pytest.raises(asyncio.CancelledError):
+        restore(checkpoint, checkpoint.spec, bus)
+    bus.commit = commit
+    restore(checkpoint, checkpoint.spec, bus)
+
+    async def look():
+        heads = await bus.read_heads([0, 1])
+        assert [head.version for head in heads] == [3, 5]
+        assert [head.merged_tokens for head in heads] == [800, 700]
+        assert len((await bus.read_shards()).open) == 2
+
+    run_virtual(look())
+
+
+def test_a_used_run_or_budget_is_refused(tmp_path):
+    """Nothing is overwritten by a resume, and a budget that is used up is said before training starts."""
+    save(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="larger budget"):
+        restore(checkpoint, samples.spec(tokens=1000))
+    other = (samples.tensor("a", (20, 30)), samples.tensor("z", (200,), 1))
+    with pytest.raises(UsageError, match="another model"):
+        restore(checkpoint, samples.spec(tensors=other))
+
+    async def used(run_spec: Spec) -> MemoryBus:
+        bus = MemoryBus("again", VirtualClock())
+        await bus.propose_spec(encode(run_spec))
+        for p in (0, 1):
+            await samples.commit(bus, p, 0, THETA[p], nonce=NONCE)
+        return bus
+
+    with pytest.raises(UsageError, match="--run"):
+        restore(checkpoint, checkpoint.spec, run_virtual(used(checkpoint.spec)))
+    with pytest.raises(UsageError, match="another spec"):
+        restore(checkpoint, checkpoint.spec, run_virtual(used(samples.spec(quorum=2))))
+
+
+def test_the_newest_three_are_kept_and_latest_names_the_newest(tmp_path):
+    """Disk use is bounded; two checkpoints at the same tokens do not replace one another."""
+    paths = save(tmp_path, times=5)
+    assert (tmp_path / "latest").read_text().strip() == paths[-1].name
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", *(p.name for p in paths[-3:])}
+    assert load_checkpoint(tmp_path).path == paths[-1]
+
+
+@pytest.mark.parametrize("broken", ["save_file", "rename"])
+def test_a_failed_save_leaves_the_one_before(tmp_path, monkeypatch, broken):
+    """A full disk or a kill half-way: `latest` still names a whole checkpoint, and no half one is found."""
+    (before,) = save(tmp_path)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    target = safetensors.numpy if broken == "save_file" else Path
+    with monkeypatch.context() as patched:
+        patched.setattr(target, broken, fail)
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path)
+    assert load_checkpoint(tmp_path).path == before
+    assert {p.name for p in tmp_path.iterdir()} == {"latest", before.name}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from diloco.syncer.scratch import scratch_folder
+with scratch_folder(Path(sys.argv[1])) as folder:
+    (folder / "globals.safetensors").write_bytes(b"half")
+    print(folder.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(tmp_path):
+    """And what a writer that lives has begun, in the same folder, stays."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        dead, living = (writer.stdout.readline().strip() for writer in writers)
+        writers[0].kill()
+        writers[0].wait()
+        assert {dead, living} == {path.name for path in tmp_path.iterdir()}
+        save(tmp_path)
+        assert {path.name for path in tmp_path.glob(".writing-*")} == {living}
+        assert (tmp_path / living / "globals.safetensors").read_bytes() == b"half"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
+def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
+    """A checkpoint never mixes the global of one version with the momentum or version of another."""
+
+    async def main():
+        spec = samples.spec()
+        bus = await trained(spec)
+        read_heads, moved = bus.read_heads, []
+
+        async def read_then_move(fragments):
+            heads = await read_heads(fragments)
+            if list(fragments) == [0] and not moved:
+                moved.append(True)
+                await samples.commit(
+                    bus, 0, 4, -THETA[0], momentum=-MOMENTUM, expected=(3, heads[0].digest)
+                )  # the old momentum is deleted
+            return heads
+
+        bus.read_heads = read_then_move
+        return await save_checkpoint(bus, spec, tmp_path, VirtualClock(), here)
+
+    run_virtual(main())
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.fragments[0].version == 4
+    assert loaded.globals[0].tobytes() == (-THETA[0]).tobytes()
+    assert loaded.outer_state[0]["momentum"].tobytes() == (-MOMENTUM).tobytes()
+
+
+def test_a_damaged_payload_is_no_endless_loop(tmp_path):
+    """The head stands still and its payload is gone: that is an error, and no checkpoint."""
+
+    async def main():
+        spec = samples.spec()
+        bus = await trained(spec)
+        (head,) = await bus.read_heads([1])
+        bus.store.delete(head.payload)
+        await save_checkpoint(bus, spec, tmp_path, VirtualClock(), here)
+
+    with pytest.raises(BadPayload):
+        run_virtual(main())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_version_cannot_be_saved(tmp_path):
+    """Said in words."""
+    with pytest.raises(UsageError, match="no version yet"):
+        run_virtual(save_checkpoint(MemoryBus("r", VirtualClock()), samples.spec(), tmp_path, VirtualClock(), here))
+
+
+def rewrite(path: Path, change) -> None:
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+
+
+def retensor(path: Path, change) -> None:
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "complaint"),
+    [
+        ("state.json", lambda s: s.update(format=3), "format"),
+        ("state.json", lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
+        ("state.json", lambda s: s["fragments"].pop(), "1 fragments, the spec has 2"),
+        ("state.json", lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
+        ("globals.safetensors", lambda t: t.pop("b"), "'b' is missing"),
+        ("globals.safetensors", lambda t: t.update(x=np.zeros(2)), "'x' is not in the spec"),
+        ("globals.safetensors", lambda t: t.update(b=t["b"][:-1].copy()), r"\(149,\), the spec says float32 \(150,\)"),
+        ("globals.safetensors", lambda t: t.update(b=t["b"].astype(np.float64)), "float64"),
+        ("globals.safetensors", lambda t: t["b"].__setitem__(0, 9), "fragment 1 does not have the digest"),
+        ("momentum.safetensors", lambda t: t.update(b=np.zeros(150, np.float32)), "'c' is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, file, change, complaint):
+    """File and field or tensor, so that a person can tell what happened to it."""
+    (path,) = save(tmp_path)
+    (rewrite if file == "state.json" else retensor)(path / file, change)
+    with pytest.raises(UsageError, match=complaint) as error:
+        load_checkpoint(tmp_path)
+    assert file in str(error.value)
+
+
+def flip(path: Path) -> None:
+    """One bit of the last byte: of a tensor, or of a number."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def poison(path: Path) -> None:
+    retensor(path, lambda t: t["a"].__setitem__((0, 0), np.nan))
+
+
+def older(path: Path) -> None:
+    """As earlier builds wrote it."""
+    rewrite(path / "state.json", lambda s: s.update(format=1))
+    (path / "SHA256SUMS").unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "complaint"),
+    [
+        ("momentum.safetensors", flip, "does not have the digest"),
+        ("momentum.safetensors", poison, "not finite"),
+        ("momentum.safetensors", Path.unlink, "is missing"),
+        ("globals.safetensors", flip, "does not have the digest"),
+        ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
+        ("SHA256SUMS", Path.unlink, "is missing"),
+        ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is no digest"),
+        ("SHA256SUMS", lambda path: path.write_text(""), "does not name globals"),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name momentum"),
+        ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),
+    ],
+)
+def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
+    """A flipped bit, a NaN, a missing file: the file is named, and what to do."""
+    (path,) = save(tmp_path)
+    damage(path / file)
+    with pytest.raises(UsageError, match=complaint) as error:
+        load_checkpoint(tmp_path)
+    assert file in str(error.value)
+
+
+@pytest.mark.parametrize("named", [b"\xff\xfe", b"../elsewhere", b""])
+def test_a_latest_that_names_no_folder_beside_it_is_refused_and_replaced_by_the_next_save(tmp_path, named):
+    """Bytes that are no text, or a path to another run's."""
+    (path,) = save(tmp_path)
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    path.rename(elsewhere)
+    named = named.replace(b"elsewhere", elsewhere.name.encode())
+    (tmp_path / "latest").write_bytes(named)
+    with pytest.raises(UsageError, match="latest names"):
+        load_checkpoint(tmp_path)
+    save(tmp_path)
+    load_checkpoint(tmp_path)
+
+
+def test_the_digests_are_those_of_sha256sum(tmp_path):
+    """Anybody can check a checkpoint without this project."""
+    (path,) = save(tmp_path)
+    done = subprocess.run(
+        ["/usr/bin/env", "sha256sum", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": OK") == 3
+
+
+def test_a_checkpoint_of_an_earlier_build_is_loaded_with_what_can_be_checked(tmp_path, capsys):
+    """It has no digest of the momentum: that it is finite is checked, and the rest is said."""
+    (path,) = save(tmp_path)
+    older(path)
+    assert load_checkpoint(path).outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
+    assert "checkpoint_without_sums" in capsys.readouterr().out
+    poison(path / "momentum.safetensors")
+    with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):
+        load_checkpoint(path)
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    """The checkpoint before stays the newest."""
+    (before,) = save(tmp_path)
+    with pytest.raises(BadPayload, match="fragment 0 version 3 is not finite"):
+        save(tmp_path, momentum=np.full_like(MOMENTUM, np.nan))
+    assert load_checkpoint(tmp_path).path == before
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_path):
+    """A person can choose."""
+    first, second = save(tmp_path, times=2)
+    shutil.rmtree(second)
+    with pytest.raises(UsageError, match=f"there are {first.name}: name one of them"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(first).path == first
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
+    """Nothing there, a pointer to nothing, bytes that are not safetensors, bytes that are not JSON."""
+    with pytest.raises(UsageError, match="is no checkpoint"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("checkpoint-7\n")
+    with pytest.raises(UsageError, match="checkpoint-7"):
+        load_checkpoint(tmp_path)
+    (path,) = save(tmp_path)
+    (path / "globals.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(UsageError, match="cannot read"):
+        load_checkpoint(path)
+    (path / "state.json").write_bytes(b"\xff{")
+    with pytest.raises(UsageError, match="state"):
+        load_checkpoint(path)
+
+
+def test_the_layout_of_the_samples_is_what_these_tests_count_on():
+    """600 and 200 elements."""
+    assert [f.elements for f in layout_of(samples.spec().tensors).fragments] == [600, 200]

@@ -1,0 +1,200 @@
+"""The HTTP side, asked over a real socket."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from structlog.testing import capture_logs
+
+from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.messages.tape import Committed, Contribution
+from diloco.pipeline.settings import SyncerProcess, load
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.http import start_http
+
+
+@asynccontextmanager
+async def http(
+    status: Callable[[], Awaitable[dict[str, Any]]],
+    ready: Callable[[], tuple[bool, str]] = lambda: (True, "2 of 2 leases held"),
+    metrics: Metrics | None = None,
+    token: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str, str]]]]:
+    runner = await start_http(status, ready, (metrics or Metrics()).registry, "127.0.0.1", 0, token)
+    port = runner.addresses[0][1]
+    try:
+        async with aiohttp.ClientSession(headers=headers) as session:
+
+            async def get(path: str) -> tuple[int, str, str]:
+                async with session.get(f"http://127.0.0.1:{port}{path}") as answer:
+                    return answer.status, answer.content_type, await answer.text()
+
+            yield get
+    finally:
+        await runner.cleanup()
+
+
+async def fine() -> dict[str, Any]:
+    return {"phase": "running"}
+
+
+async def test_health_is_the_event_loop_and_nothing_else():
+    """A syncer that waits for its first learner is healthy: it must not be restarted for that."""
+
+    async def away() -> dict[str, Any]:
+        raise BusUnavailable("gone")
+
+    async with http(away, lambda: (False, "waiting for the run's spec")) as get:
+        assert (await get("/healthz"))[0] == 200
+
+
+async def test_readiness_gives_its_reason():
+    """503 with the reason in words until the syncer has a part in the run."""
+    async with http(fine, lambda: (False, "waiting for the run's spec")) as get:
+        assert (await get("/readyz"))[::2] == (503, "waiting for the run's spec\n")
+    async with http(fine) as get:
+        assert (await get("/readyz"))[::2] == (200, "2 of 2 leases held\n")
+
+
+async def test_status_is_json_even_when_the_bus_is_away():
+    """An outage of Redis is shown, not a stack trace, and the next request is served."""
+    answers: list[Any] = [BusUnavailable("gone"), {"phase": "running"}]
+
+    async def status() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async with http(status) as get:
+        code, kind, body = await get("/status")
+        assert (code, kind) == (503, "application/json")
+        assert "BusUnavailable: gone" in body
+        assert (await get("/status"))[::2] == (200, '{\n "phase": "running"\n}\n')
+
+
+async def test_metrics_are_prometheus_text():
+    """A merge and a refusal are counted under their labels."""
+    metrics = Metrics()
+    contribution = Contribution(
+        learner="l0", incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=1.0, norm=1.0
+    )
+    metrics.merged(
+        Committed(
+            fragment=3,
+            version=1,
+            digest=bytes(16),
+            base_digest=bytes(16),
+            contributions=(contribution, contribution),
+            reason="all in",
+            norm=1.0,
+            quorum_s=0.2,
+            grace_s=0.1,
+            upload_s=0.05,
+            merge_s=0.01,
+            syncer="s",
+            unix_s=0.0,
+        )
+    )
+    metrics.refusals.labels(reason="non_finite").inc()
+    async with http(fine, metrics=metrics) as get:
+        code, kind, body = await get("/metrics")
+    assert (code, kind) == (200, "text/plain")
+    lines = body.splitlines()
+    for line in (
+        'diloco_merges_total{fragment="3"} 1.0',
+        "diloco_contributions_total 2.0",
+        'diloco_merged_tokens_total{fragment="3"} 800.0',
+        'diloco_refusals_total{reason="non_finite"} 1.0',
+        "diloco_quorum_seconds_sum 0.2",
+        'diloco_quorum_seconds_bucket{le="0.1"} 0.0',
+        'diloco_quorum_seconds_bucket{le="0.3"} 1.0',
+    ):
+        assert line in lines
+
+
+TOKEN = "correct-horse"  # noqa: S105  # made up
+PATHS = ("/readyz", "/status", "/metrics", "/no-such-page")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "Bearer wrong-horse",
+        "Bearer ",
+        TOKEN,
+        f"Basic {TOKEN}",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer \udcff",
+    ],
+    ids=str,
+)
+async def test_without_its_token_nothing_but_health_is_told(given: str | None):
+    """401 says which header is wanted, and never the token; a container's health check needs none."""
+    headers = {} if given is None else {"Authorization": given}
+    async with http(fine, token=TOKEN, headers=headers) as get:
+        assert (await get("/healthz"))[::2] == (200, "ok\n")
+        for path in PATHS:
+            code, _, body = await get(path)
+            assert code == 401
+            assert "Authorization: Bearer" in body
+            assert TOKEN not in body
+            assert "running" not in body
+
+
+async def test_with_its_token_everything_is_as_without_one():
+    async with http(fine, token=TOKEN, headers={"Authorization": f"Bearer {TOKEN}"}) as get:
+        assert [(await get(path))[0] for path in ("/healthz", *PATHS)] == [200, 200, 200, 200, 404]
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned"),
+    [("0.0.0.0", None, True), ("0.0.0.0", TOKEN, False), ("127.0.0.1", None, False), ("localhost", None, False)],  # noqa: S104
+)
+async def test_an_open_address_without_a_token_is_warned_of(host: str, token: str | None, warned: bool):
+    with capture_logs() as lines:
+        runner = await start_http(fine, lambda: (True, ""), Metrics().registry, host, 0, token)
+        await runner.cleanup()
+    found = [line for line in lines if line["event"] == "http_open"]
+    assert bool(found) is warned
+    assert all(line["log_level"] == "warning" and "DILOCO_HTTP_TOKEN" in line["detail"] for line in found)
+    assert not any(TOKEN in str(line) for line in lines)
+
+
+def test_it_is_for_this_machine_alone_unless_told_otherwise(monkeypatch):
+    """And its token comes from the environment or a file: no flag, which every user of the machine could read."""
+    assert load(SyncerProcess).http_host == "127.0.0.1"
+    assert load(SyncerProcess).http_token is None
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", TOKEN)
+    token = load(SyncerProcess).http_token
+    assert token is not None
+    assert token.get_secret_value() == TOKEN
+    assert TOKEN not in repr(load(SyncerProcess))
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "short")
+    with pytest.raises(UsageError, match="http_token") as refused:
+        load(SyncerProcess)
+    assert "short" not in str(refused.value)
+
+
+async def test_a_taken_port_is_said_in_words():
+    """The person at the command line learns which setting to change."""
+    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, "127.0.0.1", 0)
+    port = runner.addresses[0][1]
+    try:
+        with pytest.raises(UsageError, match=f"http_port={port}"):
+            await start_http(fine, lambda: (True, ""), Metrics().registry, "127.0.0.1", port)
+    finally:
+        await runner.cleanup()
+
+
+async def test_two_syncers_in_one_process_count_apart():
+    """Metrics live in a registry of their own, not in the process's."""
+    one, other = Metrics(), Metrics()
+    one.lease_losses.inc()
+    assert other.registry.get_sample_value("diloco_lease_losses_total") == 0.0
+    assert one.registry.get_sample_value("diloco_lease_losses_total") == 1.0

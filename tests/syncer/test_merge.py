@@ -1,0 +1,267 @@
+"""The merge against the plain algorithm, for determinism, and at its edges."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.payload.quantize import KINDS
+from diloco.syncer import algorithm
+from diloco.syncer.algorithm import merge_weights
+from diloco.syncer.merging.merge import Reduced, Sum
+from diloco.syncer.merging.norms import BLOCK, delta_norms
+
+
+def layout(*tensors: tuple[int, str]) -> FragmentLayout:
+    table = [
+        TensorSpec(name=f"t{i}", shape=(size,), dtype="float32", rule=rule, fragment=0)
+        for i, (size, rule) in enumerate(tensors)
+    ]
+    return layout_of(table).fragments[0]
+
+
+def merge(
+    fragment: FragmentLayout, deltas: Sequence[Any], shares: Any, out: np.ndarray, recorded: Any = None
+) -> Reduced:
+    """All at once."""
+    return Sum(fragment, out).close(deltas, [delta_norms(fragment, d) for d in deltas], shares, recorded)
+
+
+def run(fragment: FragmentLayout, deltas: Sequence[np.ndarray], weights: np.ndarray) -> tuple[np.ndarray, float]:
+    out = np.full(fragment.elements, np.nan, np.float32)
+    return out, merge(fragment, deltas, weights, out).norm
+
+
+def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [(rng.standard_normal(fragment.elements) * (i + 1)).astype(dtype) for i in range(count)]
+
+
+def test_weights_are_tokens_times_tokens_per_step():
+    """w = c_tokens * (c_tokens / c_steps), normalised: computed by hand."""
+    # 100 * 100/10 = 1000; 300 * 300/10 = 9000; 200 * 200/40 = 1000
+    np.testing.assert_allclose(merge_weights([(10, 100), (10, 300), (40, 200)]), [1 / 11, 9 / 11, 1 / 11])
+
+
+def test_equal_weights_look_at_nothing():
+    """Neither at tokens nor at steps."""
+    np.testing.assert_array_equal(merge_weights([(10, 100), (10, 300), (40, 200)], "equal"), [1 / 3] * 3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=20))
+def test_weights_are_never_negative_and_sum_to_one(counters):
+    """Whatever positive counters learners claim, the weights are a convex combination."""
+    weights = merge_weights(counters)
+    assert (weights >= 0).all()
+    assert weights.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_merge_equals_the_plain_formula(dtype, count):
+    """Blockwise float32 agrees with whole-array float64, on tensors below, at and above the block size."""
+    fragment = layout((7, "rda"), (1, "mean"), (BLOCK, "rda"), (2 * BLOCK + 5, "mean"), (BLOCK + 1, "rda"))
+    deltas = random_deltas(fragment, count, dtype)
+    weights = merge_weights([(4 + i, 1000 * (i + 1)) for i in range(count)])
+    out, norm = run(fragment, deltas, weights)
+    expected = algorithm.pseudogradient(fragment, deltas, weights)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    assert norm == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 7), (5, 3), (3, 2, 4), (40, BLOCK // 16), (3, BLOCK + 1), (6,), (), (0, 3)])
+def test_rows_are_merged_as_if_each_were_a_tensor(shape, dtype):
+    """Also rows longer than a block, where many fit into one, and tensors without rows; zero rows stay zero."""
+    table = [
+        TensorSpec(name="first", shape=(3,), dtype="float32", rule="mean", fragment=0),
+        TensorSpec(name="rows", shape=shape, dtype="float32", rule="rda-row", fragment=0),
+    ]
+    fragment = layout_of(table).fragments[0]
+    deltas, weights = random_deltas(fragment, 3, dtype), np.array([0.5, 0.3, 0.2])
+    slot = fragment.slots[1]
+    rows = np.split(np.arange(slot.start, slot.stop), shape[0] if shape else 1) if slot.stop > slot.start else []
+    if len(rows) > 1:
+        for delta in deltas:
+            delta[rows[0]] = 0
+    out, norm = run(fragment, deltas, weights)
+    for row in rows:
+        alone = algorithm.pseudogradient(layout((len(row), "rda")), [delta[row] for delta in deltas], weights)
+        np.testing.assert_allclose(out[row], alone, rtol=2e-4, atol=1e-5)
+    assert norm == pytest.approx(float(np.linalg.norm(out.astype(np.float64))), rel=1e-5)
+    again, _ = run(fragment, deltas, weights)
+    assert np.array_equal(out, again)
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_one_contribution_comes_out_as_it_went_in(rule, dtype):
+    """With a single learner a merge is that learner's delta, to the last bit."""
+    fragment = layout((BLOCK + 3, rule), (5, rule))
+    (delta,) = random_deltas(fragment, 1, dtype)
+    out, norm = run(fragment, [delta], np.array([1.0]))
+    assert out.tobytes() == delta.astype(np.float32).tobytes()
+    assert norm == pytest.approx(np.linalg.norm(delta.astype(np.float64)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_deltas_merge_as_their_decoded_values_do(kind):
+    """To the last bit, in tensors that begin anywhere in a block; norms too."""
+    fragment = layout((7, "rda"), (1, "mean"), (BLOCK + 1, "rda"), (300, "mean"))
+    given = [quantize.encode(delta, kind) for delta in random_deltas(fragment, 3, np.float32)]
+    vectors = [quantize.Quantized(wire, fragment.elements, kind) for wire in given]
+    arrays = [vector[:] for vector in vectors]
+    weights = merge_weights([(4, 100), (5, 300), (6, 200)])
+    for vector, array in zip(vectors, arrays, strict=True):
+        assert delta_norms(fragment, vector).tobytes() == delta_norms(fragment, array).tobytes()
+    assert run(fragment, vectors, weights)[0].tobytes() == run(fragment, arrays, weights)[0].tobytes()
+
+
+def test_equal_deltas_merge_to_themselves():
+    """Learners that agree are not scaled, under both rules."""
+    fragment = layout((100, "rda"), (100, "mean"))
+    (delta,) = random_deltas(fragment, 1, np.float32)
+    out, _ = run(fragment, [delta] * 3, np.array([0.2, 0.3, 0.5]))
+    np.testing.assert_allclose(out, delta, rtol=1e-6)
+
+
+def test_rda_keeps_the_length_of_orthogonal_deltas_and_the_mean_does_not():
+    """M orthogonal deltas of norm R give norm R by RDA and R / sqrt(M) by the mean: the reason for RDA."""
+    deltas = [np.eye(4, dtype=np.float32)[i] * 3 for i in range(4)]
+    weights = np.full(4, 0.25)
+    assert run(layout((4, "rda")), deltas, weights)[1] == pytest.approx(3.0)
+    assert run(layout((4, "mean")), deltas, weights)[1] == pytest.approx(1.5)
+
+
+def test_a_zero_delta_has_no_direction_but_shortens_the_mean_length():
+    """phi(0) = 0: the other's direction, at the mean of both lengths; all zero gives zero."""
+    fragment = layout((2, "rda"))
+    zero, v = np.zeros(2, np.float32), np.array([3, 4], np.float32)
+    out, norm = run(fragment, [zero, v], np.array([0.5, 0.5]))
+    np.testing.assert_allclose(out, [1.5, 2.0])
+    assert norm == pytest.approx(2.5)
+    out, norm = run(fragment, [zero, zero], np.array([0.5, 0.5]))
+    assert norm == 0
+    assert not out.any()
+
+
+def test_opposite_directions_give_zero_and_not_amplified_noise():
+    """Where directions cancel, RDA has none to follow, even if rounding leaves a remainder."""
+    fragment = layout((1000, "rda"))
+    (v,) = random_deltas(fragment, 1, np.float32)
+    for parts in ([v, -v], [v, v, np.float32(-2.1) * v]):
+        weights = np.array([0.5, 0.5]) if len(parts) == 2 else np.array([0.25, 0.25, 0.5])
+        out, norm = run(fragment, parts, weights)
+        assert norm == 0
+        assert not out.any()
+
+
+def test_the_order_of_the_list_decides_the_bits_and_nothing_else():
+    """Equal inputs in equal order give equal bits; another order the same up to rounding."""
+    fragment = layout((3000, "rda"), (500, "mean"))
+    deltas = random_deltas(fragment, 5, ml_dtypes.bfloat16)
+    weights = merge_weights([(3, 30), (4, 50), (5, 20), (6, 90), (7, 10)])
+    first, _ = run(fragment, deltas, weights)
+    again, _ = run(fragment, deltas, weights)
+    turned, _ = run(fragment, deltas[::-1], weights[::-1])
+    assert first.tobytes() == again.tobytes()
+    np.testing.assert_allclose(first, turned, rtol=1e-3, atol=1e-5)
+
+
+def test_deltas_are_left_as_they_were():
+    """A merge that is done again after a failed commit sees the same contributions."""
+    fragment = layout((300, "rda"))
+    deltas = random_deltas(fragment, 2, np.float32)
+    copies = [d.copy() for d in deltas]
+    run(fragment, deltas, np.array([0.5, 0.5]))
+    for delta, copy in zip(deltas, copies, strict=True):
+        assert delta.tobytes() == copy.tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_one_bad_element_makes_its_tensors_norm_non_finite(bad, dtype, at):
+    """A poisoned delta cannot hide an element from its norm, and spoils no other tensor's."""
+    fragment = layout((2, "mean"), (BLOCK + 2, "rda"))
+    (delta,) = random_deltas(fragment, 1, dtype)
+    delta[2 + at] = bad
+    norms = delta_norms(fragment, delta)
+    assert np.isfinite(norms[0])
+    assert not np.isfinite(norms[1])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1.0, 1e18, 1e30])
+def test_norms_neither_overflow_nor_vanish(scale):
+    """Squares are summed so that any delta of finite float32 elements has its true norm."""
+    fragment = layout((1000, "rda"))
+    delta = np.full(1000, scale, np.float32)
+    assert delta_norms(fragment, delta)[0] == pytest.approx(scale * np.sqrt(1000), rel=1e-4)
+
+
+def test_an_empty_tensor_has_norm_zero_and_merges():
+    """A tensor of shape (0,) is legal in a spec and takes no place."""
+    fragment = layout((0, "rda"), (3, "mean"))
+    delta = np.ones(3, np.float32)
+    assert delta_norms(fragment, delta)[0] == 0
+    out, _ = run(fragment, [delta, delta], np.array([0.5, 0.5]))
+    np.testing.assert_allclose(out, 1)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.37, 0.95])
+def test_a_length_is_the_same_on_every_machine_to_5e_7(value):
+    """Float32 sums of equal squares drift with the size of what is summed: rows bound it, whatever the machine's order.
+
+    Elements of one sign and size are the worst case; a replay elsewhere allows 1e-6.
+    """
+    fragment = layout((3 * BLOCK + 77, "rda"))
+    delta = np.full(fragment.elements, value, np.float32)
+    exact = np.linalg.norm(delta.astype(np.float64))
+    assert abs(delta_norms(fragment, delta)[0] - exact) / exact < 2.5e-7
+
+
+def test_a_merge_scales_by_recorded_lengths_and_measures_its_own():
+    """What a replay rests on: the values follow the record, the measurement does not."""
+    fragment = layout((300, "rda"), (20, "mean"))
+    deltas, weights = random_deltas(fragment, 3, ml_dtypes.bfloat16), np.array([0.2, 0.3, 0.5])
+    out, again, other = (np.empty(fragment.elements, np.float32) for _ in range(3))
+    first = merge(fragment, deltas, weights, out)
+    assert first.directions[1] == 0
+    assert merge(fragment, deltas, weights, again, first.directions).directions.tolist() == first.directions.tolist()
+    assert again.tobytes() == out.tobytes()
+    second = merge(fragment, deltas, weights, other, first.directions / 2)
+    assert second.directions.tolist() == first.directions.tolist()
+    np.testing.assert_allclose(other[:300], 2 * out[:300], rtol=1e-6)
+    assert other[300:].tobytes() == out[300:].tobytes()
+
+
+def in_pairs(values: Sequence[float]) -> float:
+    """A sum in numpy's order: eight at a time up to 128, halves above."""
+    n = len(values)
+    if n > 128:
+        half = n // 2 - n // 2 % 8
+        return in_pairs(values[:half]) + in_pairs(values[half:])
+    whole = n - n % 8
+    if not whole:
+        return sum(values)
+    eight = list(values[:8])
+    for at in range(8, whole, 8):
+        eight = [one + other for one, other in zip(eight, values[at : at + 8], strict=True)]
+    found = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]))
+    for value in values[whole:]:
+        found += value
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 5, 8, 21, 128, 129, 300, 768, 5000])
+def test_a_rows_length_is_summed_in_one_order_on_every_machine(columns: int) -> None:
+    """Or merges by rows would not replay bit for bit elsewhere. A numpy that sums otherwise is told here."""
+    squares = np.square(np.random.default_rng(columns).standard_normal((6, columns)))
+    assert np.add.reduce(squares, axis=1).tolist() == [in_pairs(row) for row in squares.tolist()]

@@ -1,0 +1,141 @@
+"""What a merge yields is committed only if it is finite: a run neither goes on with a NaN nor spins. Virtual time."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.pipeline.transfer.globals import pull_state
+from diloco.syncer.merging.draft import Draft
+from diloco.syncer.merging.fragment import Delta, FragmentState, Stepped
+from diloco.syncer.merging.norms import all_finite
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+
+async def inline(fn, *args):
+    return fn(*args)
+
+
+class Overflowing(FragmentState):
+    """Its fragment 0 overflows in the first so many merges, in one of its arrays."""
+
+    times = 0
+    left = 0
+    what = "theta"
+
+    def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
+        stepped = super().step(deltas, shares, draft)
+        array = stepped.theta if self.what == "theta" else stepped.outer_state.get(self.what)
+        if self.layout.id == 0 and Overflowing.left and array is not None:  # the first merges only average
+            Overflowing.left -= 1
+            Overflowing.times += 1
+            array[1] = np.inf
+        return stepped
+
+
+async def start(left: int, what: str = "theta", **sync) -> tuple[VirtualRun, list[VirtualLearner]]:
+    Overflowing.left, Overflowing.times, Overflowing.what = left, 0, what
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, outer_momentum=0.5, **sync))
+    world.start_syncer()._make_fragment = Overflowing
+    return world, [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+
+
+@pytest.mark.parametrize("what", ["theta", "momentum"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_goes_on(what: str, codec: str) -> None:
+    """The version is kept, learners are asked for other deltas, and no array on the bus is not finite."""
+
+    async def main() -> None:
+        world, learners = await start(3, what, global_codec=codec)
+        await world.until_version(4)
+        assert Overflowing.times == 3
+        refused = [r for r in await world.tape() if isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE]
+        assert len(refused) == 6
+        assert "version" in refused[0].detail
+        for head in await world.heads():
+            elements = len(learners[0].values[head.fragment])
+            theta, state = await pull_state(world.bus, head, elements, world.spec.sync, inline)
+            assert np.isfinite(theta).all()
+            assert np.isfinite(state["momentum"]).all()
+        for learner in learners:
+            assert np.isfinite(np.concatenate(learner.values)).all()
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_fragment_that_never_merges_finitely_does_not_spin_and_holds_up_no_other() -> None:
+    """It is tried less and less often."""
+
+    async def main() -> None:
+        world, learners = await start(10**6)
+        await world.until_version(0)
+        await asyncio.sleep(200.0)
+        versions = await world.versions()
+        assert versions[0] == 0
+        assert versions[1] > 100
+        assert 5 <= Overflowing.times <= 15
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once() -> None:
+    """The pause after them, of up to half a minute, is nothing that is waited for."""
+
+    async def main() -> None:
+        world, learners = await start(10**6)
+        await asyncio.sleep(100.0)
+        began = asyncio.get_running_loop().time()
+        world.stop.set()
+        await world.syncer
+        assert asyncio.get_running_loop().time() - began < 5.0
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
+    """As an earlier build may have left them: the owner says so, and waits."""
+
+    async def main() -> None:
+        world, learners = await start(0)
+        await world.until_version(2)
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+        for learner in learners:
+            await learner.kill()
+        (head,) = await world.bus.read_heads([0])
+        elements = len(learners[0].values[0])
+        for key in list(world.store.values):
+            if ":lease:" in key:
+                world.store.delete(key)
+        assert await world.bus.acquire_lease(0, "ab" * 8, 1.0)
+        nan = np.full(elements, np.nan, np.float32)
+        await samples.commit(world.bus, 0, head.version + 1, nan, expected=(head.version, head.digest))
+        await world.bus.release_lease(0, "ab" * 8)
+        service = world.start_syncer()
+        await asyncio.sleep(10.0)
+        with pytest.raises(BadPayload, match=r"not finite: resume from an earlier checkpoint"):
+            await service.owners[0].load()
+
+    run_virtual(main())
+
+
+def test_all_finite_sees_a_single_element() -> None:
+    """Wherever it stands, of whichever kind; the largest numbers are finite."""
+    values = np.full(5000, np.finfo(np.float32).max, np.float32)
+    assert all_finite(values)
+    assert all_finite(np.empty(0, np.float32))
+    for at in (0, 2500, 4999):
+        for what in (np.nan, np.inf, -np.inf):
+            spoiled = values.copy()
+            spoiled[at] = what
+            assert not all_finite(spoiled)

@@ -1,0 +1,127 @@
+"""The outer step against torch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.pipeline.fragments import layout_of
+from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, orthogonalised
+from tests import samples
+
+
+def nesterov_step(theta: Any, momentum: Any, pseudogradient: Any, lr: float, mu: float) -> None:
+    """A whole outer step in place, but for the pseudogradient."""
+    out = pseudogradient.copy()
+    step = NesterovStep(theta, Momentum(momentum, momentum, mu), out, lr) if mu else PlainStep(theta, out, lr)
+    for start in range(0, len(theta), BLOCK):
+        step.block(start, min(start + BLOCK, len(theta)))
+    theta[:] = out
+
+
+@pytest.mark.parametrize(("lr", "mu"), [(0.7, 0.9), (0.4, 0.5), (1.0, 0.0)])
+def test_outer_steps_equal_torch_sgd(lr, mu):
+    """Several steps, the first included, are those of torch.optim.SGD(nesterov=True), or plain SGD at mu = 0."""
+    rng = np.random.default_rng(0)
+    theta = rng.standard_normal(2 * BLOCK + 17).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
+    sgd = torch.optim.SGD([parameter], lr=lr, momentum=mu, nesterov=mu > 0)
+    momentum = np.zeros_like(theta) if mu else None
+    for _ in range(5):
+        pseudogradient = rng.standard_normal(len(theta)).astype(np.float32)
+        parameter.grad = torch.from_numpy(pseudogradient.copy())
+        sgd.step()
+        nesterov_step(theta, momentum, pseudogradient, lr, mu)
+        np.testing.assert_allclose(theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_golden_history_of_a_constant_pseudogradient():
+    """D = 1, lr = 1, mu = 0.5: by hand, b = 1, 1.5, 1.75 and theta = 0 - 1.5 - 1.75 - 1.875."""
+    theta, momentum, d = np.zeros(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)
+    seen = []
+    for _ in range(3):
+        nesterov_step(theta, momentum, d, 1.0, 0.5)
+        seen.append((float(momentum[0]), float(theta[0])))
+    assert seen == [(1.0, -1.5), (1.5, -3.25), (1.75, -5.125)]
+    assert (d == 1).all()
+
+
+SHAPES = [(8, 8), (12, 40), (40, 12), (2, 2)]
+MUON = samples.sync_spec(fragments=1, outer="muon", outer_lr=0.7, outer_momentum=0.6)
+MIXED = layout_of(
+    [
+        samples.tensor("embedding", (6, 4)),
+        *(samples.tensor(f"m{i}", shape).model_copy(update={"matrix": True}) for i, shape in enumerate(SHAPES)),
+        samples.tensor("vector", (7,)),
+    ]
+).fragments[0]
+"""Only what is flagged is a matrix."""
+
+
+def stepped(sync, outer, momentum, delta, layout=MIXED):
+    """An outer step from zeros that merges one delta: theta, momentum and the orthogonalised step."""
+    theta = np.zeros(layout.elements, np.float32)
+    state = {} if momentum is None else {"momentum": momentum}
+    return outer_step(layout, sync, outer, theta, state, [delta], [delta_norms(layout, delta)], (1.0,))
+
+
+def random_vector(seed, layout=MIXED):
+    return np.random.default_rng(seed).standard_normal(layout.elements).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 64), (3, 200)])
+def test_an_orthogonalised_matrix_has_the_same_singular_vectors_and_values_around_1(shape):
+    """Whether it is wide or tall."""
+    matrix = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    left, values, right = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+    turned = left.T @ orthogonalised(matrix) @ right.T
+    told = np.diag(turned)[values > 0.01 * np.linalg.norm(values)]
+    assert len(told) >= 2
+    assert 0.65 < told.min() <= told.max() < 1.25
+    np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-3)
+
+
+def test_a_muon_step_turns_matrices_at_their_length_and_nothing_else():
+    """Against Nesterov's of the same momentum and delta; the momentum that is kept is the same to the bit."""
+    delta, momentum = random_vector(2), random_vector(3)
+    muon = stepped(MUON, (0.7, 0.6), momentum, delta)
+    plain = stepped(MUON.model_copy(update={"outer": "nesterov"}), (0.7, 0.6), momentum, delta)
+    np.testing.assert_array_equal(muon.outer_state["momentum"], plain.outer_state["momentum"])
+    assert plain.orthogonal is None
+    at = 0
+    for slot in MIXED.slots:
+        mine, other = muon.theta[slot.start : slot.stop], plain.theta[slot.start : slot.stop]
+        if not slot.tensor.matrix:
+            np.testing.assert_array_equal(mine, other)
+            continue
+        assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(other), rel=1e-5)
+        values = np.linalg.svd(mine.reshape(slot.tensor.shape), compute_uv=False)
+        flat = np.linalg.norm(mine) / len(values) ** 0.5
+        assert 0.6 * flat < values.min() <= values.max() < 1.7 * flat
+        assert np.linalg.norm(mine - other) > 0.05 * np.linalg.norm(other)
+        size = slot.stop - slot.start
+        np.testing.assert_array_equal(mine, -(muon.orthogonal[at : at + size] * np.float32(0.7)))
+        at += size
+    assert at == len(muon.orthogonal)
+
+
+def test_while_learners_are_averaged_nothing_is_orthogonalised():
+    """Rate 1 and no momentum, as in the warm-up and in a run's short last merges: the delta itself."""
+    delta = random_vector(4)
+    averaged = stepped(MUON, (1.0, 0.0), random_vector(5), delta)
+    np.testing.assert_array_equal(averaged.theta, -delta)
+    assert averaged.orthogonal is None
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-35, 1e-15, 1e12])
+def test_matrices_of_any_length_are_stepped_without_a_nan(size):
+    """All zero, too short to have a direction, or so short or long that its squares are hardly float32's."""
+    delta = random_vector(6) * np.float32(size)
+    muon = stepped(MUON, (1.0, 0.5), None, delta)
+    assert np.isfinite(muon.theta).all()
+    assert np.linalg.norm(muon.theta.astype(np.float64)) == pytest.approx(
+        1.5 * np.linalg.norm(delta.astype(np.float64)), rel=1e-4
+    )

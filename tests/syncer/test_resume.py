@@ -1,0 +1,187 @@
+"""Stop, checkpoint, resume: the syncer service goes on where the run was, whatever comes between. Virtual time."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.syncer.checkpoint import load_checkpoint
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+BUDGET = 12_000
+
+
+def stopped_run(folder: Path) -> None:
+    """Train a while, stop the syncer: it leaves a checkpoint."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=BUDGET, outer_momentum=0.5), checkpoint_dir=folder)
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, incarnation=f"{i:016x}").start() for i in range(2)]
+        await world.until_version(5)
+        world.stop.set()
+        await world.syncer
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_unless_told_otherwise_a_run_is_saved_every_five_minutes(tmp_path) -> None:
+    """What a machine that dies takes with it is minutes; of older checkpoints the last three stay."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path)
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, step_s=3.0).start()
+        await asyncio.sleep(1530.0)
+        await learner.kill()  # and the syncer with the loop: nobody is told to stop
+
+    run_virtual(main())
+    saved = [load_checkpoint(folder).state.tokens for folder in tmp_path.glob("checkpoint-*")]
+    minutes = sorted(tokens / 10 * 3.0 / 60 for tokens in saved)
+    assert minutes == pytest.approx([15, 20, 25], abs=0.5)
+
+
+def new_world() -> VirtualRun:
+    return VirtualRun(sync_spec(tokens=BUDGET, outer_momentum=0.5))
+
+
+async def go_on(world: VirtualRun, folder: Path, learner: VirtualLearner | None = None) -> None:
+    """Resume, train to the end, and check that training continued and was not begun anew."""
+    saved = load_checkpoint(folder)
+    if world.syncer is None:
+        world.start_syncer(resume=folder)
+    learner = learner or VirtualLearner("again", world, incarnation="f" * 16).start()
+    await world.finish(learner)
+    state = await world.bus.read_state()
+    assert state.base_tokens == saved.state.tokens
+    assert state.tokens >= BUDGET
+    assert learner.rounds.tokens < BUDGET - saved.state.tokens + 1000, "trained as if from the start"
+    tape = await world.tape()
+    for p, fragment in enumerate(saved.fragments):
+        versions = [r.version for r in tape if r.kind == "committed" and r.fragment == p]
+        assert versions == list(range(fragment.version, versions[-1] + 1))
+        assert versions[-1] > fragment.version
+
+
+def test_a_resumed_run_goes_on_to_its_budget(tmp_path) -> None:
+    """Versions continue, tokens continue, and what is left of the budget is trained."""
+    stopped_run(tmp_path)
+    run_virtual(go_on(new_world(), tmp_path))
+
+
+def test_learners_that_came_first_do_not_start_the_run_anew(tmp_path) -> None:
+    """A learner proposes the spec and uploads its own parameters before the syncer is up: the checkpoint wins."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world, saved = new_world(), load_checkpoint(tmp_path)
+        await world.bus.propose_spec(encode(saved.spec))
+        learner = VirtualLearner("early", world, incarnation="f" * 16).start()
+        await asyncio.sleep(2.0)
+        await go_on(world, tmp_path, learner)
+
+    run_virtual(main())
+
+
+def test_an_outage_in_the_middle_of_a_restore_is_no_new_start(tmp_path) -> None:
+    """Redis goes away after the first fragment: the rest is restored when it is back."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world = new_world()
+        service = world.start_syncer(resume=tmp_path)
+        commit, calls = service.bus.commit, []
+
+        async def failing(what: Commit) -> None:
+            calls.append(what)
+            if len(calls) == 2:
+                raise BusUnavailable("gone")
+            await commit(what)
+
+        service.bus.commit = failing
+        await go_on(world, tmp_path)
+        assert len(calls) > 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("call", ["write_chunks", "commit"])
+def test_a_syncer_that_is_overtaken_while_it_resumes_follows(tmp_path, call: str) -> None:
+    """Two resume at once; the first is cut off half-way for longer than its leases, and the other one takes over."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world = new_world()
+        first = world.start_syncer(resume=tmp_path, syncer_id="first")
+        overtaken, calls, slow, acquire = world.syncer, 0, getattr(first.bus, call), first.bus.acquire_lease
+        restored = asyncio.Event()
+
+        async def cut_off(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                await restored.wait()
+            return await slow(*args)
+
+        async def not_prolonged(*args: Any) -> bool:
+            if calls >= 2 and not restored.is_set():
+                raise BusUnavailable("cut off")
+            return await acquire(*args)
+
+        setattr(first.bus, call, cut_off)
+        first.bus.acquire_lease = not_prolonged
+        second = world.start_syncer(resume=tmp_path, syncer_id="second")
+        going_on = asyncio.create_task(go_on(world, tmp_path))
+        async with asyncio.timeout(60):
+            while len(await world.heads()) < 2 or second.serving is None:
+                await asyncio.sleep(0.1)
+        assert calls == 2
+        restored.set()
+        await going_on
+        async with asyncio.timeout(60):
+            await overtaken
+
+    run_virtual(main())
+
+
+def test_a_restarted_syncer_with_the_same_flags_goes_on(tmp_path) -> None:
+    """Compose restarts it with --resume; by then the run is past its checkpoint, and stays there."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world, saved = new_world(), load_checkpoint(tmp_path)
+        world.start_syncer(resume=tmp_path)
+        learner = VirtualLearner("l", world, incarnation="f" * 16).start()
+        await world.until_version(saved.fragments[0].version + 2)
+        world.stop.set()
+        await world.syncer
+        world.start_syncer(resume=tmp_path)
+        await go_on(world, tmp_path, learner)
+
+    run_virtual(main())
+
+
+def test_a_run_that_began_without_the_checkpoint_is_not_overwritten(tmp_path) -> None:
+    """Asking for it is a mistake, said in words."""
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world = new_world()
+        world.start_syncer()
+        learner = VirtualLearner("l", world, incarnation="f" * 16).start()
+        await world.until_version(1)
+        world.stop.set()
+        await world.syncer
+        world.start_syncer(resume=tmp_path)
+        with pytest.raises(UsageError, match="--run"):
+            await world.syncer
+        await learner.kill()
+
+    run_virtual(main())

@@ -1,0 +1,344 @@
+"""Contributions summed as they complete: the same bits as all at once, in the order that the tape tells."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
+from diloco.pipeline.transfer.payloads import pull
+from diloco.syncer import algorithm
+from diloco.syncer.admission import Offer
+from diloco.syncer.merging.draft import Draft
+from diloco.syncer.merging.fragment import Delta
+from diloco.syncer.merging.merge import MOST_SHARE, Sum, merge_shares
+from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.running_sum import RunningSum
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.replay.replay import replay
+from diloco.syncer.serving.service import SyncerService
+from diloco.workers.exchange.joining import Joining
+from diloco.workers.rounds import Rounds
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+LAYOUT = layout_of(
+    (
+        samples.tensor("rows", (3, 70), rule="rda-row"),
+        samples.tensor("long", (BLOCK + 3,), rule="rda"),
+        samples.tensor("none", (0, 4), rule="rda-row"),
+        samples.tensor("mean", (BLOCK + 5,), rule="mean"),
+        samples.tensor("wide", (2, BLOCK + 1), rule="rda-row"),
+    )
+).fragments[0]
+COUNTERS = ((24, 1000), (3, 50), (24, 3000), (7, 900), (24, 1001))
+
+
+def deltas_of(wire: str) -> list[Any]:
+    rng = np.random.default_rng(0)
+    made = [rng.standard_normal(LAYOUT.elements, np.float32) * (i + 1) for i in range(len(COUNTERS))]
+    if wire == "int8":
+        return [quantize.Quantized(quantize.encode(one, "int8"), LAYOUT.elements, "int8") for one in made]
+    return [one.astype(ml_dtypes.bfloat16) for one in made] if wire == "bf16" else made
+
+
+DELTAS = {wire: deltas_of(wire) for wire in ("fp32", "bf16", "int8")}
+NORMS = {wire: [delta_norms(LAYOUT, delta) for delta in deltas] for wire, deltas in DELTAS.items()}
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.sampled_from(sorted(DELTAS)), st.integers(1, 5), st.lists(st.integers(1, 3), max_size=4), st.booleans())
+def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: list[int], equal: bool) -> None:
+    """However many at a time, under each rule, one alone among them; measured lengths too."""
+    rule = "equal" if equal else "tokens"
+    deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
+    shares = merge_shares(COUNTERS[:count], rule)  # type: ignore[arg-type]
+    once, summed = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
+    expected = Sum(LAYOUT, once).close(deltas, norms, shares)
+    partial, at = Sum(LAYOUT, summed), 0
+    for part in parts:
+        partial.add(deltas[at : at + part], norms[at : at + part], shares[at : at + part])
+        at = min(count, at + part)
+    found = partial.close(deltas, norms, shares)
+    assert summed.tobytes() == once.tobytes()
+    assert found.norm == expected.norm
+    assert found.directions.tobytes() == expected.directions.tobytes()
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=9))
+def test_shares_are_weights_but_for_their_sum_and_never_large(counters: list[tuple[int, int]]) -> None:
+    """Whatever learners claim to have trained, no sum leaves float32's range for it."""
+    shares = merge_shares(counters)
+    assert 0 <= min(shares) <= max(shares) <= MOST_SHARE
+    np.testing.assert_allclose(np.array(shares) / sum(shares), algorithm.merge_weights(counters), rtol=1e-12)
+
+
+def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:
+    """Else nothing could be summed before all are in; one of a million times the tokens is the exception."""
+    assert merge_shares(COUNTERS)[:2] == merge_shares(COUNTERS[:2])
+    assert merge_shares([*COUNTERS[:2], (1, 10**9)])[:2] != merge_shares(COUNTERS[:2])
+
+
+def delta(number: int, counters: tuple[int, int]) -> Delta:
+    header = samples.header(f"l{number}", steps=counters[0], tokens=counters[1])
+    return Delta(Offer(f"{number}-0", header), DELTAS["bf16"][number], NORMS["bf16"][number])
+
+
+class Held:
+    """An `offload` whose work begins when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.asked = 0
+
+    async def __call__(self, work: Callable[..., Any], *args: Any) -> Any:
+        self.asked += 1
+        await self.go.wait()
+        return work(*args)
+
+
+def running(offload: Callable[..., Awaitable[Any]]) -> tuple[RunningSum, Metrics]:
+    metrics, sync = Metrics(), samples.sync_spec()
+    return RunningSum(LAYOUT.id, sync, lambda: Draft(LAYOUT, sync), offload, metrics), metrics
+
+
+def anew(metrics: Metrics) -> float:
+    found = metrics.registry.get_sample_value("diloco_sums_begun_anew_total")
+    assert found is not None
+    return found
+
+
+ALL = [delta(i, counters) for i, counters in enumerate(COUNTERS)]
+
+
+def test_all_but_the_last_are_summed_when_a_window_closes() -> None:
+    """One alone is not; what comes while others are being added is added next."""
+
+    async def main() -> None:
+        offload = Held()
+        sums, metrics = running(offload)
+        sums.follow(ALL[:1])
+        await asyncio.sleep(0)
+        assert offload.asked == 0
+        sums.follow(ALL[:2])
+        await asyncio.sleep(0)
+        sums.follow(ALL[:4])
+        assert offload.asked == 1
+        offload.go.set()
+        await asyncio.sleep(0.1)
+        assert offload.asked == 2
+        draft = await sums.draft(ALL)
+        assert draft.sum.count == 4
+        assert (await sums.draft(ALL)).sum.count == 0  # another window's
+        assert anew(metrics) == 0
+
+    run_virtual(main())
+
+
+def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
+    """The last one goes into the pass that closes the window."""
+
+    async def main() -> None:
+        offload = Held()
+        sums, _ = running(offload)
+        sums.follow(ALL[:2])
+        await asyncio.sleep(0)
+        sums.follow(ALL[:3])
+        drafting = asyncio.create_task(sums.draft(ALL[:4]))
+        await asyncio.sleep(1)
+        assert not drafting.done()
+        offload.go.set()
+        assert (await drafting).sum.count == 2
+        assert offload.asked == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("while_adding", [False, True])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param([ALL[0], ALL[2], ALL[3]], id="one left"),
+        pytest.param([ALL[1], ALL[0], ALL[2]], id="another order"),
+        pytest.param([*ALL[:2], delta(2, (1, 10**9))], id="shares of a far larger one"),
+    ],
+)
+def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta], while_adding: bool) -> None:
+    """When it is seen, or when the window closes; nothing of the old one is in the new one."""
+
+    async def main() -> None:
+        offload = Held()
+        sums, metrics = running(offload)
+        sums.follow(ALL[:2])
+        await asyncio.sleep(0)
+        if while_adding:
+            sums.follow(then)
+        offload.go.set()
+        await asyncio.sleep(0.1)
+        draft = await sums.draft(then)
+        assert anew(metrics) == 1
+        values, norms = [one.values for one in then], [one.norms for one in then]
+        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then])
+        draft.sum.close(values, norms, shares)
+        expected = np.empty(LAYOUT.elements, np.float32)
+        Sum(LAYOUT, expected).close(values, norms, shares)
+        assert draft.theta.tobytes() == expected.tobytes()
+
+    run_virtual(main())
+
+
+def test_a_sum_that_fails_is_not_passed_over() -> None:
+    """As a merge that fails: it would be a bug of ours."""
+
+    async def broken(work: Callable[..., Any], *args: Any) -> Any:
+        raise RuntimeError("broken")
+
+    async def main() -> None:
+        sums, _ = running(broken)
+        sums.follow(ALL[:2])
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="broken"):
+            sums.follow(ALL[:3])
+
+    run_virtual(main())
+
+
+class ByHand(VirtualLearner):
+    """Joins, and then does what the test says."""
+
+    async def live(self) -> None:
+        layout = layout_of(self.world.spec.tensors)
+        self.values = [np.full(f.elements, 10.0, np.float32) for f in layout.fragments]
+        self.rounds = Rounds(layout, self.world.spec.sync)
+        bus, self.holding = self.connect(), asyncio.Event()
+        self.holding.set()
+        write = bus.write_chunks
+
+        async def held(*args: Any) -> None:
+            await self.holding.wait()
+            await write(*args)
+
+        bus.write_chunks = held  # type: ignore[method-assign]
+        joining = Joining(bus, VirtualClock(), self.name, self.incarnation, self.report, offload=inline)
+        self.exchange = await joining.join(self.world.spec, layout, lambda p: self.values[p].copy())
+        await self.exchange.work()
+
+    async def at(self, version: int) -> None:
+        """Adopt it as soon as it is here."""
+        async with asyncio.timeout(30):
+            while self.rounds_version != version:
+                await asyncio.sleep(0.01)
+                if self.joined:
+                    self.adopt()
+
+    @property
+    def rounds_version(self) -> int:
+        return self.rounds.versions[0] if hasattr(self, "rounds") else -1
+
+    async def send(self, step: float) -> None:
+        """Train by so much, publish, and leave time for it to arrive."""
+        self.values[0] += step * np.arange(1, len(self.values[0]) + 1, dtype=np.float32)
+        self.rounds.trained(10 + int(self.name[1:]))
+        for publication in self.rounds.publications({}):
+            self.publish(publication)
+        await asyncio.sleep(0.2)
+
+
+async def four(world: VirtualRun) -> tuple[SyncerService, list[ByHand]]:
+    service = world.start_syncer()
+    learners = [ByHand(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
+    for learner in learners:
+        learner.start()
+    for learner in learners:
+        await learner.at(0)
+    return service, learners
+
+
+def one_fragment(**changes: Any) -> Any:
+    return sync_spec(**({"fragments": 1, "sync_interval": 1, "quorum": 4, "tokens": 10**9, "codec": "fp32"} | changes))
+
+
+@pytest.mark.parametrize("rule", ["mean", "rda", "rda-row"])
+def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """The first to announce is the last to be here; the two before the last are in the sum by then."""
+    added: list[int] = []
+    add = Sum.add
+
+    def counted(self: Sum, deltas: Any, *args: Any) -> None:
+        added.append(len(deltas))
+        add(self, deltas, *args)
+
+    monkeypatch.setattr(Sum, "add", counted)
+    commits: list[Committed] = []
+
+    async def main() -> None:
+        world = VirtualRun(one_fragment(), record_deltas=tmp_path)
+        shape = (8, 3)
+        world.spec = world.spec.model_copy(update={"tensors": (samples.tensor("t", shape, rule=rule),)})
+        _, learners = await four(world)
+        learners[0].holding.clear()
+        for learner in learners:
+            await learner.send(0.1 + 0.01 * int(learner.name[1:]))
+        learners[0].holding.set()
+        await learners[0].at(1)
+        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+        for learner in learners:
+            await learner.kill()
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+
+    run_virtual(main())
+    assert [part.learner for part in commits[-1].contributions] == ["l1", "l2", "l3", "l0"]
+    assert added == [2, 1]
+    outcome = replay(tmp_path, commits, lambda _: None)
+    assert outcome.differences == []
+    assert outcome.repeated == 1
+
+
+def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> None:
+    """Its delta on the base before was in it already; the merge is of what the window holds in the end."""
+
+    async def main() -> None:
+        world = VirtualRun(one_fragment(quorum=3))
+        service, (a, b, c, d) = await four(world)
+        for learner in (a, b, c):
+            await learner.send(0.1)
+        for learner in (a, b, c):
+            await learner.at(1)
+        head = (await world.heads())[0]
+        await d.send(0.3)  # on version 0: stale by one
+        await a.send(0.11)
+        assert anew(service.metrics) == 0
+        await d.at(1)
+        await d.send(0.05)
+        await b.send(0.12)
+        await a.at(2)
+        assert anew(service.metrics) == 1
+        record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
+        assert [(part.learner, part.base_version) for part in record.contributions] == [
+            ("l0", 1),
+            ("l3", 1),
+            ("l1", 1),
+        ]
+        fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
+        before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
+        ramp = np.arange(1, fragment.elements + 1)
+        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], sync.weights)
+        gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
+        np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
+        for learner in (a, b, c, d):
+            await learner.kill()
+
+    run_virtual(main())

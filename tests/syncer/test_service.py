@@ -1,0 +1,409 @@
+"""The production syncer and exchange, whole runs in virtual time on the memory bus."""
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.pipeline.transfer.payloads import pull
+from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.serving.initial import AT_ONCE
+from diloco.syncer.serving.start import RESERVE_BYTES, check_memory
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+
+def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
+    """Trained = merged + overwritten + rejected, to the token-element, when all leave cleanly."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(sync_interval=16, tokens=12_000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, step_s=0.1 + 0.01 * i, incarnation=f"{i:016x}") for i in range(4)]
+        for learner in learners:
+            learner.start()
+        await world.finish(*learners)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert state.tokens >= 12_000
+        assert all(learner.left for learner in learners)
+        heads = await world.heads()
+        assert [(h.version, h.digest) for h in heads] == list(state.manifest)
+        elements = [f.elements for f in learners[0].exchange.member.layout.fragments]
+        trained = sum(learner.rounds.tokens for learner in learners) * sum(elements)
+        overwritten = sum(learner.rounds.overwritten for learner in learners)
+        merged = sum(h.merged_tokens * n for h, n in zip(heads, elements, strict=True))
+        rejected = sum(h.rejected_tokens * n for h, n in zip(heads, elements, strict=True))
+        assert merged + overwritten + rejected == trained
+        assert merged > 0.85 * trained
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("elements_bytes", "enough"), [(4 * 4 + 4 * 2 + 2 * 8, True), (4 * 4 + 4 * 2 + 2 * 8 - 1, False)]
+)
+def test_a_redis_too_small_for_the_model_and_two_offers_of_moments_is_refused(
+    elements_bytes: int, enough: bool
+) -> None:
+    """Bytes an element: globals and momenta, four deltas, two offers of two moments; told before the first step."""
+
+    async def main() -> None:
+        layout = layout_of((samples.tensor("wide", (10**6,)),))
+        store = MemoryStore(maxmemory_bytes=elements_bytes * layout.elements + RESERVE_BYTES)
+        bus = MemoryBus("run", VirtualClock(), store)
+        if enough:
+            await check_memory(bus, layout)
+        else:
+            with pytest.raises(UsageError, match="2 offers of moments"):
+                await check_memory(bus, layout)
+
+    run_virtual(main())
+
+
+def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fragment's upload goes as its copy is committed; the next ones are copied then."""
+    copied: set[int] = set()
+    most = []
+
+    async def write_chunks(self: MemoryBus, key: str, *args: Any) -> None:
+        if found := re.search(r"global:(\d+):0:", key):
+            copied.add(int(found[1]))
+            most.append(len(copied))
+            await asyncio.sleep(0.01)
+        await written(self, key, *args)
+
+    async def commit(self: MemoryBus, commit: Commit) -> None:
+        await committed(self, commit)
+        copied.discard(commit.record.fragment)
+
+    written, committed = MemoryBus.write_chunks, MemoryBus.commit
+    monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
+    monkeypatch.setattr(MemoryBus, "commit", commit)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=8))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(1)
+        assert len(most) >= 8
+        assert max(most) == AT_ONCE
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_versions_rise_by_one_and_no_base_is_merged_twice() -> None:
+    """The tape of a run has each version once, and each (learner, incarnation, base) once a fragment."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=8000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.05 * (i + 1), f"{i:016x}").start() for i in range(3)]
+        await world.finish(*learners)
+        seen: dict[int, list[int]] = {}
+        merged = set()
+        for record in await world.tape():
+            if isinstance(record, Committed):
+                seen.setdefault(record.fragment, []).append(record.version)
+                for c in record.contributions:
+                    key = (record.fragment, c.learner, c.incarnation, c.base_version)
+                    assert key not in merged
+                    merged.add(key)
+                assert not record.contributions or math.isclose(sum(c.weight for c in record.contributions), 1.0)
+        for versions in seen.values():
+            assert versions == list(range(len(versions)))
+        assert len(merged) > 20
+
+    run_virtual(main())
+
+
+def test_merges_of_a_fragment_stay_an_interval_apart() -> None:
+    """A fragment merges about every H steps of the fastest learner, not every time somebody reports."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=16_000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1 * (1 + 0.3 * i), f"{i:016x}").start() for i in range(4)]
+        await world.finish(*learners)
+        commits = [r for r in await world.tape() if isinstance(r, Committed) and r.fragment == 0 and r.version > 0]
+        gaps = np.diff([c.unix_s for c in commits[:-4]])
+        assert np.median(gaps) >= 4 * 0.1
+
+    run_virtual(main())
+
+
+def test_followers_join_the_window_within_its_grace() -> None:
+    """Learners of equal speed are all in nearly every merge, although only one of them was due."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=20_000, sync_interval=8))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
+        for learner in learners:
+            learner.start()
+            await asyncio.sleep(0.023)
+        await world.finish(*learners)
+        commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > 1]
+        full = sum(len(c.contributions) == 4 for c in commits)
+        assert full >= 0.8 * len(commits)
+
+    run_virtual(main())
+
+
+def test_the_merged_model_learns() -> None:
+    """Globals approach what all learners train towards."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.finish(*learners)
+        for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
+            values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
+            assert np.all(np.abs(values - 1.0) < 0.1)
+
+    run_virtual(main())
+
+
+def test_a_killed_learner_stops_nobody() -> None:
+    """With quorum 1 the others go on merging, and nobody's step ever takes longer."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=12_000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(3)
+        await learners[0].kill()
+        before = await world.versions()
+        await asyncio.sleep(2.0)
+        assert all(after >= was + 2 for after, was in zip(await world.versions(), before, strict=True))
+        await world.finish(*learners[1:])
+        assert max(learner.longest_step_s for learner in learners[1:]) < 0.11
+
+    run_virtual(main())
+
+
+def test_a_half_delta_of_the_dead_is_never_merged() -> None:
+    """A header without its chunks is refused at the upload deadline, recorded, and the window goes on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=6_000))
+        world.start_syncer()
+        learner = VirtualLearner("alive", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        ghost = VirtualLearner("ghost", world, 0.1, "b" * 16).start()
+
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        await asyncio.sleep(0)
+        ghost.bus.write_chunks = never  # type: ignore[method-assign]
+        await asyncio.sleep(3.0)
+        await ghost.kill()
+        await world.finish(learner)
+        records = await world.tape()
+        assert any(isinstance(r, Rejected) and r.learner == "ghost" for r in records)
+        assert not any(isinstance(r, Committed) and any(c.learner == "ghost" for c in r.contributions) for r in records)
+
+    run_virtual(main())
+
+
+def test_a_learner_added_mid_run_joins_and_contributes() -> None:
+    """It adopts the heads and is in a merge within two intervals."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=12_000))
+        world.start_syncer()
+        first = VirtualLearner("first", world, 0.1, "a" * 16).start()
+        await world.until_version(3)
+        late = VirtualLearner("late", world, 0.1, "b" * 16).start()
+        await asyncio.sleep(2.0)
+        commits = [r for r in await world.tape() if isinstance(r, Committed)]
+        assert any(c.learner == "late" for r in commits for c in r.contributions)
+        await world.finish(first, late)
+
+    run_virtual(main())
+
+
+def test_a_quorum_that_cannot_be_met_is_never_lowered_but_said() -> None:
+    """K = 2 with one live learner: no merge, a warning in the status; the second learner mends it."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(quorum=2, tokens=4_000))
+        service = world.start_syncer()
+        first = VirtualLearner("first", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(5.0)
+        assert await world.versions() == [0, 0]
+        assert "quorum 2 > 1 live" in (await service.status())["warnings"]
+        second = VirtualLearner("second", world, 0.1, "b" * 16).start()
+        await asyncio.sleep(3.0)
+        assert min(await world.versions()) >= 1
+        await world.finish(first, second)
+
+    run_virtual(main())
+
+
+def test_a_restarted_syncer_goes_on_from_the_last_commit() -> None:
+    """The successor takes the leases over, merges what is pending, and nothing is merged twice."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=12_000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        assert world.syncer is not None
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+        before = await world.versions()
+        world.start_syncer()
+        await asyncio.sleep(12.0)
+        assert all(after > was for after, was in zip(await world.versions(), before, strict=True))
+        await world.finish(*learners)
+        merged = [
+            (r.fragment, c.learner, c.incarnation, c.base_version)
+            for r in await world.tape()
+            if isinstance(r, Committed)
+            for c in r.contributions
+        ]
+        assert len(merged) == len(set(merged))
+
+    run_virtual(main())
+
+
+def test_stopping_the_syncer_commits_what_is_in_hand_and_lets_the_leases_go() -> None:
+    """A second syncer can start at once, without waiting for a lease to lapse."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=12_000))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        assert await world.bus.acquire_lease(0, "b" * 16, 0.2)
+        await asyncio.sleep(0.3)
+        world.start_syncer()
+        await world.finish(learner)
+
+    run_virtual(main())
+
+
+def test_the_metrics_count_open_windows() -> None:
+    """With one of two needed learners, its windows stay open; the gauge says how many."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(quorum=2))
+        service = world.start_syncer()
+        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 0
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(5.0)
+        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
+        await learner.kill()
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+
+    run_virtual(main())
+
+
+def test_a_slow_end_is_still_an_end() -> None:
+    """A bus that takes seconds for the last reads delays the end of a finished run, and no more."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        service = world.start_syncer()
+        read_heads = service.bus.read_heads
+
+        async def slowly(fragments: Sequence[int]) -> list[Head | None]:
+            if service.serving.closing.done():
+                await asyncio.sleep(5.0)
+            return await read_heads(fragments)
+
+        service.bus.read_heads = slowly  # type: ignore[method-assign]
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.finish(learner)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+
+    run_virtual(main())
+
+
+def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Path) -> None:
+    """What is committed is safe; the process does not hang, and its exit status shows it."""
+
+    async def main() -> None:
+        world = VirtualRun(shutdown_s=3.0, checkpoint_dir=tmp_path)
+        service = world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        read_heads = service.bus.read_heads
+
+        async def never(fragments: Sequence[int]) -> list[Head | None]:
+            await asyncio.sleep(3600.0)
+            return await read_heads(fragments)
+
+        service.bus.read_heads = never  # type: ignore[method-assign]
+        world.stop.set()
+        assert world.syncer is not None
+        async with asyncio.timeout(5.0):
+            await world.syncer
+        assert not service.in_order
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
+    """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10_000_000))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        state = await world.bus.read_state()
+        assert state is not None
+        asked = state.model_copy(update={"phase": Phase.DRAINING, "reason": "stopped by the user"})
+        await world.bus.write_state(asked)
+        await world.finish(*learners)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        assert all(learner.left for learner in learners)
+
+    run_virtual(main())
+
+
+def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_path: Path) -> None:
+    """As when it was killed between the manifest and the last checkpoint; the manifest stays as it is."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=1000))
+        world.start_syncer()
+        await world.finish(VirtualLearner("l0", world).start())
+        finished = await world.bus.read_state()
+        assert finished is not None
+        assert finished.phase is Phase.FINISHED
+        world.start_syncer(checkpoint_dir=tmp_path)
+        await world.finish()
+        assert await world.bus.read_state() == finished
+        assert load_checkpoint(tmp_path).state.phase is Phase.FINISHED
+
+    run_virtual(main())

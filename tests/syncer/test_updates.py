@@ -1,0 +1,523 @@
+"""Globals as updates: the step that is quantized is the step that is taken, by all alike."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.key_usage import kind_of
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.payload import Update
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
+from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
+from diloco.pipeline.transfer.global_format import Held, Published
+from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
+from diloco.pipeline.transfer.globals import pull_exact, pull_shown, pull_state
+from diloco.pipeline.transfer.outer_state import MomentumState
+from diloco.pipeline.transfer.payloads import push
+from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
+from diloco.syncer.merging.draft import Draft
+from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
+from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.outer import Momentum, NesterovStep
+from diloco.syncer.merging.staging import Staging
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+NONCE = "ab" * 8
+RANDOM = np.random.default_rng(0)
+
+
+def some(elements: int, size: float = 1.0) -> np.ndarray:
+    return (size * RANDOM.standard_normal(elements)).astype(np.float32)
+
+
+def layout(elements: int, matrix: bool = False) -> FragmentLayout:
+    shape = (elements // 100, 100) if matrix else (elements,)
+    tensors = [
+        TensorSpec(name="a", shape=shape, dtype="float32", rule="rda", fragment=0, matrix=matrix),
+        TensorSpec(name="b", shape=(333,), dtype="float32", rule="mean", fragment=0),
+    ]
+    return layout_of(tensors).fragments[0]
+
+
+# --- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elements", [1, 600, GROUP, 2 * GROUP + 5])
+def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int) -> None:
+    """Values and momentum, however the steps come in; learners' own arrays stay as they are."""
+    theta, momentum, steps = some(elements), some(elements), some(elements, 0.01)
+    rule = MomentumState(0.7, 0.6)
+    for before in ({"momentum": momentum}, {}):
+        made, after = steps.copy(), {"momentum": np.empty(elements, np.float32)}
+        coded = CodedStep(elements, 1024)
+        coder = coded.begin(theta, Following(rule, before, after))
+        for stop in range(0, elements, 50_000):
+            coder.written(made, stop)
+        assert coder.written(made, elements) == elements
+        update = as_vector(np.frombuffer(bytes(coded.payload._data), np.uint8), elements, "int8")
+        due, kept = (made.tobytes(), after["momentum"].tobytes()), (theta.copy(), momentum.copy())
+        found, followed = advance(theta, before, update, rule)
+        assert (found.tobytes(), followed["momentum"].tobytes()) == due
+        assert (theta.tobytes(), momentum.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
+        own = theta.copy(), {name: vector.copy() for name, vector in before.items()}
+        found, followed = advance(*own, update, rule, True)
+        assert (found.tobytes(), followed["momentum"].tobytes()) == due
+        assert found is own[0]
+        # A code is the nearest to its step.
+        largest = np.abs(steps).max()
+        assert np.abs((theta - made) - steps).max() <= largest / 127 * (0.5 + 2**-7) + 1e-6
+
+
+def test_the_momentum_is_nesterovs_of_the_pseudogradient_that_the_taken_step_says() -> None:
+    """Over many steps: the same as if learners had trained what was taken, so nothing adds up in it."""
+    lr, mu, elements = 0.7, 0.6, 600
+    theta, state, rule = np.zeros(elements, np.float32), {}, MomentumState(lr, mu)
+    exact_theta, exact = np.zeros(elements, np.float64), np.zeros(elements, np.float64)
+    for _ in range(50):
+        d, b = some(elements), state.get("momentum")
+        before = np.zeros(elements) if b is None else b.astype(np.float64)
+        step = np.copy(d)
+        NesterovStep(None, Momentum(b, np.empty(elements, np.float32), mu), step, lr).block(0, elements)
+        update = Quantized(encode(step, "int8"), elements, "int8")
+        taken = update[0:elements].astype(np.float64)
+        theta, state = advance(theta, state, update, rule)
+        b = state["momentum"]
+        implied = (taken / lr - mu * mu * before) / (1 + mu)
+        np.testing.assert_allclose(b, mu * before + implied, atol=1e-5)
+        np.testing.assert_allclose(implied, d, atol=np.abs(taken).max() / 127 / lr)
+        exact = mu * exact + d
+        exact_theta -= lr * (d + mu * exact)
+    assert np.linalg.norm(b - exact) < 0.01 * np.linalg.norm(exact)
+    assert np.linalg.norm(theta - exact_theta) < 0.01 * np.linalg.norm(exact_theta)
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "muon"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None:
+    """Of a fragment of several groups; with a recorded orthogonalised step the replay has the same bits."""
+    of, sync = layout(150_000, outer == "muon"), sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
+    plain, rule = sync.model_copy(update={"global_codec": "fp32"}), MomentumState(0.7, momentum)
+    theta, before = some(of.elements), {"momentum": some(of.elements, 0.01)} if momentum else {}
+    deltas = [some(of.elements, 0.01) for _ in range(3)]
+    norms = [delta_norms(of, delta) for delta in deltas]
+    given = (of, sync, (0.7, momentum), theta, before, deltas, norms, (1.0, 0.5, 2.0))
+    draft = Draft(of, sync)
+    made = outer_step(*given, draft=draft)
+    uploads = draft.uploads(-of.id % sync.key_frame_interval)
+    exact = outer_step(of, plain, *given[2:])
+    wire = np.frombuffer(bytes(uploads["update"]._data), np.uint8)
+    update = as_vector(wire, of.elements, "int8")
+    assert payload_digest(as_bytes(wire), 1024) == uploads["update"].digest
+    assert made.theta.tobytes() == (theta - update[0 : of.elements]).tobytes()
+    assert made.theta.tobytes() == advance(theta, None, update)[0].tobytes()
+    assert draft.digest == uploads["global"].digest == payload_digest(as_bytes(made.theta), 1024)
+    assert np.linalg.norm(made.theta - exact.theta) < np.linalg.norm(exact.theta - theta) / 50
+    if outer == "muon" and momentum:
+        merged = as_vector(np.frombuffer(bytes(uploads["merged"]._data), np.uint8), of.elements, "int8")
+        assert made.outer_state["momentum"].tobytes() == gather(rule, before, merged)["momentum"].tobytes()
+        mine, due = made.outer_state["momentum"], exact.outer_state["momentum"]
+        assert np.linalg.norm(mine - due) < 0.02 * np.linalg.norm(due)
+        again = outer_step(*given, recorded=made.reduced.directions, recorded_step=made.orthogonal)
+        assert again.theta.tobytes() == made.theta.tobytes()
+    elif momentum:
+        assert made.outer_state["momentum"].tobytes() == advance(theta, before, update, rule)[1]["momentum"].tobytes()
+        mine, due = made.outer_state["momentum"], exact.outer_state["momentum"]
+        assert np.linalg.norm(mine - due) < 0.02 * np.linalg.norm(due)
+    else:
+        assert made.outer_state == {}
+
+
+# --- on the bus --------------------------------------------------------------------------------------
+
+ELEMENTS = 600
+SYNC = sync_spec(global_codec="int8", outer_momentum=0.5, outer_lr=0.7)
+
+
+class Chain:
+    """A bus with a key frame, four versions after it, and what they are."""
+
+    def __init__(self) -> None:
+        self.bus = MemoryBus("r", VirtualClock())
+        self.theta, self.state = [some(ELEMENTS)], [{"momentum": some(ELEMENTS, 0.1)}]
+        self.updates: list[Update] = []
+
+    async def head(self) -> Head:
+        frame = await push(self.bus, self.bus.keys.global_payload(0, 3, NONCE), self.theta[0], 1024, 60)
+        kept = self.state[0]["momentum"]
+        momentum = await push(self.bus, self.bus.keys.momentum_payload(0, 3, NONCE), kept, 1024, 60)
+        for i in range(4):
+            wire, averaged = encode(some(ELEMENTS, 0.01), "int8"), i == 1
+            staged = await push(self.bus, self.bus.keys.update_payload(0, 4 + i, NONCE), wire, 1024, 60)
+            base = payload_digest(as_bytes(self.theta[-1]), 1024)
+            self.updates.append(Update(payload=staged.key, chunks=staged.chunks, base=base, averaged=averaged))
+            rule = None if averaged else MomentumState(0.7, 0.5)
+            theta, state = advance(self.theta[-1], self.state[-1], Quantized(wire, ELEMENTS, "int8"), rule)
+            self.theta.append(theta)
+            self.state.append({} if averaged else state)
+        return samples.head(
+            version=7,
+            digest=payload_digest(as_bytes(self.theta[-1]), 1024),
+            payload=frame.key,
+            chunks=frame.chunks,
+            momentum=momentum.key,
+            updates=tuple(self.updates),
+            behind=4,
+        )
+
+    def held(self, at: int) -> Held:
+        return Held(3 + at, payload_digest(as_bytes(self.theta[at]), 1024), self.theta[at])
+
+
+def reading(bus: MemoryBus) -> list[str]:
+    """Keys of the payloads that are read from now on."""
+    read: list[str] = []
+    original = bus.read_chunks
+
+    async def read_chunks(key: str, *args: Any, **more: Any) -> Any:
+        if key not in read:
+            read.append(key)
+        return await original(key, *args, **more)
+
+    bus.read_chunks = read_chunks  # type: ignore[method-assign]
+    return read
+
+
+def test_a_learner_pulls_what_it_lacks_and_whoever_has_nothing_the_key_frame_too() -> None:
+    async def main() -> None:
+        chain = Chain()
+        head = await chain.head()
+        frame, updates = head.payload, [update.payload for update in head.updates]
+        for at in range(4):
+            read, before = reading(chain.bus), chain.theta[at].copy()
+            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(at))
+            assert values.tobytes() == chain.theta[-1].tobytes()
+            assert read == updates[at:]
+            assert chain.theta[at].tobytes() == before.tobytes(), "deltas are measured from it"
+        strangers = [None, chain.held(4)._replace(version=9), chain.held(3)._replace(digest=bytes(16))]
+        for held in (*strangers, chain.held(2)._replace(version=1)):
+            read = reading(chain.bus)
+            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=held)
+            assert values.tobytes() == chain.theta[-1].tobytes()
+            assert read == [frame, *updates]
+        exact = await pull_exact(chain.bus, head, ELEMENTS, SYNC, inline)
+        assert exact.tobytes() == chain.theta[-1].tobytes()
+
+    run_virtual(main())
+
+
+def test_who_takes_over_has_values_and_momentum_bit_for_bit() -> None:
+    """The momentum begins anew at a step that only averaged."""
+
+    async def main() -> None:
+        chain = Chain()
+        head = await chain.head()
+        theta, state = await pull_state(chain.bus, head, ELEMENTS, SYNC, inline)
+        assert theta.tobytes() == chain.theta[-1].tobytes()
+        assert state["momentum"].tobytes() == chain.state[-1]["momentum"].tobytes()
+        short = head.model_copy(
+            update={"version": 5, "digest": head.updates[2].base, "updates": head.updates[:2], "behind": 2}
+        )
+        theta, state = await pull_state(chain.bus, short, ELEMENTS, SYNC, inline)
+        assert theta.tobytes() == chain.theta[2].tobytes()
+        assert state == {}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("lost", ["the last", "an earlier one"])
+def test_a_learner_that_cannot_follow_takes_the_key_frame(lost: str) -> None:
+    """Where updates before a key frame have gone, or led elsewhere."""
+
+    async def main() -> None:
+        chain = Chain()
+        head = await chain.head()
+        # The key frame is of version 6: it lacks the last update only.
+        frame = await push(chain.bus, chain.bus.keys.global_payload(0, 6, NONCE), chain.theta[3], 1024, 60)
+        head = head.model_copy(update={"payload": frame.key, "behind": 1})
+        gone = head.updates[1 if lost == "an earlier one" else 3].payload
+        chain.bus.store.delete(gone)
+        if lost == "an earlier one":
+            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(0))
+            assert values.tobytes() == chain.theta[-1].tobytes()
+            wrong = chain.held(2)._replace(values=chain.theta[0])  # its digest is not that of its values
+            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=wrong)
+            assert values.tobytes() == chain.theta[-1].tobytes()
+        else:
+            for pulling in (
+                pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(3)),
+                pull_exact(chain.bus, head, ELEMENTS, SYNC, inline),
+                pull_state(chain.bus, head, ELEMENTS, SYNC, inline),
+            ):
+                with pytest.raises(BadPayload):
+                    await pulling
+
+    run_virtual(main())
+
+
+def test_values_that_are_not_the_heads_are_not_taken() -> None:
+    async def main() -> None:
+        chain = Chain()
+        head = (await chain.head()).model_copy(update={"digest": bytes(16)})
+        for pulling in (
+            pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(3)),
+            pull_exact(chain.bus, head, ELEMENTS, SYNC, inline),
+            pull_state(chain.bus, head, ELEMENTS, SYNC, inline),
+        ):
+            with pytest.raises(BadPayload, match="not its head's"):
+                await pulling
+
+    run_virtual(main())
+
+
+def test_a_head_whose_key_frame_lacks_more_than_there_is_does_not_decode() -> None:
+    update = Update(payload="u", chunks=1, base=bytes(16), averaged=False)
+    with pytest.raises(ValueError, match="2 updates behind, and 1 are there"):
+        Head(**samples.head(updates=(update,)).model_dump() | {"behind": 2})
+    assert updates_after(samples.head(version=1, updates=(update,)), Held(0, bytes(16), some(3))) == (update,)
+
+
+# --- what an owner keeps there -----------------------------------------------------------------------
+
+
+def test_key_frames_of_fragments_take_turns() -> None:
+    sync = sync_spec(global_codec="int8", key_frame_interval=4)
+    for p in range(5):
+        due = [version for version in range(12) if key_frame_due(sync, p, version)]
+        assert due == list(range(-p % 4, 12, 4))
+
+
+def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lost commits had replaced may be what the head names: then it is not among what must go early."""
+    monkeypatch.setattr("diloco.syncer.merging.staging.REPLACED_BYTES", 0)
+    of = layout(1000)
+    staging = Staging(MemoryBus("r", VirtualClock()), VirtualClock(), of, SYNC, lambda n: "0" * 2 * n)
+
+    def led(*names: str) -> tuple[Update, ...]:
+        return tuple(Update(payload=name, chunks=1, base=bytes(16), averaged=False) for name in names)
+
+    def head(*names: str) -> Head:
+        return samples.head(payload="frame", updates=led(*names), behind=0)
+
+    def now(*names: str, frame: str = "frame") -> Published:
+        return Published(Staged(frame, 1), None, None, led(*names), 0)
+
+    async def main() -> None:
+        staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5"))
+        assert staging.retire(head("2", "3", "4", "5"), now("3", "4", "5", "6", frame="new frame")) == ("1",)
+        # Both are lost with the bus: it names "1" to "4" and the first frame again.
+        assert staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5'")) == ()
+        assert set(staging.retire(head("2", "3", "4", "5'"), now("3", "4", "5'", "6'"))) <= {"1"}
+
+    run_virtual(main())
+
+
+# --- runs --------------------------------------------------------------------------------------------
+
+
+class Counting(VirtualLearner):
+    """Notes what it pulls of globals."""
+
+    def connect(self) -> MemoryBus:
+        bus = super().connect()
+        self.pulled = reading(bus)
+        return bus
+
+
+def in_a_run(story: Callable[[VirtualRun], Any], **changes: Any) -> None:
+    async def main() -> None:
+        sync: SyncSpec = sync_spec(**{"global_codec": "int8", "outer_momentum": 0.5, "tokens": 10**9} | changes)
+        world = VirtualRun(sync)
+        world.service = world.start_syncer()
+        await story(world)
+        world.stop.set()
+        await world.syncer
+
+    run_virtual(main())
+
+
+async def settled(world: VirtualRun, *learners: VirtualLearner) -> list[Head]:
+    """Heads once nobody trains any more."""
+    for learner in learners:
+        await learner.kill()
+    await asyncio.sleep(1)
+    return await world.heads()
+
+
+@pytest.mark.parametrize("changes", [{}, {"outer": "muon"}, {"outer_warmup": 3}, {"outer_momentum": 0.0}], ids=str)
+def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str, Any]) -> None:
+    """Learners that are there pull updates alone; who joins late has the same values; a taker's are the owner's."""
+    chunk = 1024
+
+    async def story(world: VirtualRun) -> None:
+        learner = Counting("l0", world).start()
+        await world.until_version(18)
+        late = Counting("l1", world, incarnation="1" * 16).start()
+        await world.until_version(22)
+        frames = [one for one in learner.pulled if kind_of(one) == "global"]
+        assert [one.split(":")[-2] for one in frames] == ["0", "0"], "one for each fragment, at the start"
+        assert {kind_of(one) for one in learner.pulled} == {"global", "update"}
+        assert kind_of(late.pulled[0]) == "global"
+        for head in await settled(world, learner, late):
+            of = layout_of(world.spec.tensors).fragments[head.fragment]
+            assert 0 <= head.behind < 4
+            assert (head.version + head.fragment - head.behind) % 4 == 0
+            assert head.behind <= len(head.updates) == KEPT_UPDATES
+            theta, state = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+            assert payload_digest(as_bytes(theta), chunk) == head.digest
+            owner = world.service.owners[head.fragment]
+            assert owner.loaded.fragment.theta.tobytes() == theta.tobytes()
+            mine = owner.loaded.fragment.outer_state
+            assert mine.keys() == state.keys() == ({"momentum"} if world.spec.sync.outer_momentum else set())
+            assert all(mine[name].tobytes() == vector.tobytes() for name, vector in state.items())
+            named = {head.payload, head.momentum, *(update.payload for update in head.updates)} - {""}
+            assert named.isdisjoint(world.store.expiries)
+        kept = [key for key in world.store.values if ":update:" in key or ":global:" in key]
+        assert len([key for key in kept if key not in world.store.expiries]) == 2 * (1 + KEPT_UPDATES)
+
+    in_a_run(story, key_frame_interval=4, **changes)
+
+
+def test_a_syncer_that_takes_over_goes_on_where_the_other_was() -> None:
+    async def story(world: VirtualRun) -> None:
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(6)
+        before = [owner.loaded.fragment for owner in world.service.owners]
+        world.stop.set()
+        await world.syncer
+        was = [(one.version, one.theta.copy(), one.outer_state["momentum"].copy()) for one in before]
+        service = world.start_syncer()
+        async with asyncio.timeout(10):
+            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
+                await asyncio.sleep(0.001)
+        for (version, theta, momentum), owner in zip(was, service.owners, strict=True):
+            now = owner.loaded.fragment
+            assert (now.version, now.theta.tobytes()) == (version, theta.tobytes())
+            assert now.outer_state["momentum"].tobytes() == momentum.tobytes()
+        await world.until_version(12)
+        await learner.kill()
+
+    in_a_run(story)
+
+
+def damage(world: VirtualRun, key: str) -> None:
+    """Another element's code, with digests that are right for it: nobody who looks at the payload alone sees it."""
+    stream = world.store.values[key]
+    count = sum(f.elements for f in layout_of(world.spec.tensors).fragments if f"update:{f.id}:" in key)
+    stream.data[:] = list(samples.encode_chunks(encode(np.ones(count, np.float32), "int8"), 1024))
+
+
+class Unlucky(VirtualLearner):
+    """The update to version 9 of fragment 0 is damaged when it is first read."""
+
+    damaged = False
+
+    def connect(self) -> MemoryBus:
+        bus, original = super().connect(), MemoryBus.read_chunks
+
+        async def read_chunks(key: str, *args: Any, **more: Any) -> Any:
+            if ":update:0:9:" in key and not Unlucky.damaged:
+                Unlucky.damaged = True
+                damage(self.world, key)
+            return await original(bus, key, *args, **more)
+
+        bus.read_chunks = read_chunks  # type: ignore[method-assign]
+        return bus
+
+
+@pytest.mark.parametrize("joining", [False, True])
+def test_an_update_that_leads_elsewhere_holds_up_its_fragment_for_a_while_only(joining: bool) -> None:
+    """Its owner sees that no live learner can follow, one that joins included, and publishes the version whole."""
+
+    async def story(world: VirtualRun) -> None:
+        Unlucky.damaged = False
+        learners = [Unlucky(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
+        async with asyncio.timeout(60):
+            while not Unlucky.damaged:
+                await asyncio.sleep(0.01)
+        if joining:
+            for learner in learners:
+                await learner.kill()
+            learners = [Unlucky("l2", world, incarnation="2" * 16).start()]
+        await asyncio.sleep(UNFOLLOWED_S / 2)
+        stuck, other = await world.heads()
+        assert stuck.version == 9
+        assert joining or other.version > 12
+        await world.until_version(12, 2 * UNFOLLOWED_S)
+        await settled(world, *learners)
+
+    in_a_run(story, key_frame_interval=64)
+
+
+@pytest.mark.parametrize("lost", ["update", "earlier update", "key frame", "momentum"])
+def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
+    """While no learner can follow, and none is merged: nothing of what they train is lost but what they overwrite."""
+
+    async def story(world: VirtualRun) -> None:
+        learners = [VirtualLearner(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
+        await world.until_version(9)
+        for learner in learners:
+            await learner.kill()
+        await asyncio.sleep(2)
+        heads = await world.heads()
+        for head in heads:
+            which = {"update": head.updates[-1].payload, "earlier update": head.updates[-2].payload}
+            which |= {"key frame": head.payload, "momentum": head.momentum}
+            world.store.delete(which[lost])
+        learner = VirtualLearner("l2", world, incarnation="2" * 16).start()
+        await world.until_version(max(head.version for head in heads) + 3, 3 * LOOK_S)
+        await asyncio.sleep(2 * LOOK_S)
+        for head in await settled(world, learner):
+            of = layout_of(world.spec.tensors).fragments[head.fragment]
+            theta, state = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+            owner = world.service.owners[head.fragment]
+            assert (theta.tobytes(), state["momentum"].tobytes()) == (
+                owner.loaded.fragment.theta.tobytes(),
+                owner.loaded.fragment.outer_state["momentum"].tobytes(),
+            )
+
+    in_a_run(story, key_frame_interval=64)
+
+
+def test_what_is_lost_while_merges_go_on_holds_them_up_for_a_moment() -> None:
+    """The next commit is refused; what it would name is published anew, and the same deltas are merged."""
+
+    async def story(world: VirtualRun) -> None:
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(9)
+        for head in await world.heads():
+            world.store.delete(head.updates[-2].payload)
+        await world.until_version(12, LOOK_S / 2)
+        await settled(world, learner)
+        merged = [one for one in await world.tape() if isinstance(one, Committed) and one.contributions]
+        assert not any(isinstance(one, Rejected) for one in await world.tape())
+        assert len({(one.fragment, one.version) for one in merged}) == len(merged)
+
+    in_a_run(story, key_frame_interval=64)
+
+
+def test_a_global_that_is_lost_is_published_anew_in_any_codec() -> None:
+    async def story(world: VirtualRun) -> None:
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(3)
+        for head in await settled(world, learner):
+            world.store.delete(head.payload)
+        await asyncio.sleep(2 * LOOK_S)
+        for head in await world.heads():
+            of = layout_of(world.spec.tensors).fragments[head.fragment]
+            theta, _ = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+            assert theta.tobytes() == world.service.owners[head.fragment].loaded.fragment.theta.tobytes()
+
+    for codec in ("fp32", "bf16"):
+        in_a_run(story, global_codec=codec)

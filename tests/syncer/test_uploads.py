@@ -1,0 +1,199 @@
+"""How long uploads are waited for: deadlines from measured times, learners that are gone, payloads that are here."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import held, payload_bytes
+from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
+from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
+from diloco.pipeline.transfer.payloads import push
+from diloco.syncer.admission import Offer
+from diloco.syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
+from diloco.syncer.intake import Downloads
+from diloco.syncer.merging.fragment import Delta
+from diloco.syncer.merging.norms import DeltaNorms
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
+
+
+def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
+    wake = asyncio.Event()
+    return Downloads(bus, clock, FRAGMENT, samples.sync_spec(), wake, inline, uploads or UploadEstimator())
+
+
+def sound(offer: Offer, values: Any, _: Any) -> Delta:
+    return Delta(offer, values, np.ones(len(FRAGMENT.slots)))
+
+
+def offer_of(n: int) -> Offer:
+    return Offer(f"{n}-0", samples.header(f"l{n}"))
+
+
+def key_of(bus: Bus, offer: Offer) -> str:
+    h = offer.header
+    return bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
+
+
+@pytest.mark.parametrize("uploads", [1, 8])
+def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
+    """However many in one window; without any measurement too. A network that became slow is met in a few windows."""
+
+    async def main() -> None:
+        clock = VirtualClock()
+        measured = UploadEstimator()
+        downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
+        assert measured.upload_s == FIRST_UPLOAD_S
+        for _ in range(3):
+            before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
+            downloads.start(offers, sound)
+            await asyncio.sleep(before)
+            entries = [offer.entry_id for offer in offers]
+            downloads.timed_out(entries)
+            assert before < measured.upload_s <= 2 * before
+            downloads.forget(entries)
+        await downloads.close()
+
+    run_virtual(main())
+
+
+def test_measured_uploads_shorten_the_deadline_again() -> None:
+    """The first one does away with the time that an owner gives before it knows any."""
+
+    async def main() -> None:
+        clock, store = VirtualClock(), MemoryStore()
+        bus = MemoryBus("r", clock, store)
+        downloads, offer = downloads_on(bus, clock, measured := UploadEstimator()), offer_of(1)
+        downloads.start([offer], sound)
+        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+        while not downloads.outcomes:
+            await asyncio.sleep(0.01)
+        assert measured.upload_s == LEAST_UPLOAD_S
+        await downloads.close()
+
+    run_virtual(main())
+
+
+def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
+    """It came while its delta was in no window: else the next one would wait for it until its deadline."""
+
+    async def main() -> None:
+        clock, store = VirtualClock(), MemoryStore()
+        bus = MemoryBus("r", clock, store)
+        downloads, offer = downloads_on(bus, clock), offer_of(1)
+        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+        downloads.start([offer], sound)
+        while not downloads.outcomes:
+            await asyncio.sleep(0.01)
+        (first,) = downloads.ended()
+        assert not downloads.outcomes
+        again = Offer(offer.entry_id, offer.header)
+        downloads.start([again], sound)
+        assert list(downloads.ended()) == [(again, first[1])]
+        assert list(downloads.deltas) == [offer.entry_id]
+        await downloads.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("kind", "looks"), [("bf16", 0), ("int4", 1)])
+def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
+    monkeypatch: pytest.MonkeyPatch, kind: Codec, looks: int
+) -> None:
+    """Another thread would have to fetch it from this one's cache; a quantized payload would hold up all else here."""
+    offloaded: list[str] = []
+    seen: list[int] = []
+    monkeypatch.setattr(DeltaNorms, "advance", lambda self, here: seen.append(len(here)))
+    monkeypatch.setattr(DeltaNorms, "norms", lambda self: np.ones(len(FRAGMENT.slots)))
+
+    async def offload(work: Callable[..., Any], *args: Any) -> Any:
+        offloaded.append(work.__name__)
+        return work(*args)
+
+    async def main() -> None:
+        clock = VirtualClock()
+        bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
+        wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
+        await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
+        intake = Downloads(bus, clock, FRAGMENT, sync, asyncio.Event(), offload, UploadEstimator())
+        intake.start([offer], sound)
+        while not intake.outcomes:
+            await asyncio.sleep(0.01)
+        assert seen[0] == held(sync.chunk_bytes, FRAGMENT.elements, kind)
+        assert len(offloaded) == looks + 1, "and to be judged"
+        await intake.close()
+
+    run_virtual(main())
+
+
+def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole() -> None:
+    """What counts is when something last came; judging it may take long, and is no silence."""
+
+    async def main() -> None:
+        clock, store = VirtualClock(), MemoryStore()
+        bus = MemoryBus("r", clock, store)
+        downloads, offer = downloads_on(bus, clock), offer_of(1)
+        downloads.start([offer], sound)
+        began = clock.now()
+        await asyncio.sleep(5.0)
+        assert downloads.heard_at(offer) == began
+        chunks: list[bytes] = []
+
+        async def keep(key: str, first: int, more: list[bytes], ttl_s: float) -> None:
+            chunks.extend(more)
+
+        write, bus.write_chunks = bus.write_chunks, keep  # type: ignore[method-assign, assignment]
+        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+        await write(key_of(bus, offer), 0, chunks[:1], 600)
+        await asyncio.sleep(0.5)
+        assert downloads.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
+        await write(key_of(bus, offer), 1, chunks[1:], 600)
+        await asyncio.sleep(0.5)
+        assert downloads.heard_at(offer) == math.inf
+        await downloads.close()
+
+    run_virtual(main())
+
+
+def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died() -> None:
+    """It has measured nothing, and would give 30 s: but the learner is silent, and its payload grows no more."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(3)
+        dying, announced = learners[2], asyncio.Event()
+
+        async def hangs(*_: Any) -> None:
+            announced.set()
+            await asyncio.sleep(1e6)
+
+        dying.bus.write_chunks = hangs  # type: ignore[method-assign]
+        await announced.wait()
+        assert world.syncer is not None
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+        await dying.kill()
+        (was,) = await world.versions()
+        service = world.start_syncer(liveness_s=3.0)
+        began = world.clock.now()
+        await world.until_version(was + 2)
+        assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
+        assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
+        lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
+        assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)
+        for learner in learners[:2]:
+            await learner.kill()
+
+    run_virtual(main())

@@ -1,0 +1,443 @@
+"""The window under arbitrary histories: a state machine offers, uploads, fails, waits, merges and restarts.
+
+The machine stands for the window's owner and keeps its own books (`held`: what is pending on the stream,
+`uploaded`: what is complete, `merged`: what went into any version); the window's promises are checked against them.
+"""
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.syncer.admission import LATE_A_LEARNER, Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.syncer.window import Conditions, Merge, Reopened, State, Uploading, Wait, Window
+from tests import samples
+
+LEARNERS = ("l0", "l1", "l2", "l3")
+LAYOUT = bytes(16)
+FORMAT = DeltaFormat(LAYOUT, "fp32", 3)
+
+
+def digest(version: int) -> bytes:
+    return bytes([version % 256]) * 16
+
+
+def deadline_of(window: Window) -> float | None:
+    return getattr(window.phase, "deadline", None)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """One fragment over many versions, seen by its owner."""
+
+    @initialize(quorum=st.integers(1, 3), version=st.integers(0, 2))
+    def start(self, quorum: int, version: int) -> None:
+        self.quorum = quorum
+        self.version = version
+        self.now = 0.0
+        self.entries = 0
+        self.draining = False
+        self.held: dict[str, Offer] = {}
+        self.uploaded: set[str] = set()
+        self.joined: dict[str, float] = {}
+        """When a member's delta took its place."""
+        self.merged: set[tuple[str, str, int]] = set()
+        self.record: dict[tuple[str, str], MergedBase] = {}
+        self.seen: list[DeltaHeader] = []
+        self.merging: Merge | None = None
+        self.window = self.fresh(0)
+
+    def fresh(self, attempt: int) -> Window:
+        self.refused: set[str] = set()
+        head = samples.head(
+            version=self.version,
+            digest=digest(self.version),
+            previous_digest=digest(self.version - 1) if self.version else None,
+            merged=tuple(self.record.values()),
+            window=samples.IDLE.model_copy(update={"attempt": attempt}),
+        )
+        return Window(head, FORMAT, self.now)
+
+    # --- what the owner does with the answers ----------------------------------------------------------
+
+    def send(self, header: DeltaHeader, entry_id: str | None = None) -> Accepted | Late | Refused:
+        """Offer a header and keep the books; the checks of one offer are here."""
+        window = self.window
+        if entry_id is None:
+            self.entries += 1
+            entry_id = f"{self.entries}-0"
+        offer = Offer(entry_id, header)
+        state, members, attempt = window.state, window.members, window.attempt
+        answer = window.offer(offer, self.now)
+        opener = header.due and header.base_version == self.version
+        if isinstance(answer, Refused):
+            assert answer.lost_tokens >= 0
+            assert (window.state, window.members) == (state, members), "a refused offer changed the window"
+            self.held.pop(entry_id, None)
+        else:
+            assert header.steps > 0
+            assert header.tokens > 0
+            assert header.layout == LAYOUT
+            assert self.version - 1 <= header.base_version <= self.version, "staleness over 1 or a future base"
+            assert header.base_digest == digest(header.base_version)
+            assert (header.learner, header.incarnation, header.base_version) not in self.merged, "merged before"
+            self.held[entry_id] = offer
+        if isinstance(answer, Late) and answer.replaced is not None:
+            older = answer.replaced.header
+            assert (older.learner, older.incarnation) == (header.learner, header.incarnation)
+            assert older.base_version == header.base_version
+            assert older.attempt <= header.attempt
+            del self.held[answer.replaced.entry_id]
+        if isinstance(answer, Accepted):
+            assert state is not State.MERGING, "a member joined while merging"
+            if state is State.UPLOADING:
+                assert window.members == members, "a learner joined after M_t was fixed"
+                assert answer.replaced is not None
+                older = answer.replaced.header
+                assert (older.incarnation, older.base_version) == (header.incarnation, header.base_version)
+            self.joined[entry_id] = self.now
+            if answer.replaced is not None:
+                before = answer.replaced.header
+                assert before.learner == header.learner
+                if (before.incarnation, before.base_version) == (header.incarnation, header.base_version):
+                    assert answer.replaced.entry_id not in self.uploaded, "a complete contribution was given up"
+                del self.held[answer.replaced.entry_id]
+        else:
+            assert window.members == members
+        opened = State.COLLECTING if opener and state is State.IDLE and not isinstance(answer, Refused) else state
+        assert window.state is opened, "only a due, current offer opens"
+        assert window.attempt == attempt
+        return answer
+
+    def conditions(self, data: st.DataObject) -> Conditions:
+        live = frozenset(data.draw(st.sets(st.sampled_from(LEARNERS)), label="live"))
+        quorum = max(1, min(self.quorum, len(live))) if self.draining else self.quorum
+        return Conditions(
+            quorum=quorum,
+            expected=live,
+            live=len(live),
+            grace_s=data.draw(st.sampled_from([None, 0.0, 0.5, 3.0]), label="grace_s"),
+            upload_s=data.draw(st.sampled_from([0.0, 1.0, 10.0]), label="upload_s"),
+            draining=self.draining,
+        )
+
+    def ask(self, given: Conditions) -> Any:
+        """Decide, check what is promised of every decision, and act on it as the owner does."""
+        window = self.window
+        state, members, attempt, deadline = window.state, window.members, window.attempt, deadline_of(window)
+        fixed = window.phase.fixed_at if isinstance(window.phase, Uploading) else self.now
+        whole = {m for m in members if any(o.header.learner == m for o in self.complete())}
+        decision = window.decide(self.now, given)
+        if isinstance(decision, Reopened):
+            assert window.state is State.COLLECTING
+            assert window.attempt == attempt + 1
+            assert whole <= set(window.members), "a reopened window lost a complete contribution"
+            assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
+            assert {o.header.learner for o in window.late.offers} <= set(window.members), "a late offer was not let in"
+            self.check_overdue(decision.overdue, fixed, deadline)
+            for offer in decision.overdue:
+                del self.held[offer.entry_id]
+            self.refused.clear()
+            return decision
+        assert window.decide(self.now, given) == decision, "decide is not idempotent"
+        assert window.attempt == attempt
+        if isinstance(decision, Wait):
+            self.check_wait(decision, given, state, deadline)
+        else:
+            self.check_overdue(decision.overdue, fixed, deadline)
+            self.check_merge(decision, given)
+        return decision
+
+    def check_wait(self, decision: Wait, given: Conditions, before: State, deadline: float | None) -> None:
+        window, count = self.window, len(self.window.members)
+        if window.state in (State.IDLE, State.COLLECTING):
+            assert decision.until is None
+            assert window.state is State.IDLE or count < given.quorum, "K are in, and no deadline runs"
+            return
+        assert count >= given.quorum
+        assert decision.until == deadline_of(window)
+        assert decision.until is not None
+        assert self.now < decision.until, "waits for a deadline that is over"
+        if window.state is State.GRACE:
+            assert given.expected - set(window.members) - self.refused, "nobody is missing, yet the grace goes on"
+            if before is State.GRACE:
+                assert deadline_of(window) == deadline, "the grace deadline moved"
+            else:
+                grace = given.settle_s if given.grace_s is None else given.grace_s
+                assert decision.until == self.now + grace
+        elif before is State.UPLOADING:
+            assert deadline_of(window) == deadline, "the upload deadline moved"
+
+    def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
+        """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
+        for offer in overdue:
+            joined = self.joined.get(offer.entry_id, 0.0)
+            assert joined <= fixed or self.now - joined >= (deadline or fixed) - fixed, "refused before its time"
+
+    def check_merge(self, decision: Merge, given: Conditions) -> None:
+        headers = [o.header for o in decision.contributions]
+        assert len(headers) >= given.quorum or self.merging, "a merge below the quorum"
+        assert len({h.learner for h in headers}) == len(headers), "a learner counted twice"
+        assert {o.entry_id for o in decision.contributions} <= self.uploaded, "an incomplete upload is merged"
+        for h in headers:
+            assert self.version - 1 <= h.base_version <= self.version, "a merge on a wrong base"
+            assert (h.learner, h.incarnation, h.base_version) not in self.merged, "merged twice"
+        everybody = {o.header.learner for o in (*decision.contributions, *decision.overdue)}
+        assert everybody == set(self.window.members), "a member was forgotten"
+        assert self.merging is None or self.merging == decision, "the answer changed after Merge"
+        self.merging = decision
+
+    def complete(self) -> list[Offer]:
+        members = self.window.pending()[: len(self.window.members)]
+        return [offer for offer in members if offer.entry_id in self.uploaded]
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    @rule(
+        learner=st.sampled_from(LEARNERS),
+        incarnation=st.sampled_from(["0" * 8, "0" * 8, "1" * 8]),
+        behind=st.sampled_from([0, 0, 0, 1, 1, 2, -1]),
+        attempt=st.integers(0, 2),
+        due=st.booleans(),
+    )
+    def offer(self, learner: str, incarnation: str, behind: int, attempt: int, due: bool) -> None:
+        base = max(0, self.version - behind)
+        header = samples.header(
+            learner, incarnation=incarnation, base_version=base, base_digest=digest(base), attempt=attempt, due=due
+        )
+        self.seen.append(header)
+        answer = self.send(header)
+        if base < self.version - 1:
+            assert isinstance(answer, Refused)
+            assert answer.reason in (RefusalReason.TOO_STALE, RefusalReason.ALREADY_MERGED)
+
+    @rule(learners=st.sets(st.sampled_from(LEARNERS), min_size=1))
+    def due_round(self, learners: set[str]) -> None:
+        """The usual case: several learners are due on the current base, and their uploads follow at once."""
+        for learner in sorted(learners):
+            header = samples.header(learner, base_version=self.version, base_digest=digest(self.version))
+            self.seen.append(header)
+            self.send(header)
+
+    @rule(
+        change=st.sampled_from(
+            [
+                ({"steps": 0}, RefusalReason.NOT_POSITIVE),
+                ({"tokens": -5}, RefusalReason.NOT_POSITIVE),
+                ({"layout": b"x" * 16}, RefusalReason.WRONG_LAYOUT),
+                ({"chunks": 4}, RefusalReason.WRONG_LAYOUT),
+                ({"codec": "bf16"}, RefusalReason.WRONG_LAYOUT),
+                ({"base_digest": b"x" * 16}, RefusalReason.UNKNOWN_BASE),
+            ]
+        )
+    )
+    def forge(self, change: tuple[dict[str, Any], RefusalReason]) -> None:
+        """From a learner that was never heard of: refused for exactly what is wrong with it."""
+        good = samples.header("forger", base_version=self.version, base_digest=digest(self.version))
+        answer = self.send(good.model_copy(update=change[0]))
+        assert isinstance(answer, Refused)
+        assert answer.reason is change[1]
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        """Any header ever seen comes again, as a new entry."""
+        header = data.draw(st.sampled_from(self.seen))
+        held = [o for o in self.held.values() if o.header == header]
+        answer = self.send(header)
+        assert not held or isinstance(answer, Refused), "the same delta is pending twice"
+
+    @precondition(lambda self: self.window.members and not self.merging)
+    @rule(data=st.data())
+    def upload(self, data: st.DataObject) -> None:
+        members = self.window.pending()[: len(self.window.members)]
+        offer = data.draw(st.sampled_from(members))
+        self.window.uploaded(offer)
+        self.uploaded.add(offer.entry_id)
+
+    @precondition(lambda self: not self.merging)
+    @rule()
+    def upload_all(self) -> None:
+        for offer in self.window.pending()[: len(self.window.members)]:
+            self.window.uploaded(offer)
+            self.uploaded.add(offer.entry_id)
+
+    @precondition(lambda self: self.window.members and not self.merging)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """A payload was refused or vanished."""
+        members = self.window.pending()[: len(self.window.members)]
+        offer = data.draw(st.sampled_from(members))
+        self.window.refused(offer)
+        del self.held[offer.entry_id]
+        self.refused.add(offer.header.learner)
+        assert offer.header.learner not in self.window.members
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: not self.draining)
+    @rule()
+    def drain(self) -> None:
+        self.draining = True
+
+    @rule(data=st.data())
+    def decide(self, data: st.DataObject) -> None:
+        decision = self.ask(self.conditions(data))
+        if isinstance(decision, Wait) and self.window.state is State.IDLE and self.draining:
+            assert not self.window.members, "while draining any member opens the window"
+
+    @precondition(lambda self: self.window.state in (State.GRACE, State.UPLOADING))
+    @rule(data=st.data())
+    def patience(self, data: st.DataObject) -> None:
+        """Once K are in, asking again at each deadline ends the attempt by grace + upload time, whoever is silent."""
+        given = self.conditions(data)
+        limit = self.now + max(given.grace_s or 0.0, 3.0) + max(given.upload_s, 10.0)
+        for _ in range(3):
+            decision = self.ask(given)
+            if not isinstance(decision, Wait):
+                break
+            assert decision.until is not None
+            self.now = decision.until
+        assert not isinstance(decision, Wait)
+        assert self.now <= limit
+
+    @precondition(lambda self: self.merging)
+    @rule()
+    def commit(self) -> None:
+        """The head moves; its owner replays what came late."""
+        assert self.merging is not None
+        for offer in self.merging.overdue:
+            del self.held[offer.entry_id]
+        for offer in self.merging.contributions:
+            h = offer.header
+            del self.held[offer.entry_id]
+            self.merged.add((h.learner, h.incarnation, h.base_version))
+            self.record[h.learner, h.incarnation] = MergedBase(
+                learner=h.learner, incarnation=h.incarnation, base_version=h.base_version, tokens=h.tokens
+            )
+        self.version += 1
+        self.record = {who: m for who, m in self.record.items() if m.base_version >= self.version - 1}
+        late, self.merging = self.window.late.offers, None
+        self.window = self.fresh(0)
+        for offer in late:
+            self.send(offer.header, offer.entry_id)
+
+    @rule(attempt=st.integers(0, 3))
+    def rebuild(self, attempt: int) -> None:
+        """Another owner takes over, or a commit was refused: all that is on the stream is offered again."""
+        again, self.held = self.held, {}
+        self.merging = None
+        self.uploaded.clear()
+        self.window = self.fresh(attempt)
+        for entry_id, offer in again.items():
+            self.send(offer.header, entry_id)
+
+    # --- always ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_pending_is_lost_and_nothing_gone_comes_back(self) -> None:
+        if hasattr(self, "window"):
+            assert sorted(o.entry_id for o in self.window.pending()) == sorted(self.held)
+
+    @invariant()
+    def members_are_distinct(self) -> None:
+        if hasattr(self, "window"):
+            members = self.window.members
+            assert len(set(members)) == len(members)
+            assert [o.header.learner for o in self.window.pending()[: len(members)]] == list(members)
+
+
+def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> None:
+    """What it sent on leaving was not due; its due delta after the restart, on the same base, is for the next window.
+    Did that one open nothing, a run whose learners were all restarted would wait for ever."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
+    assert window.state is State.IDLE
+    assert window.offer(Offer("2-0", samples.header("l0", incarnation="b" * 8)), 1.0) == Late()
+    assert window.state is State.COLLECTING
+    assert window.members == ("l0",)
+
+
+ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, upload_s=30.0)
+
+
+def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
+    """A learner never uploads an attempt once it has made a later one on the same base."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    first, second, third = (Offer(f"{n}-0", samples.header("l0", attempt=n)) for n in range(3))
+    window.offer(first, 0.0)
+    assert window.decide(0.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
+    assert window.offer(second, 1.0) == Accepted(replaced=first)
+    assert window.decide(1.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
+    window.uploaded(second)
+    decision = window.decide(2.0, ALONE)
+    assert isinstance(decision, Merge)
+    assert decision.contributions == (second,)
+    assert window.offer(third, 3.0) == Refused(
+        RefusalReason.DUPLICATE, "another delta on this base is in the window", 0
+    )
+
+
+def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
+    """Its upload had no time yet: refusing it would lose its training. What had all its time is refused."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    outdone, late, idle = (
+        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
+    )
+    for offer in (outdone, idle):
+        window.offer(offer, 0.0)
+    window.decide(0.0, ALONE)
+    assert window.offer(late, 29.9) == Accepted(replaced=outdone)
+    decision = window.decide(30.0, ALONE)
+    assert isinstance(decision, Reopened)
+    assert decision.overdue == (idle,)
+    assert window.member_offers() == (late,)
+    assert isinstance(window.decide(30.0, ALONE), Wait)
+    window.uploaded(late)
+    again = window.decide(31.0, ALONE)
+    assert isinstance(again, Merge)
+    assert again.contributions == (late,)
+
+
+def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
+    """It is pending then: neither merged, nor overdue, nor forgotten."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    outdone, late, whole = (
+        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
+    )
+    for offer in (outdone, whole):
+        window.offer(offer, 0.0)
+    window.uploaded(whole)
+    window.decide(0.0, ALONE)
+    window.offer(late, 29.9)
+    decision = window.decide(30.0, ALONE)
+    assert isinstance(decision, Merge)
+    assert (decision.contributions, decision.overdue, window.late.offers) == ((whole,), (), (late,))
+    window.refused(late)
+    assert window.late.offers == (), "a delta that was refused meanwhile came again"
+
+
+def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
+    """Of one training the newest attempt; of many restarts so many, and the rest is refused as a flood."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    window.offer(Offer("1-0", samples.header("l0")), 0.0)
+    window.uploaded(window.member_offers()[0])
+    window.decide(0.0, ALONE)
+    one, two = (Offer(f"{n}-0", samples.header("l1", attempt=n)) for n in (2, 3))
+    assert window.offer(one, 1.0) == Late()
+    assert window.offer(two, 1.0) == Late(replaced=one)
+    answers = [window.offer(Offer(f"{n}-0", samples.header("l1", incarnation=f"{n:08x}")), 1.0) for n in range(10, 100)]
+    refused = [a.reason for a in answers if isinstance(a, Refused)]
+    assert len(window.late.offers) == LATE_A_LEARNER
+    assert refused == [RefusalReason.FLOOD] * (90 - LATE_A_LEARNER + 1)
+
+
+TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,158 @@
+"""Real runs under real strikes: processes are killed, and every promise is kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.launcher.launch import environment
+from diloco.pipeline.errors import DilocoError
+from diloco.studies.strikes.elastic_report import build_elastic
+from diloco.studies.strikes.evidence import of_group
+from diloco.studies.strikes.spawner import Spawner
+from tests.studies.test_elastic_report import FACTS
+from tests.system.test_processes import ROOT, SMALL, diloco, wait_for
+from tests.system.test_processes import environment as clean_environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.redis,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc"),
+]
+
+KILLS = ["--kill", "learner:4s,syncer:8s,redis:15s", "--lease-s", "2s"]
+
+
+def chaos(out: Path, *arguments: object) -> dict[str, Any]:
+    done = diloco(
+        "chaos", "--out", out, "--learners", 2, "--json", out.parent / "c.json", *SMALL, *arguments, limit_s=240
+    )
+    assert (out.parent / "c.json").exists(), done.stdout + done.stderr
+    report: dict[str, Any] = json.loads((out.parent / "c.json").read_text())
+    assert report["violations"] == [], done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: PASS" in done.stdout
+    return report
+
+
+def test_a_run_under_kills_keeps_every_promise(tmp_path: Path) -> None:
+    report = chaos(tmp_path / "out", *KILLS, "--for", "40s", "--seed", 6)
+    assert report["verdict"] == "pass"
+    assert report["kills"]["learner"] >= 5
+    assert report["kills"]["syncer"] >= 1
+    assert report["kills"]["redis"] >= 1
+    assert report["commits"] > 0
+    assert report["rewinds"] == report["commits_lost_with_redis"] == 0
+    ledger = report["ledger"]
+    assert ledger["tokens"] == sum(ledger[t] for t in ("merged", "overwritten", "rejected", "died", "pending"))
+    for name in ("chaos.md", "timeline.png", "chaos.json", "report.json"):
+        assert (tmp_path / "out" / name).stat().st_size > 500
+    assert json.loads((tmp_path / "out" / "chaos.json").read_text()) == report
+
+
+def test_a_redis_that_loses_its_last_second_breaks_no_promise(tmp_path: Path) -> None:
+    report = chaos(
+        tmp_path / "out", "--kill", "redis:5s", "--lose-tail", "--for", "25s", "--seed", 2, "--lease-s", "2s"
+    )
+    assert report["kills"]["redis"] >= 2
+    assert any("bytes of its file" in strike["detail"] for strike in report["timeline"]["strikes"])
+
+
+def test_pauses_cuts_and_hangs_break_no_promise(tmp_path: Path) -> None:
+    plan = [
+        "--kill",
+        "none",
+        "--pause",
+        "learner:6s/2s,syncer:9s/3s",
+        "--cut",
+        "learner:5s,redis:9s",
+        "--hang",
+        "syncer:8s",
+    ]
+    report = chaos(tmp_path / "out", *plan, "--for", "25s", "--seed", 9, "--lease-s", "2s")
+    assert all(sum(report["strikes"][manner].values()) for manner in ("pause", "cut", "hang"))
+
+
+def test_a_run_that_is_stopped_is_audited_all_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diloco", "chaos", "--out", str(tmp_path / "out"), "--learners", "2", *SMALL]
+    command += [*KILLS, "--for", "200s"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=clean_environment(), cwd=ROOT, **pipes) as process:
+        wait_for(lambda: "learner_joined" in _logs(tmp_path / "out"))
+        time.sleep(5)  # some of it under strikes
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert "verdict" in output or "nothing was struck" in output
+    assert "Traceback" not in output
+
+
+def _logs(out: Path) -> str:
+    return "".join(file.read_text(errors="replace") for file in out.glob("logs/learner-*.log"))
+
+
+# --- the spawner -------------------------------------------------------------------------------------------
+
+
+def test_what_is_forked_is_ours_with_its_own_log_environment_and_group(tmp_path: Path) -> None:
+    with Spawner(environment(1, None), tmp_path / "spawner.log", "stdlib") as spawner:
+        spawner.wait_until_ready()
+        process = spawner.fork(["--version"], environment(1, None), tmp_path / "one.log")
+        assert process.wait() == 0
+        assert "diloco" in (tmp_path / "one.log").read_text()
+        failed = spawner.fork(["learner"], environment(1, None), tmp_path / "two.log")
+        assert failed.wait() == 2, "no Redis"
+        waiting = spawner.fork(["learner"], environment(1, "redis://127.0.0.1:1"), tmp_path / "three.log")
+        assert os.getpgid(waiting.pid) == waiting.pid
+        os.killpg(waiting.pid, signal.SIGKILL)  # at once: the group is there as soon as the pid is known
+        assert waiting.wait() == -signal.SIGKILL
+        assert spawner.pid is not None
+        os.kill(spawner.pid, signal.SIGKILL)
+        with pytest.raises(DilocoError, match="has ended"):
+            spawner.fork(["--version"], environment(1, None), tmp_path / "one.log")
+
+
+# --- the data-parallel baseline ----------------------------------------------------------------------------
+
+
+def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
+    report = chaos(tmp_path / "out", "--kill", "learner:5s", "--for", "12s", "--seed", 3, "--undisturbed")
+    other = report["undisturbed"]
+    assert other["verdict"] == "pass"
+    assert other["ledger"]["merged"] >= 0.9 * report["ledger"]["merged"]
+    row = next(row for row in report["bounds"] if "undisturbed" in row["what"])
+    assert row["measured"] == pytest.approx(report["global_val_loss"] / other["global_val_loss"])
+    assert "## The same run undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
+
+
+def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "decoupled"}))
+    (tmp_path / "text.txt").write_text("".join(f"line {i}: the quick brown fox jumps\n" for i in range(2000)))
+    arguments = ["--method", "data-parallel", "--learners", 2, *SMALL[4:], "--kill", "learner:6s", "--for", "20s"]
+    arguments += [
+        "--data",
+        tmp_path / "text.txt",
+        "--seed",
+        3,
+        "--undisturbed",
+        "--beside",
+        tmp_path / "other.json",
+        "--json",
+        tmp_path / "c.json",
+    ]
+    done = diloco("chaos", "--out", tmp_path / "out", *arguments, limit_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert report["kills"]["learner"] >= 2
+    assert report["restarts"] >= 1
+    assert report["undisturbed"]["ledger"]["merged"] >= report["ledger"]["merged"] > 0
+    assert [column["method"] for column in report["comparison"]["columns"]] == ["decoupled", "data-parallel"]
+    assert "goodput: struck / undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
+    assert (tmp_path / "out" / "timeline.png").stat().st_size > 5000
+    assert of_group(json.loads((tmp_path / "out" / "run.json").read_text())["pids"]["agent"]) == []

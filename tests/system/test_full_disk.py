@@ -1,0 +1,194 @@
+"""A disk that is full ends nothing: it is said, what was there stays, and all goes on by itself. On a tiny tmpfs."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from diloco.export import export
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.syncer.checkpoint import load_checkpoint
+from diloco.workers.moments.state_folder import StateFolder
+from tests import samples
+from tests.syncer.test_checkpoint import save
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system asks for root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["/bin/mount", "-t", "tmpfs", "-o", "size=1m", "test", str(folder)]
+    mounted = subprocess.run(options, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
+    yield folder
+    subprocess.run(["/bin/umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1024)):
+                pass
+        except OSError:
+            pass
+
+
+def empty(disk: Path) -> None:
+    (disk / "filler").unlink()
+
+
+@pytest.fixture
+def told() -> Iterator[list[dict]]:
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+def count(told: list[dict], event: str) -> int:
+    return sum(line["event"] == event for line in told)
+
+
+def wide_learners(world: VirtualRun) -> list[VirtualLearner]:
+    return [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+
+
+def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_goes_on(disk: Path, told) -> None:
+    """The one before stays, the status shows it, and the next one that finds room ends the warning."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
+        service = world.start_syncer()
+        learners = wide_learners(world)
+        await world.until_version(3)
+        await asyncio.sleep(6.0)
+        before = load_checkpoint(disk / "checkpoints").path
+        fill(disk)
+        versions = await world.versions()
+        await asyncio.sleep(21.0)
+        assert count(told, "checkpoint_failed") >= 4
+        assert any("could not be saved" in warning for warning in (await service.status())["warnings"])
+        assert all(now > was + 20 for now, was in zip(await world.versions(), versions, strict=True))
+        assert load_checkpoint(disk / "checkpoints").path == before
+        empty(disk)
+        await asyncio.sleep(6.0)
+        assert load_checkpoint(disk / "checkpoints").path != before
+        assert (await service.status())["warnings"] == []
+        assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
+        world.stop.set()
+        await world.syncer
+        assert service.in_order
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoint_is_missing(disk: Path, told) -> None:
+    """It ends, with an error."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints")
+        service = world.start_syncer()
+        learners = wide_learners(world)
+        await world.until_version(3)
+        fill(disk)
+        world.stop.set()
+        await world.syncer
+        assert not service.in_order
+        assert count(told, "checkpoint_failed") == 1
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(disk: Path, told) -> None:
+    """No record is lost, none is there twice, and none is cut in two."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), tape_dir=disk / "tape")
+        service = world.start_syncer()
+        learners = wide_learners(world)
+        await world.until_version(3)
+        fill(disk)
+        await asyncio.sleep(60.0)  # more than the file's last page has room for
+        assert count(told, "tape_not_archived") >= 1
+        assert any("cannot be archived" in warning for warning in (await service.status())["warnings"])
+        empty(disk)
+        await asyncio.sleep(3.0)
+        assert (await service.status())["warnings"] == []
+        for learner in learners:
+            await learner.kill()
+        await asyncio.sleep(2.0)
+        tape = await world.tape()
+        (file,) = (disk / "tape").iterdir()
+        data = file.read_bytes()
+        assert data[: len(b"".join(map(encode, tape)))] == b"".join(map(encode, tape))
+        assert any(isinstance(record, Committed) for record in tape)
+
+    run_virtual(main())
+
+
+def test_a_recording_with_gaps_is_shown_and_merging_goes_on(disk: Path, told) -> None:
+    """Log and status say where it has the last gap."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), record_deltas=disk / "deltas")
+        service = world.start_syncer()
+        learners = wide_learners(world)
+        await world.until_version(3)
+        fill(disk)
+        await world.until_version(9)
+        assert count(told, "recording_failed") == 1
+        assert any("the recording has gaps" in warning for warning in (await service.status())["warnings"])
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_losses_of_a_learner_whose_disk_was_full_are_whole_lines(disk: Path) -> None:
+    """What found no room is missing, and nothing is glued together."""
+    folder = StateFolder(disk / "state", layout_of(samples.spec().tensors))
+    folder.append_losses(lambda: ["first"])
+    while folder.busy:
+        pass
+    fill(disk)
+    folder.append_losses(lambda: ["x" * 10_000])
+    while folder.busy:
+        pass
+    empty(disk)
+    folder.append_losses(lambda: ["last"])
+    folder.close(10.0)
+    assert (disk / "state" / "losses.jsonl").read_text() == "first\nlast\n"
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    """Also where the damage is in a file that the export does not need: who else relies on it should know."""
+    (path,) = save(tmp_path / "run")
+    (path / "momentum.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"momentum\.safetensors is missing"):
+        export(tmp_path / "run", tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_an_export_to_a_full_disk_is_refused_in_words(disk: Path, tmp_path: Path) -> None:
+    """No traceback, and no half file."""
+    save(tmp_path / "run")
+    fill(disk)
+    with pytest.raises(UsageError, match="cannot write"):
+        export(tmp_path / "run", disk / "model.safetensors")
+    assert [path.name for path in disk.iterdir()] == ["filler"]

@@ -1,0 +1,321 @@
+"""Learners that send what cannot be used, or too much of it, among others that do not: in virtual time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.payload import Chunk
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.payload.quantize import BLOCK
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.syncer.admission import DeltaFormat, Offer
+from diloco.syncer.doubts import DOUBTED_AFTER, Doubts
+from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.intake import MOST_ARRIVED
+from diloco.syncer.refusals import TOLD_A_WINDOW
+from diloco.syncer.window import Conditions, Merge, Wait, Window
+from tests import samples
+from tests.samples import encode_chunks
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+BAD = "l7"
+Spoil = Callable[[VirtualLearner], None]
+
+
+def poisoned(value: float) -> Spoil:
+    def spoil(learner: VirtualLearner) -> None:
+        def train() -> None:
+            for values in learner.values:
+                values.fill(value)
+            learner.rounds.trained(10)
+
+        learner.train = train  # type: ignore[method-assign]
+
+    return spoil
+
+
+def damaged(learner: VirtualLearner) -> None:
+    """Its chunks do not have the digests that they say."""
+    write = learner.bus.write_chunks
+
+    async def spoiled(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
+        await write(key, first, [chunk[:-20] + bytes(20) for chunk in chunks], ttl_s)
+
+    learner.bus.write_chunks = spoiled  # type: ignore[method-assign]
+
+
+def silent(learner: VirtualLearner) -> None:
+    """It announces, and uploads nothing."""
+
+    async def nothing(*_: Any) -> None:
+        return None
+
+    learner.bus.write_chunks = nothing  # type: ignore[method-assign]
+
+
+async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> list[Committed]:
+    """What eight learners, the last of them spoilt, have merged while the time went by."""
+    service = world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.003 * i, f"{i:016x}").start() for i in range(8)]
+    await world.until_version(2)
+    if spoil is not None:
+        spoil(learners[7])
+        await asyncio.sleep(8.0)  # until it is doubted
+        assert service.owners[0].doubted == {BAD}
+        assert (await world.heads())[0].window.doubted == (BAD,)
+    before = len(await world.tape())
+    await asyncio.sleep(seconds)
+    merged = [record for record in (await world.tape())[before:] if isinstance(record, Committed)]
+    for learner in learners:
+        await learner.kill()
+    return merged
+
+
+def forged(scale: float) -> Spoil:
+    """Sound chunks of sound digests, in which every scale is this."""
+
+    def spoil(learner: VirtualLearner) -> None:
+        write = learner.bus.write_chunks
+
+        async def forging(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
+            data = np.frombuffer(b"".join(decode(Chunk, chunk).data for chunk in chunks), np.uint8).copy()  # one group
+            blocks = len(data) // (2 + BLOCK // 2)
+            data[: 2 * blocks].view(ml_dtypes.bfloat16)[:] = scale
+            await write(key, first, list(encode_chunks(data, learner.world.spec.sync.chunk_bytes)), ttl_s)
+
+        learner.bus.write_chunks = forging  # type: ignore[method-assign]
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        (np.nan, RefusalReason.NON_FINITE),
+        (np.inf, RefusalReason.NON_FINITE),
+        (2.0**127, RefusalReason.NON_FINITE),
+        (1e6, RefusalReason.ABSURD_NORM),
+        (-1.0, RefusalReason.BAD_PAYLOAD),
+    ],
+)
+def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: RefusalReason) -> None:
+    """Not finite, decoding to what is not, absurd, or negative: nothing of it is merged, and the others go on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1, codec="int4"))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(2)
+        forged(scale)(learners[2])
+        was = (await world.versions())[0]
+        await world.until_version(was + 6)
+        tape = await world.tape()
+        refused = Counter(r.reason for r in tape if isinstance(r, Rejected) and r.learner == "l2")
+        assert refused[reason] >= DOUBTED_AFTER
+        late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
+        assert late
+        assert not any(part.learner == "l2" for r in late for part in r.contributions)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (poisoned(np.nan), RefusalReason.NON_FINITE),
+        (poisoned(1e6), RefusalReason.ABSURD_NORM),
+        (damaged, RefusalReason.BAD_PAYLOAD),
+        (silent, RefusalReason.UPLOAD_TIMEOUT),
+    ],
+    ids=lambda x: x.value if isinstance(x, RefusalReason) else "",
+)
+def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: RefusalReason) -> None:
+    """As many merges as without it, in windows that are no longer open, without anything of it, whatever it sends."""
+
+    async def both() -> None:
+        spec = sync_spec(tokens=10**9, quorum=6, fragments=1)
+        honest = await merges_of(VirtualRun(spec), None, 12.0)
+        world = VirtualRun(spec)
+        merged = await merges_of(world, spoil, 12.0)
+        assert len(honest) > 10
+        assert len(merged) >= 0.9 * len(honest)
+        assert not any(part.learner == BAD for record in merged for part in record.contributions)
+        for open_s in (lambda r: r.grace_s, lambda r: r.quorum_s + r.grace_s + r.upload_s):
+            assert np.mean([open_s(r) for r in merged]) <= np.mean([open_s(r) for r in honest]) + 0.05
+        refused = Counter(r.reason for r in await world.tape() if isinstance(r, Rejected) and r.learner == BAD)
+        assert refused[reason] >= DOUBTED_AFTER
+        (head,) = await world.heads()
+        assert head.refused[reason.value] == refused[reason]
+
+    run_virtual(both())
+
+
+def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
+    """Nothing is held against it: its delta is merged, and the next window expects it."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+        await world.until_version(2)
+        train = learners[2].train
+        poisoned(np.nan)(learners[2])
+        async with asyncio.timeout(30):
+            while service.owners[0].doubted != {"l2"}:
+                await asyncio.sleep(0.05)
+        learners[2].train = train  # type: ignore[method-assign]
+        learners[2].values[0][:] = 0.5
+        async with asyncio.timeout(30):
+            while service.owners[0].doubted:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(3.0)
+        last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
+        assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> None:
+    """Thousands in another's name and in many names of its own; the others' merges go on meanwhile."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        (head,) = await world.heads()
+        real = next(r for r in await world.tape() if isinstance(r, Committed) and r.contributions).contributions[0]
+        records = len(await world.tape())
+        for n in range(3 * MOST_ARRIVED):
+            forged = samples.header(
+                real.learner if n % 2 else "flood",
+                incarnation=f"{n:08x}",
+                base_version=head.version,
+                base_digest=head.digest,
+                layout=service.serving.context.layout.digest,
+                codec=world.spec.sync.codec,
+                chunks=1,
+                due=False,
+            )
+            await world.bus.offer(forged)
+        was = (await world.versions())[0]
+        async with asyncio.timeout(60):
+            while (await world.versions())[0] < was + 5:
+                await asyncio.sleep(0.1)
+        assert service.owners[0].session is not None
+        assert len(service.owners[0].session.window.pending()) < 20
+        assert len(await world.bus.read_offers(0)) < 20
+        refused = service.metrics.registry.get_sample_value
+        total = sum(refused("diloco_refusals_total", {"reason": r.value}) or 0 for r in RefusalReason)
+        assert total > 3 * MOST_ARRIVED - 20
+        told = [r for r in (await world.tape())[records:] if isinstance(r, Rejected)]
+        assert len(told) <= 3 * TOLD_A_WINDOW * 6
+        assert {r.learner for r in told if r.last_told} == {real.learner, "flood"}
+        for learner in learners:
+            assert learner.longest_step_s < 0.2
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
+    """It may claim to be a million times slower than the rest: it is waited for as one ten times slower."""
+    grace = GraceEstimator()
+    grace.observe_quorum(0.01)
+    grace.observe_sync(0.01)
+    honest, liar = [0.1] * 7, [0.1] * 7 + [1e5]
+    usual = grace.grace_s(honest, 2, 0.5, 0.01)
+    stretched = grace.grace_s(liar, 2, 0.5, 0.01)
+    assert usual is not None
+    assert stretched is not None
+    assert stretched <= 1.01
+    assert grace.grace_s([0.1] * 7 + [0.5], 2, 0.5, 0.01) > usual
+
+
+def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
+    """Reasons that a fault explains raise none; and a flood of names is forgotten, oldest first."""
+    doubts = Doubts()
+    for reason in (RefusalReason.TOO_STALE, RefusalReason.DUPLICATE, RefusalReason.ALREADY_MERGED) * 5:
+        doubts.refused("l0", reason)
+    assert not doubts.learners
+    for _ in range(DOUBTED_AFTER - 1):
+        doubts.refused("l0", RefusalReason.NON_FINITE)
+    assert not doubts.learners
+    doubts.refused("l0", RefusalReason.ABSURD_NORM)
+    assert doubts.learners == {"l0"}
+    doubts.sound("l0")
+    assert not doubts.learners
+    for n in range(10_000):
+        doubts.refused(f"f{n}", RefusalReason.NON_FINITE)
+    assert len(doubts._in_a_row) <= 4096
+
+
+def test_a_doubted_learner_counts_only_with_its_payload() -> None:
+    """Its header closes no window and delays no merge; the payload makes it a member like any other."""
+    window = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0)
+    given = Conditions(2, frozenset({"l0"}), 2, 0.0, 30.0, doubted=frozenset({"l1"}))
+    offers = [Offer(f"{n}-0", samples.header(f"l{n}")) for n in range(2)]
+    for offer in offers:
+        window.offer(offer, 0.0)
+    assert window.decide(0.0, given) == Wait(None, "1 of quorum 2 in, 2 live")
+    third = Offer("5-0", samples.header("l2"))
+    window.offer(third, 1.0)
+    assert window.decide(1.0, given) == Wait(31.0, "0 of 3 uploaded, waiting for l0, l2")
+    for offer in (offers[0], third):
+        window.uploaded(offer)
+    decision = window.decide(2.0, given)
+    assert isinstance(decision, Merge)
+    assert decision.contributions == (offers[0], third)
+    assert decision.overdue == ()
+    assert window.late.offers == (offers[1],)
+
+
+def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:
+    """As everything that comes from elsewhere."""
+    assert WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",)}).doubted == ("l0",)
+    with pytest.raises(ValueError, match="doubted"):
+        WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",) * 5000})
+
+
+def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when_one_comes() -> None:
+    """Learners train on for half an hour, a delta a fragment and base; the syncer that comes back merges at once."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=2))
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        assert world.syncer is not None
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+        versions, most = await world.versions(), 0
+        for _ in range(60):
+            await asyncio.sleep(30.0)
+            most = max(most, world.store.used_bytes())
+            for p in range(2):
+                assert len(await world.bus.read_offers(p)) <= 2 * len(learners)
+        assert most < 20_000
+        assert await world.versions() == versions
+        for learner in learners:
+            assert len(learner.exchange.publishing._headers) <= 2
+            assert learner.exchange.publishing._uploads.qsize() <= 2
+            assert learner.longest_step_s < 1.0
+        world.start_syncer()
+        async with asyncio.timeout(120):
+            while not all(now >= was + 2 for now, was in zip(await world.versions(), versions, strict=True)):
+                await asyncio.sleep(0.5)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())

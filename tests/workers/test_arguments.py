@@ -1,0 +1,126 @@
+"""Promises about what a user says to a `Learner`: taken, or refused at once by name."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.checks.arguments import one_loss, whole_tokens
+from diloco.workers.learner import Learner
+from tests.workers.test_parameters import Net
+
+
+def learner(**given: Any) -> Learner:
+    return Learner(Net(), **({"redis_url": "redis://localhost"} | given))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        7,
+        7.0,
+        np.int32(7),
+        np.uint64(7),
+        np.float32(7),
+        np.array(7),
+        np.array([7]),
+        torch.tensor(7),
+        torch.tensor([7.0]),
+    ],
+    ids=repr,
+)
+def test_whole_numbers_of_every_kind_are_tokens(tokens: Any) -> None:
+    counted = whole_tokens(tokens)
+    assert counted == 7
+    assert type(counted) is int
+
+
+@pytest.mark.parametrize("tokens", [0, 0.0, -0.0, np.int64(0), torch.tensor(0)], ids=repr)
+def test_no_tokens_are_a_number_too(tokens: Any) -> None:
+    assert whole_tokens(tokens) == 0
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *(-1, 0.5, float("nan"), float("inf"), -float("inf"), 2**41, 1e300, 10**5000, True, "7", None, [7], 7j),
+        *(np.bool_(True), np.float64("nan"), np.array([7, 8]), np.datetime64("2020-01-01"), object()),
+        *(torch.tensor(True), torch.tensor([3, 4]), torch.tensor(-2), torch.tensor(float("nan")), torch.tensor(1j)),
+        torch.tensor([]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_number_of_tokens_is_refused_by_name(tokens: Any) -> None:
+    """At once, and not when a header cannot be written."""
+    with pytest.raises(UsageError, match=r"step\(tokens="):
+        whole_tokens(tokens)
+
+
+@pytest.mark.parametrize(
+    "loss", [2.5, np.float32(2.5), torch.tensor(2.5), torch.tensor([[2.5]]), np.array(2.5), np.array([2.5])], ids=repr
+)
+def test_one_number_of_every_kind_is_a_loss(loss: Any) -> None:
+    taken = one_loss(loss)
+    assert taken is not None
+    assert float(taken) == 2.5
+
+
+def test_a_loss_holds_on_to_no_graph() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    taken = one_loss(parameter.sum())
+    assert isinstance(taken, torch.Tensor)
+    assert taken.grad_fn is None
+
+
+def test_a_loss_that_has_diverged_is_shown_as_it_is() -> None:
+    assert np.isnan(float(one_loss(torch.tensor(float("nan"))) or 0))
+    assert one_loss(None) is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [torch.ones(4), torch.ones(0), torch.tensor(1j), np.ones(4), "2.5", b"2", [1.0], object(), 10**400, 10**5000],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_one_number_is_no_loss(loss: Any) -> None:
+    with pytest.raises(UsageError, match=r"step\(loss="):
+        one_loss(loss)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("run", "my run"), ("run", ""), ("run", None), ("run", "r" * 65)),
+        *(("learner_id", "my learner"), ("learner_id", "a/b"), ("learner_id", 3)),
+        *(("leave_s", -1.0), ("leave_s", float("nan")), ("leave_s", float("inf")), ("leave_s", "20s")),
+        *(("state_every_s", 0), ("state_every_s", -1), ("state_every_s", float("nan"))),
+        *(("recover", "never"), ("encode_on", "gpu"), ("log_losses", "yes"), ("same_frozen", None)),
+        *(("state_dir", 3), ("sync", {"fragments": 2}), ("redis_url", 3)),
+        *(("trainer", {"a": [1]}), ("trainer", {"a": float("nan")}), ("trainer", [1])),
+        ("trainer", {str(i): i for i in range(65)}),
+    ],
+    ids=repr,
+)
+def test_a_learner_refuses_by_name_what_it_was_told(argument: str, value: Any) -> None:
+    """When it is made, before anything is connected."""
+    with pytest.raises(UsageError, match=f"Learner: {argument}.*: ") as refused:
+        learner(**{argument: value})
+    assert ("=***:" in str(refused.value)) is (argument == "redis_url")
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 2**63), ("sync_interval", 10**7)])
+def test_constants_that_no_spec_can_hold_are_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ValidationError, match=rf"{name}\n.*{value}"):
+        SyncSettings(**{name: value})
+
+
+def test_what_is_allowed_is_taken(tmp_path: Any) -> None:
+    made = learner(
+        run="a.run-1_x", learner_id="l0", leave_s=0, state_every_s=1, state_dir=str(tmp_path), trainer={"a": None}
+    )
+    assert made.id == "l0"

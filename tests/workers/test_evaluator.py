@@ -1,0 +1,245 @@
+"""Promises about the evaluator, on the bus in memory, and about sampling from a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.settings import SyncSettings, TrainerSettings
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.transfer.payloads import push
+from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.trainer.baselines.data_parallel import save
+from diloco.workers.trainer.data.blocks import Blocks
+from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.evaluator import Evaluator
+from diloco.workers.trainer.models.gpt import GPT, build
+from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
+from diloco.workers.trainer.sample import load_model, sample
+
+NONCE = "ab" * 8
+IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
+    return path
+
+
+class Run:
+    """A run on the bus whose globals are what the test says."""
+
+    def __init__(self, book: Path) -> None:
+        self.bus = MemoryBus("run", LoopClock())
+        asked = TrainerSettings(data=str(book), seq_len=32)
+        sync = SyncSettings(fragments=2, chunk_bytes=64 * 1024)
+        self.text = open_text(str(book))
+        self.spec = Spec(
+            sync=sync.sync_spec(),
+            tensors=tensor_table(build("tiny", 0), sync),
+            trainer=trainer_spec(asked, self.text),
+        )
+        self.layout = layout_of(self.spec.tensors)
+        self.heads: dict[int, tuple[int, bytes]] = {}
+
+    async def commit(self, model: GPT, p: int) -> None:
+        """Make fragment p of the globals that of a model."""
+        held = self.heads.get(p)
+        version = held[0] + 1 if held else 0
+        flat = FragmentParameters(model, self.layout).snapshot(p).numpy()
+        digest = payload_digest(as_bytes(flat), self.spec.sync.chunk_bytes)
+        assert await self.bus.acquire_lease(p, NONCE, 60)
+        staged = await push(
+            self.bus, self.bus.keys.global_payload(p, version, NONCE), flat, self.spec.sync.chunk_bytes, 60
+        )
+        record = Committed(
+            fragment=p,
+            version=version,
+            digest=digest,
+            base_digest=held[1] if held else None,
+            contributions=(),
+            reason="test",
+            norm=0.0,
+            quorum_s=0.0,
+            grace_s=0.0,
+            upload_s=0.0,
+            merge_s=0.0,
+            syncer="test",
+            unix_s=0.0,
+        )
+        await self.bus.commit(
+            Commit(
+                nonce=NONCE,
+                expected=held,
+                version=version,
+                digest=digest,
+                payload=staged,
+                momentum=None,
+                window=IDLE,
+                merged=(),
+                record=record,
+            )
+        )
+        self.heads[p] = (version, digest)
+
+    async def state(self, phase: Phase, tokens: int) -> None:
+        manifest = tuple(self.heads[p] for p in sorted(self.heads)) if phase is Phase.FINISHED else ()
+        await self.bus.write_state(
+            RunState(
+                phase=phase,
+                tokens=tokens,
+                base_tokens=0,
+                budget_tokens=1000,
+                started_unix_s=0.0,
+                reason="",
+                manifest=manifest,
+            )
+        )
+
+    async def evaluations(self) -> list[Any]:
+        return [evaluation for _, evaluation in await self.bus.read_evaluations()]
+
+
+async def test_it_measures_the_globals_and_ends_with_the_manifest(book: Path) -> None:
+    """It waits for all heads, measures what is there, and once finished what the manifest says, as final."""
+    run = Run(book)
+    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=512)
+    first, second = build("tiny", 0), build("tiny", 1)
+    assert not await evaluator.look()
+    await run.state(Phase.RUNNING, 10)
+    await run.commit(first, 0)
+    assert not await evaluator.look()
+    assert await run.evaluations() == []
+    await run.commit(first, 1)
+    assert not await evaluator.look()
+    for p in range(2):
+        await run.commit(second, p)
+    await run.state(Phase.FINISHED, 20)
+    assert await evaluator.look()
+
+    validation = Blocks(run.text.validation, 32).spread(512)
+    expected = [held_out_loss(model, validation, torch.device("cpu")) for model in (first, second)]
+    found = await run.evaluations()
+    assert [e.loss for e in found] == pytest.approx(expected)
+    assert [(e.tokens, e.versions, e.final) for e in found] == [(10, (0, 0), False), (20, (1, 1), True)]
+
+
+async def test_it_measures_only_what_changed(book: Path) -> None:
+    """Looking again at the same heads writes nothing; one moved fragment is enough to measure again."""
+    run = Run(book)
+    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=64)
+    await run.state(Phase.RUNNING, 10)
+    for p in range(2):
+        await run.commit(build("tiny", 0), p)
+    for _ in range(3):
+        await evaluator.look()
+    assert len(await run.evaluations()) == 1
+    await run.commit(build("tiny", 1), 1)
+    await evaluator.look()
+    assert [e.versions for e in await run.evaluations()] == [(0, 0), (0, 1)]
+
+
+async def test_evaluations_keep_their_distance(book: Path) -> None:
+    """Within `eval_every` of the last one nothing is measured, unless the run is finished."""
+    run = Run(book)
+    evaluator = Evaluator(run.bus, run.spec, eval_every_s=3600.0, eval_tokens=64)
+    await run.state(Phase.RUNNING, 10)
+    for model in (build("tiny", 0), build("tiny", 1)):
+        for p in range(2):
+            await run.commit(model, p)
+        await evaluator.look()
+    assert len(await run.evaluations()) == 1
+    await run.state(Phase.FINISHED, 20)
+    assert await evaluator.look()
+    assert [e.final for e in await run.evaluations()] == [False, True]
+
+
+async def test_a_payload_that_went_is_looked_up_again(book: Path) -> None:
+    """A replaced payload that is gone when it is read does no harm: the next look finds the new head."""
+    run = Run(book)
+    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=64)
+    await run.state(Phase.RUNNING, 10)
+    for p in range(2):
+        await run.commit(build("tiny", 0), p)
+    read_chunks = run.bus.read_chunks
+
+    async def gone(*asked: Any, **named: Any) -> list[bytes]:
+        return []
+
+    run.bus.read_chunks = gone  # type: ignore[method-assign]
+    assert not await evaluator.look()
+    run.bus.read_chunks = read_chunks  # type: ignore[method-assign]
+    await evaluator.look()
+    assert len(await run.evaluations()) == 1
+
+
+def test_another_text_is_refused(book: Path) -> None:
+    run = Run(book)
+    book.write_bytes(book.read_bytes().replace(b"fox", b"cat"))
+    with pytest.raises(SpecMismatch, match="another text"):
+        Evaluator(run.bus, run.spec, 0.0, 64)
+
+
+def test_the_text_may_lie_elsewhere_here(book: Path, tmp_path: Path) -> None:
+    """The spec's path need not exist on the evaluator's machine if it is told another one."""
+    run = Run(book)
+    moved = book.rename(tmp_path / "moved.txt")
+    with pytest.raises(UsageError, match=r"book\.txt"):
+        Evaluator(run.bus, run.spec, 0.0, 64)
+    Evaluator(run.bus, run.spec, 0.0, 64, data=str(moved))
+
+
+def test_a_foreign_models_run_is_refused(book: Path) -> None:
+    run = Run(book)
+    with pytest.raises(UsageError, match="not one of the built-in"):
+        Evaluator(run.bus, run.spec.model_copy(update={"trainer": {}}), 0.0, 64)
+
+
+def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:
+    """Parameters come back exactly; the same seed gives the same sample, which begins with its prompt."""
+    model = build("tiny", 5)
+    save(model, {"trainer": {"model": "tiny", "seed": 0, "seq_len": 16}}, tmp_path)
+    loaded = load_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
+    texts = [sample(loaded, "naïve ", 20, 1.0, 40, seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("naïve ")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A missing, damaged or unknown one is named in one line."""
+    with pytest.raises(UsageError, match="not a checkpoint"):
+        load_model(tmp_path)
+    save(build("tiny", 0), {"trainer": {"model": "small", "seed": 0}}, tmp_path)
+    with pytest.raises(UsageError, match="does not fit model 'small'"):
+        load_model(tmp_path)
+    save(build("tiny", 0), {"trainer": {}}, tmp_path)
+    with pytest.raises(UsageError, match="not one of the built-in"):
+        load_model(tmp_path)
+    save(build("tiny", 0), {"trainer": {"model": "tiny", "seed": 0}}, tmp_path)
+    load_model(tmp_path)
+    whole = (tmp_path / "globals.safetensors").read_bytes()
+    (tmp_path / "globals.safetensors").write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
+    with pytest.raises(UsageError, match=r"globals\.safetensors is damaged: it does not have the digest"):
+        load_model(tmp_path)
+    (tmp_path / "globals.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
+    with pytest.raises(UsageError, match="damaged"):
+        load_model(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"spec": 3}))
+    (tmp_path / "globals.safetensors").write_bytes(b"")
+    with pytest.raises(UsageError, match="not a checkpoint"):
+        load_model(tmp_path)

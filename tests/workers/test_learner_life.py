@@ -1,0 +1,407 @@
+"""Entering, leaving and being ended: the `Learner` itself, on a real Redis."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco import cli
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import LearnerReplaced, UsageError
+from diloco.pipeline.messages.run import LearnerReport, SeenReport
+from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.service import SyncerService
+from diloco.workers.learner import Learner
+from diloco.workers.stopping import STOPS, Stopped, Stopping
+from tests import samples
+from tests.workers.test_device_encoding import a_syncer
+
+pytestmark = pytest.mark.redis
+SYNC = SyncSettings(fragments=1, sync_interval=1, first_interval=0, quorum=1, tokens=2**40)
+INTERRUPTS = (signal.SIGINT, *STOPS)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """As a program finds them that has no handlers of its own."""
+    before = {number: signal.getsignal(number) for number in INTERRUPTS}
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def on_bus(url: str, run: str, ask: Callable[[Any], Any]) -> Any:
+    """One call, from a thread of its own: the test's may be in a loop."""
+    found: list[Any] = []
+
+    async def main() -> None:
+        bus = await connect(url, run)
+        found.append(await ask(bus))
+        await bus.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def reports(url: str, run: str) -> list[SeenReport]:
+    found: list[SeenReport] = on_bus(url, run, lambda bus: bus.read_reports())
+    return found
+
+
+def write(url: str, run: str, report: LearnerReport) -> None:
+    on_bus(url, run, lambda bus: bus.write_report(report))
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def learner_of(url: str, run: str, **more: Any) -> Learner:
+    torch.manual_seed(0)
+    model = more.pop("model", None) or nn.Linear(4, 4)
+    return Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=SYNC, **more)
+
+
+def steps_of(learner: Learner, most: int, signalled: int, number: int) -> None:
+    """A loop that gets a signal in one of its steps and does not ask."""
+    until(lambda: learner.joined.shared.state)  # without it no state is saved
+    for made in range(1, most + 1):
+        if made == signalled:
+            os.kill(os.getpid(), number)
+        learner.step(1)
+
+
+def steps_on(learner: Learner) -> None:
+    """Until the exchange says why not."""
+    until(lambda: learner.step(1) or time.sleep(0.05))
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "exchange"]
+
+
+# --- entering ------------------------------------------------------------------------------------------------
+
+
+def test_a_learner_is_entered_once(redis_server: str) -> None:
+    """Again, one in the other, and after it could not join: refused, and what is under way goes on."""
+    with a_syncer(redis_server, "once"):
+        learner = learner_of(redis_server, "once")
+        with learner:
+            with pytest.raises(UsageError, match="entered once: make a new one"), learner:
+                pass
+            learner.step(1)
+        assert learner.left_in_order
+        with pytest.raises(UsageError, match="entered once"), learner:
+            pass
+        with pytest.raises(UsageError, match="not in a run"):
+            learner.step(1)
+        broken = nn.Linear(4, 4)
+        with torch.no_grad():
+            broken.weight.fill_(float("nan"))
+        with learner_of(redis_server, "once"):
+            pass
+    refused = learner_of(redis_server, "nan", model=broken)
+    for match in ("not finite", "entered once"):
+        with pytest.raises(UsageError, match=match), refused:
+            pass
+    assert [seen.report.left for seen in reports(redis_server, "nan")] == [True]
+    assert not threads()
+
+
+def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
+    """A fork has none of its threads: it is told so, and does not hang or end the parent's run by leaving."""
+    with a_syncer(redis_server, "fork"), learner_of(redis_server, "fork") as learner:
+        parents = learner._pid
+        learner._pid = -1  # as a child sees it
+        for use in (lambda: learner.step(1), lambda: learner.__enter__(), lambda: next(learner.blocks(8, 4))):
+            with pytest.raises(UsageError, match="another process"):
+                use()
+        learner.close()
+        learner._pid = parents
+        learner.step(1)
+        assert [seen.report.left for seen in reports(redis_server, "fork")] == [False]
+
+
+def test_learners_of_one_process_have_ids_of_their_own() -> None:
+    """Also where every process is number 1 of a container on its host's network."""
+    names = {learner_of("redis://nowhere", "ids").id for _ in range(3)}
+    assert len(names) == 3
+    assert len({SyncerService(None, None, SyncerProcess(), Metrics()).id for _ in range(3)}) == 3  # type: ignore[arg-type]
+
+
+# --- joining that comes to nothing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Stopped)])
+def test_a_signal_while_joining_leaves_no_learner_behind(redis_server: str, number: int, error: Any) -> None:
+    """Nobody serves the run yet: it waits, counts as live, and is gone when the signal has come."""
+    run = f"interrupted-{number}"
+
+    def interrupt() -> None:
+        until(lambda: [seen.report.left for seen in reports(redis_server, run)] == [False])
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(error) as ended, learner_of(redis_server, run):
+        pass
+    thread.join()
+    assert [seen.report.left for seen in reports(redis_server, run)] == [True]
+    assert not threads()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if error is Stopped:
+        assert ended.value.code == 128 + number
+    time.sleep(0.5)  # more than lies between two reports
+    assert [seen.report.left for seen in reports(redis_server, run)] == [True]
+
+
+def test_a_signal_while_there_is_no_redis_ends_the_waiting(tmp_path: Path) -> None:
+    for more in ({}, {"sync": None}):
+        waits = Learner(nn.Linear(2, 2), redis_url=f"unix://{tmp_path}/none", **({"sync": SYNC} | more))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Stopped), waits:
+            pass
+        assert not threads()
+
+
+def test_what_fails_after_joining_leaves_no_learner_behind(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise MemoryError("no room for moments")
+
+    monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.restore", fails)
+    with a_syncer(redis_server, "restore"):
+        with pytest.raises(MemoryError), learner_of(redis_server, "restore"):
+            pass
+        assert [seen.report.left for seen in reports(redis_server, "restore")] == [True]
+        assert not threads()
+
+
+def test_a_second_ctrl_c_while_leaving_ends_the_thread(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program goes on, as a notebook does, nothing reports any more: others take it for gone in time."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with a_syncer(redis_server, "twice"):
+        learner = learner_of(redis_server, "twice")
+        monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.close", interrupted)
+        with pytest.raises(KeyboardInterrupt), learner:
+            learner.step(1)
+        until(lambda: not threads())
+
+
+# --- the id is taken --------------------------------------------------------------------------------------------
+
+
+def test_a_replaced_learner_is_told_at_its_next_call(redis_server: str) -> None:
+    """Its `close` does not raise again what its loop has seen, and does not wait for anything."""
+    with a_syncer(redis_server, "replaced"):
+        learner = learner_of(redis_server, "replaced", learner_id="l0")
+        successor = samples.report("l0", incarnation="f" * 16, generation=2, versions=(0,))
+        threading.Timer(1.0, write, (redis_server, "replaced", successor)).start()
+        with pytest.raises(LearnerReplaced, match="has taken the place of learner 'l0'"), learner:
+            steps_on(learner)
+        assert not learner.left_in_order
+        assert not threads()
+
+
+def test_one_that_is_replaced_while_it_leaves_says_so(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_syncer(redis_server, "leaves"):
+        learner = learner_of(redis_server, "leaves", learner_id="l0")
+
+        def close(*_: Any) -> None:
+            write(redis_server, "leaves", samples.report("l0", incarnation="f" * 16, generation=2, versions=(0,)))
+
+        monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.close", close)
+        monkeypatch.setattr(
+            "diloco.workers.exchange.work_queue.ShardClaims.leave", lambda claims: None
+        )  # it does not leave before
+        with pytest.raises(LearnerReplaced), learner:
+            learner.step(1)
+        assert not threads()
+
+
+def test_the_command_says_that_an_id_is_taken_in_one_line(
+    redis_server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1, no traceback."""
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    told = ["learner", "--redis-url", redis_server, "--run", "command", "--learner-id", "l0", "--threads", "1"]
+    told += ["--data", str(tmp_path / "text"), "--model", "tiny", "--seq-len", "32"]
+    stop = threading.Event()
+
+    def report(number: int) -> None:
+        write(redis_server, "command", samples.report("l0", number=number, host="other-host", generation=3))
+
+    def live() -> None:
+        number = 1
+        while not stop.wait(0.1):
+            number += 1
+            report(number)
+
+    report(1)
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        assert cli.main(told) == 1
+    finally:
+        stop.set()
+        thread.join()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "l0" in line]
+    assert lines[-1].startswith(
+        "error: another process is learner 'l0' already (incarnation 00000000 on host other-host, "
+    )
+    assert "Traceback" not in "".join(lines)
+
+
+# --- SIGTERM in somebody's own loop ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_loop_that_asks_leaves_in_order_after_a_signal(redis_server: str, tmp_path: Path, number: int) -> None:
+    """The step is over, all is flushed and saved, what stands behind the loop is done, and the handler is gone."""
+    run = f"asks-{number}"
+    with a_syncer(redis_server, run):
+        learner, steps = learner_of(redis_server, run, state_dir=tmp_path), 0
+        with learner:
+            steps_of(learner, 0, 0, 0)
+            while not learner.finished:
+                steps += 1
+                if steps == 3:
+                    os.kill(os.getpid(), number)
+                learner.step(1)
+    assert steps == 3
+    assert learner.left_in_order
+    assert (tmp_path / "state.json").exists()
+    assert [(seen.report.left, seen.report.step) for seen in reports(redis_server, run)] == [(True, 3)]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("steps", [3, 100])
+def test_a_loop_that_does_not_ask_is_ended_between_two_steps(redis_server: str, tmp_path: Path, steps: int) -> None:
+    """Or, if it ends by itself before, behind it; with the status of a signal either way, flushed and saved."""
+    run = f"deaf-{steps}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run, state_dir=tmp_path)
+        with pytest.raises(Stopped) as ended, learner:
+            steps_of(learner, steps, 3, signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert learner.left_in_order
+    assert (tmp_path / "state.json").exists()
+    assert [(seen.report.left, seen.report.step) for seen in reports(redis_server, run)] == [(True, min(steps, 4))]
+
+
+def test_a_programs_own_handler_stays(redis_server: str) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    with a_syncer(redis_server, "own"), learner_of(redis_server, "own") as learner:
+        os.kill(os.getpid(), signal.SIGTERM)
+        learner.step(1)
+        assert not learner.finished
+    assert came == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_a_second_signal_and_a_forked_child_end_as_by_default() -> None:
+    """A child that loads data must not outlive the SIGTERM of who started it."""
+    for child in (False, True):
+        stopping = Stopping()
+        stopping.install()
+        pid = os.fork()
+        if pid == 0:
+            if not child:  # the same process, as far as it can tell
+                stopping._pid = os.getpid()
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        stopping.restore()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_process_asked_while_another_thread_trains_is_not_touched() -> None:
+    """Handlers are the main thread's."""
+    thread = threading.Thread(target=Stopping().install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 3.0])
+def test_a_learner_that_was_replaced_after_its_last_step_says_so_on_leaving(redis_server: str, busy_s: float) -> None:
+    """Also while its thread's own work still goes on: leaving neither hangs nor is silent."""
+    run = f"late-{busy_s:g}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run)
+
+        async def refused(report: LearnerReport) -> None:
+            raise LearnerReplaced("another one has its place", 2)
+
+        def train() -> None:
+            with learner:
+                learner.step(1)
+                if busy_s:
+                    learner.joined.thread.ask(asyncio.to_thread(time.sleep, busy_s))
+                    time.sleep(0.1)
+                thread = learner.joined.thread
+                learner.joined.exchange.reporting._identity.write = refused  # type: ignore[method-assign, assignment]
+                if not busy_s:
+                    until(lambda: thread.failure)
+
+        with pytest.raises(LearnerReplaced):
+            train()
+
+
+def test_another_close_while_the_first_one_flushes_changes_nothing(redis_server: str) -> None:
+    """From another thread, say: what is on its way is published all the same."""
+    with a_syncer(redis_server, "closed-twice"):
+        learner = learner_of(redis_server, "closed-twice")
+        learner.__enter__()
+        learner.step(1)
+        exchange = learner.joined.exchange
+        flush, flushing = exchange.leave, threading.Event()
+
+        async def leave(deadline_s: float) -> bool:
+            flushing.set()
+            await asyncio.sleep(0.5)
+            return await flush(deadline_s)
+
+        exchange.leave = leave  # type: ignore[method-assign]
+        closing = threading.Thread(target=learner.close)
+        closing.start()
+        assert flushing.wait(10)
+        learner.close()
+        closing.join()
+        assert learner.left_in_order
+        assert [seen.report.left for seen in reports(redis_server, "closed-twice")] == [True]
+
+
+@pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM])
+def test_a_hangup_that_is_followed_by_another_signal_ends_a_loop_in_order(second: signal.Signals) -> None:
+    """A closed terminal tells twice as a rule."""
+    stopping = Stopping()
+    stopping.install()
+    try:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(second)
+        assert stopping.asked
+    finally:
+        stopping.restore()

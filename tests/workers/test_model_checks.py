@@ -1,0 +1,294 @@
+"""Promises about which models and optimizers a learner takes. Refusals come when it is made, before it is connected."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.checks.model_checks import check_optimizer
+from diloco.workers.learner import Learner
+from tests.workers.test_parameters import Net
+
+
+def learner(model: Any, optimizer: Any = None, **given: Any) -> Learner:
+    return Learner(model, optimizer, redis_url="redis://localhost", **given)
+
+
+@contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """One rank in this process."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+RANKS = """
+import sys
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.learner import Learner
+
+def join(model):
+    return Learner(model, redis_url="redis://127.0.0.1:1", sync=SyncSettings(fragments=1))
+
+early = join(nn.Linear(2, 2))
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
+wrapped = DistributedDataParallel(nn.Linear(2, 2))
+nested, bare = nn.Sequential(wrapped), nn.Linear(2, 2)
+for ask in (lambda: join(bare), lambda: join(wrapped), lambda: join(nested), early.__enter__):
+    try:
+        ask()
+    except UsageError as error:
+        print(str(error).split(":")[0])
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_each_of_two_ranks_is_refused(tmp_path: Path) -> None:
+    """Not wrapped, wrapped, wrapped further inside, and joining only when the group was there."""
+    script = [sys.executable, "-c", RANKS]
+    ranks = [
+        subprocess.Popen([*script, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    bare, wrapped = "torch.distributed is initialised", "the model is wrapped in DistributedDataParallel"
+    expected = [f"{how}, with 2 ranks" for how in (bare, wrapped, wrapped, bare)]
+    assert [output.splitlines() for output in outputs] == [expected, expected]
+
+
+def test_several_ranks_are_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with process_group(tmp_path):
+        wrapped = DistributedDataParallel(nn.Linear(2, 2))
+        monkeypatch.setattr(distributed, "get_world_size", lambda *_: 2)
+        with pytest.raises(UsageError, match=r"DistributedDataParallel, with 2 ranks.*`wrapped\.module`"):
+            learner(nn.Sequential(wrapped))
+        with pytest.raises(UsageError, match="process of its own, without a process group"):
+            learner(nn.Linear(2, 2))
+
+
+def test_one_rank_alone_is_taken(tmp_path: Path) -> None:
+    """Wrapped or not; a wrapper's prefix is in the names, which all learners must have alike."""
+    with process_group(tmp_path):
+        learner(DistributedDataParallel(nn.Linear(2, 2)))
+        learner(nn.DataParallel(nn.Linear(2, 2)))
+
+
+def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
+    """FSDP2, FSDP1, and DTensors of any other make; even where one rank has all of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group(tmp_path):
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(UsageError, match=r"parameter 0.weight is a DTensor.*sharded models cannot be learners yet"):
+            learner(fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh))
+        frozen = nn.Linear(2, 2)
+        frozen.weight = nn.Parameter(distribute_tensor(frozen.weight, mesh, [Replicate()]), requires_grad=False)
+        assert isinstance(frozen.weight, DTensor)
+        with pytest.raises(UsageError, match="parameter weight is a DTensor"):
+            learner(frozen)
+
+
+def test_a_model_of_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wants an accelerator, so only its class is here."""
+    from torch.distributed import fsdp
+
+    class Wrapper(nn.Sequential):
+        pass
+
+    monkeypatch.setattr(fsdp, "FullyShardedDataParallel", Wrapper)
+    with pytest.raises(UsageError, match="module 1 is wrapped in FullyShardedDataParallel"):
+        learner(nn.Sequential(nn.Linear(2, 2), Wrapper(nn.Linear(2, 2))))
+
+
+class Wrapped(torch.Tensor):
+    """Holds its values in another tensor, as quantized weights of torchao do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapped":
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        pass
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def parameter(tensor: torch.Tensor, **given: Any) -> nn.Module:
+    module = nn.Module()
+    module.p = nn.Parameter(tensor, **given)
+    return module
+
+
+def partitioned() -> nn.Module:
+    module = parameter(torch.empty(0))
+    module.p.ds_id = 0
+    return module
+
+
+def two_devices() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta")})
+
+
+def tied_by_data() -> nn.Module:
+    net = Net()
+    net.head.weight.data = net.table.weight.data
+    return net
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no module": (lambda: [nn.Linear(2, 2)], "model is a list"),
+    "no parameters": (nn.ReLU, "no parameter that requires a gradient"),
+    "all frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient"),
+    "lazy": (lambda: nn.LazyLinear(2), "parameter weight has no shape yet"),
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"),
+    "two devices": (two_devices, "parameter b.weight is on the meta device"),
+    "sparse": (lambda: parameter(torch.eye(3).to_sparse()), "parameter p is sparse"),
+    "complex": (lambda: parameter(torch.ones(2, dtype=torch.complex64)), "parameter p is torch.complex64"),
+    "expanded": (lambda: parameter(torch.ones(1).expand(4)), "parameter p is expanded"),
+    "wrapper": (lambda: parameter(Wrapped(torch.ones(2))), "parameter p is a Wrapped"),
+    "zero-3": (partitioned, "parameter p is partitioned by DeepSpeed"),
+    "tied by data": (
+        tied_by_data,
+        r"parameters table.weight and head.weight share memory|head.weight and table.weight",
+    ),
+    "long name": (lambda: nn.ModuleDict({"n" * 513: nn.Linear(2, 2)}), "has a name of 520 characters: 512 at most"),
+    "many dimensions": (lambda: parameter(torch.ones((1,) * 17)), "parameter p has 17 dimensions: 16 at most"),
+    "frozen meta": (
+        lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, device="meta").requires_grad_(False)}),
+        "frozen parameter b.weight has no values here.*same_frozen=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_would_go_wrong_is_refused_by_name(case: str) -> None:
+    make, said = REFUSED[case]
+    with pytest.raises(UsageError, match=said):
+        learner(make())
+
+
+def test_more_fragments_than_tensors_are_refused_when_they_are_asked_for() -> None:
+    with pytest.raises(UsageError, match="fragments=5, but the model has 4 trained tensors"):
+        learner(Net(), sync=SyncSettings(fragments=5))
+
+
+def test_trained_parameters_on_two_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a meta device in place of a second real one."""
+    monkeypatch.setattr("diloco.workers.checks.model_checks._check_tensor", lambda *_: None)
+    with pytest.raises(UsageError, match=r"several devices: a\.weight on cpu, b\.weight on meta"):
+        learner(two_devices())
+
+
+def test_what_is_frozen_may_be_anything() -> None:
+    """Quantized, sparse, of another type, elsewhere if it is not compared; and a learner is where its training is."""
+    model = Net()
+    model.sparse = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    model.codes = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    model.wrapped = nn.Parameter(Wrapped(torch.ones(2)), requires_grad=False)
+    model.one = model.two = nn.Linear(3, 3)
+    learner(model)
+    before = nn.Sequential(nn.Linear(2, 2, device="meta").requires_grad_(False), nn.Linear(2, 2))
+    assert learner(before, same_frozen=False).device == torch.device("cpu")
+
+
+def test_parts_of_one_memory_are_taken() -> None:
+    """As the weights of a fused layer, side by side or interleaved: no element is in two of them."""
+    memory = torch.zeros(4, 6)
+    model = nn.ParameterList([memory[:2], memory[2:, :3], memory[2:, 3:]])
+    learner(model)
+
+
+# --- optimizers -------------------------------------------------------------------------------------
+
+
+class Delegating(torch.optim.Optimizer):
+    """As Accelerate's: no state of its own, and no `super().__init__`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+class Duck:
+    def __init__(self, optimizer: Any) -> None:
+        self.optim = optimizer
+
+
+class Own(torch.optim.SGD):
+    """Wraps another, with a state of its own beside it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, lr=0.1)
+        self.optimizer = optimizer
+
+
+def test_the_optimizer_that_keeps_the_moments_is_found() -> None:
+    model = Net()
+    adam = torch.optim.AdamW(model.parameters())
+    for wrapper in (adam, Delegating(adam), Duck(adam), Duck(Delegating(adam))):
+        assert check_optimizer(model, wrapper) is adam
+    own = Own(adam)
+    assert check_optimizer(model, own) is own
+    assert check_optimizer(model, None) is None
+
+
+def test_a_circle_of_wrappers_ends() -> None:
+    duck = Duck(None)
+    duck.optim = duck
+    duck.param_groups = []  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="optimizer is a Duck"):
+        learner(Net(), duck)
+
+
+@pytest.mark.parametrize("optimizer", [[], "AdamW", torch.optim.AdamW, Duck("AdamW")], ids=repr)
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with pytest.raises(UsageError, match=r"optimizer is a .*torch.optim.Optimizer.*or None"):
+        learner(Net(), optimizer)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    """Of a copy, or of what is frozen: it would train nothing that travels. Some of the parameters are enough."""
+    model = Net()
+    for others in (copy.deepcopy(model).parameters(), [model.frozen]):
+        with pytest.raises(UsageError, match="holds none of the model's trained parameters"):
+            learner(model, torch.optim.AdamW(others))
+    learner(model, torch.optim.AdamW([model.head.weight]))

@@ -1,0 +1,232 @@
+"""Promises about an optimizer's state on its way out and back in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.moments.moments import Moments, check
+from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
+from diloco.workers.parameters import tensor_table
+from tests.workers.test_parameters import Net
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "AdamW fused amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, amsgrad=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
+
+
+def layout(model: nn.Module) -> Layout:
+    return layout_of(tensor_table(model, SyncSettings(fragments=2)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 3) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def taken(state: OptimizerState) -> Moments:
+    made = state.start_copy()
+    while not made.advance():
+        pass
+    return made.moments()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_optimizer_goes_on_as_if_it_had_never_stopped(name: str) -> None:
+    """Loaded into a fresh optimizer beside the same parameters, the next steps are the same to the last bit."""
+    model, optimizer = trained(MAKERS[name])
+    moments = taken(OptimizerState(model, optimizer, layout(model)))
+    check(moments, layout(model))
+    again = Net()
+    again.load_state_dict(model.state_dict())
+    fresh = MAKERS[name]([p for p in again.parameters() if p.requires_grad])
+    state = OptimizerState(again, fresh, layout(again))
+    assert state.kind == moments.kind
+    state.load(moments)
+    for _ in range(2):
+        step(model, optimizer)
+        step(again, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_what_is_a_moment_and_what_a_number() -> None:
+    def kind_of(name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+        state = OptimizerState(*trained(MAKERS[name], 0), layout(Net()))
+        return state.kind.moments, state.kind.numbers, state.for_peers
+
+    assert kind_of("AdamW") == (("exp_avg", "exp_avg_sq"), ("step",), True)
+    assert kind_of("SGD momentum") == (("momentum_buffer",), (), True)
+    assert kind_of("Adafactor") == ((), ("step",), False)
+
+
+def test_learning_rates_and_groups_stay_the_new_ones() -> None:
+    model, optimizer = trained(MAKERS["AdamW"])
+    moments = taken(OptimizerState(model, optimizer, layout(model)))
+    parameters = list(model.parameters())
+    other = torch.optim.AdamW([{"params": parameters[2:]}, {"params": parameters[:2], "lr": 0.5}], lr=0.25)
+    OptimizerState(model, other, layout(model)).load(moments)
+    assert [group["lr"] for group in other.param_groups] == [0.25, 0.5]
+    for parameter, state in optimizer.state.items():
+        assert torch.equal(other.state[parameter]["exp_avg"], state["exp_avg"])
+
+
+def test_asking_what_an_optimizer_keeps_leaves_it_as_it_was() -> None:
+    """No hook of the user's runs, no state appears, no parameter moves, and a scheduler counts nothing."""
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    called: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    counted = optimizer._opt_called if hasattr(optimizer, "_opt_called") else None
+    assert recoverable_state(model, optimizer, layout(model)) is not None
+    assert not called
+    assert not optimizer.state
+    assert len(optimizer.param_groups[0]["params"]) == len(before)
+    assert (optimizer._opt_called if hasattr(optimizer, "_opt_called") else None) == counted
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_copy_is_one_fragment_a_step_and_keeps_its_moment() -> None:
+    """Each fragment is as it was at its own step boundary, numbers included, whatever is trained on."""
+    model, optimizer = trained(MAKERS["AdamW"])
+    state = OptimizerState(model, optimizer, layout(model))
+    first = taken(state)
+    made = state.start_copy()
+    assert not made.advance()
+    step(model, optimizer)
+    assert made.advance()
+    second = taken(state)
+    step(model, optimizer)
+    mixed = made.moments()
+    for p, source in enumerate((first, second)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            np.testing.assert_array_equal(mixed.flats[p][name], source.flats[p][name])
+    assert set(first.numbers["step"]) == {3.0}
+    assert set(mixed.numbers["step"]) == {3.0, 4.0}
+
+
+def test_a_tensor_that_was_never_stepped_begins_fresh() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW([model.head.weight, model.body.weight], lr=0.1)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    optimizer.step()
+    moments = taken(OptimizerState(model, optimizer, layout(model)))
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)
+    OptimizerState(model, again, layout(model)).load(moments)
+    assert list(again.state) == [model.head.weight]
+
+
+def test_an_optimizer_that_cannot_be_known_is_left_alone() -> None:
+    class Strange(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("not without my closure")
+
+    model = Net()
+    assert recoverable_state(model, Strange(model.parameters(), lr=0.1), layout(model)) is None
+
+
+@pytest.mark.parametrize("keeps", ["a number that changes", "a tensor that changes in place", "a new one"])
+def test_an_optimizer_that_keeps_its_step_for_a_whole_group_is_left_alone(
+    keeps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its moments alone, beside a step count of 0, would be worse than none; the trial leaves the count alone."""
+
+    class Grouped(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                if keeps == "a tensor that changes in place":
+                    group["count"] += 1
+                else:
+                    group["count"] = group.get("count", 0) + 1
+
+    model = Net()
+    optimizer = Grouped(model.parameters(), lr=0.1)
+    if keeps != "a new one":
+        optimizer.param_groups[0]["count"] = torch.zeros(1) if "tensor" in keeps else 0
+    assert recoverable_state(model, optimizer, layout(model)) is None
+    assert "changes ['count'] of a whole parameter group" in capsys.readouterr().out
+    assert optimizer.param_groups[0].get("count", 0) == 0
+
+
+def test_an_optimizer_whose_groups_keep_different_states_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest, "amsgrad": True}]
+    assert recoverable_state(model, torch.optim.AdamW(groups, lr=0.1), layout(model)) is None
+    assert "max_exp_avg_sq" in capsys.readouterr().out
+    same = torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}])
+    assert recoverable_state(model, same, layout(model)) is not None
+
+
+@pytest.mark.parametrize("fault", ["size", "not finite", "negative", "name", "step", "count", "fragments"])
+def test_what_an_optimizer_could_not_go_on_from_is_refused(fault: str) -> None:
+    model, optimizer = trained(MAKERS["AdamW"])
+    good = taken(OptimizerState(model, optimizer, layout(model)))
+    check(good, layout(model))
+    flat, numbers, flats = dict(good.flats[1]), dict(good.numbers), list(good.flats)
+    if fault == "size":
+        flat["exp_avg"] = flat["exp_avg"][:-1]
+    elif fault == "not finite":
+        flat["exp_avg"] = np.full_like(flat["exp_avg"], np.nan)
+    elif fault == "negative":
+        flat["exp_avg_sq"] = -np.ones_like(flat["exp_avg_sq"])
+    elif fault == "name":
+        flat["other"] = flat.pop("exp_avg")
+    elif fault == "step":
+        numbers["step"] = (-1.0, *numbers["step"][1:])
+    elif fault == "count":
+        numbers["step"] = numbers["step"][1:]
+    flats[1] = flat
+    bad = Moments(good.kind, tuple(flats[:1] if fault == "fragments" else flats), numbers)
+    with pytest.raises(BadPayload):
+        check(bad, layout(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_copy_is_of_its_step_and_goes_back_to_the_device() -> None:
+    """Moments and `step`, both on the device, are not torn by the next step, and the optimizer goes on from them."""
+    model = nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = OptimizerState(model, optimizer, layout(model))
+    for count in range(1, 6):
+        model(torch.ones(4, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        made = state.start_copy()
+        while not made.advance():
+            pass
+        kept = {name: dict(optimizer.state[t]) for name, t in model.named_parameters()}
+        kept = {name: {key: value.clone() for key, value in one.items()} for name, one in kept.items()}
+        optimizer.step()
+        moments = made.moments()
+        assert set(moments.numbers["step"]) == {float(2 * count - 1)}
+        state.load(moments)
+        for name, tensor in model.named_parameters():
+            now = optimizer.state[tensor]
+            assert all(torch.equal(now[key], kept[name][key]) for key in kept[name])
+            assert now["exp_avg"].is_cuda
+        optimizer.step()

@@ -1,0 +1,165 @@
+"""Promises about the way between a model's tensors and the flat vectors that travel."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.payload import buffers
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.parameters import FragmentParameters, tensor_table
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(self.table(x)))
+        return out
+
+
+def fragments_of(model: nn.Module, count: int = 2, device: str = "cpu") -> FragmentParameters:
+    return FragmentParameters(model.to(device), layout_of(tensor_table(model, SyncSettings(fragments=count))))
+
+
+def test_the_table_lists_each_trained_tensor_once_with_its_rule() -> None:
+    """Embeddings merge by mean, the rest by RDA, frozen tensors do not travel."""
+    rules = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="rda"))}
+    assert rules == {"table.weight": "mean", "body.weight": "rda", "body.bias": "rda", "head.weight": "rda"}
+
+
+def test_a_tied_head_is_its_embedding() -> None:
+    """A tied tensor is listed once and merges by mean."""
+    table = tensor_table(Net(tied=True), SyncSettings(fragments=2))
+    assert [(t.name, t.rule) for t in table if t.elements == 28] == [("table.weight", "mean")]
+
+
+def test_merge_mean_is_mean_everywhere() -> None:
+    assert {t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="mean"))} == {"mean"}
+
+
+def test_rda_of_rows_is_for_matrices_and_rda_all_for_embeddings_too() -> None:
+    """A vector has no rows; an embedding stays with the mean unless it was asked for."""
+    rows, everywhere = (
+        {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge))}
+        for merge in ("rda-row", "rda-all")
+    )
+    assert rows == {"table.weight": "mean", "body.weight": "rda-row", "body.bias": "rda", "head.weight": "rda-row"}
+    assert set(everywhere.values()) == {"rda"}
+
+
+def test_two_builds_of_a_model_have_one_layout() -> None:
+    sync = SyncSettings(fragments=3)
+    assert layout_of(tensor_table(Net(), sync)) == layout_of(tensor_table(Net(), sync))
+
+
+@pytest.mark.parametrize("merge", ["mean", "rda-all"])
+def test_matrices_of_a_muon_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
+    """Whatever the merge rule; without Muon none is said to be one, so that tables stay as they were."""
+    told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="muon"))
+    assert {t.name for t in told if t.matrix} == {"body.weight", "head.weight"}
+    assert not any(t.matrix for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="nesterov")))
+    assert not any(t.matrix for t in tensor_table(nn.Linear(9, 1), SyncSettings(fragments=1, outer="muon")))
+
+
+def test_a_muon_outer_step_without_momentum_is_refused() -> None:
+    with pytest.raises(UsageError, match="momentum above 0"):
+        tensor_table(Net(), SyncSettings(fragments=2, outer="muon", outer_momentum=0))
+
+
+def test_more_fragments_than_tensors_are_refused() -> None:
+    with pytest.raises(UsageError, match="4 trained tensors"):
+        tensor_table(Net(), SyncSettings(fragments=9))
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(UsageError, match="no parameter"):
+        tensor_table(nn.ReLU(), SyncSettings(fragments=1))
+
+
+def test_snapshot_and_overwrite_are_inverse() -> None:
+    """What one model's snapshots hold makes another model equal to it, bit for bit."""
+    torch.manual_seed(1)
+    source, target = Net(), Net()
+    outgoing, incoming = fragments_of(source), fragments_of(target)
+    for p in range(2):
+        incoming.overwrite(p, outgoing.snapshot(p).numpy())
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def test_a_snapshot_keeps_its_moment() -> None:
+    """Training on after a snapshot does not change it."""
+    model = Net()
+    taken = fragments_of(model, 1).snapshot(0)
+    before = taken.numpy().copy()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(1.0)
+    assert taken.ready()
+    np.testing.assert_array_equal(taken.numpy(), before)
+
+
+def test_overwriting_keeps_what_was_read_and_the_moments() -> None:
+    """The source vector is not aliased, and Adam's moments are untouched."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    kept = [moment.clone() for moment in moments]
+    fragments = fragments_of(model, 1)
+    flat = np.zeros_like(fragments.snapshot(0).numpy())
+    fragments.overwrite(0, flat)
+    assert all(torch.equal(moment, before) for moment, before in zip(moments, kept, strict=True))
+    optimizer.step()
+    assert model.body.weight.any()
+    assert not flat.any()
+
+
+def test_half_precision_parameters_travel_as_float32() -> None:
+    """A bfloat16 model's values arrive exactly and go back exactly."""
+    model = Net().to(torch.bfloat16)
+    before = [tensor.clone() for tensor in model.parameters()]
+    fragments = fragments_of(model, 1)
+    flat = fragments.snapshot(0).numpy()
+    assert flat.dtype == np.float32
+    fragments.overwrite(0, flat)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_snapshots_go_round_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any precision: fresh memory costs several times as much as the copy."""
+    monkeypatch.setattr(buffers, "_buffers", buffers.Buffers())  # in the process's own, earlier tests left theirs
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = fragments_of(nn.Linear(1024, 1024).to(dtype), count=1)
+        found = set()
+        for _ in range(4):
+            found.add(parameters.snapshot(0).numpy().__array_interface__["data"][0])
+        assert len(found) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_snapshot_is_not_torn_by_the_next_step() -> None:
+    """Values come through pinned memory as they were, though training went on at once."""
+    model = nn.Linear(2048, 2048)
+    fragments = fragments_of(model, 1, "cuda")
+    for round_ in range(20):
+        with torch.no_grad():
+            model.weight.fill_(float(round_))
+            model.bias.fill_(float(round_))
+            taken = fragments.snapshot(0)
+            model.weight.fill_(-1.0)
+        flat = taken.numpy()
+        assert flat.min() == flat.max() == float(round_)
+        fragments.overwrite(0, flat + 0.5)
+        assert model.weight.min().item() == model.weight.max().item() == round_ + 0.5

@@ -1,0 +1,538 @@
+"""Promises about a learner's own checkpoint, and about the order in which it looks for moments."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.files.sums import file_sha256
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.learner import Learner
+from diloco.workers.moments import state_folder
+from diloco.workers.moments.moments import Moments
+from diloco.workers.moments.recovery import Recovery, RecoveryOptions
+from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
+from diloco.workers.parameters import tensor_table
+from diloco.workers.rounds import Rounds
+from tests import samples
+from tests.workers.test_optimizer_state import MAKERS, Net, step, taken
+
+STATE = samples.run_state(started_unix_s=1234.5, tokens=100)
+
+
+class FakePeers:
+    """Stands for the other learners; counts who asks."""
+
+    def __init__(self, answer: Moments | None = None) -> None:
+        self.answer = answer
+        self.asked = 0
+
+    async def ask(self) -> Moments | None:
+        self.asked += 1
+        return self.answer
+
+
+class Party:
+    """A model, its optimizer and a `Recovery`, without a network."""
+
+    def __init__(self, folder: Path | None = None, optimizer: str = "AdamW", fragments: int = 2, **told: Any) -> None:
+        self.model = Net()
+        self.optimizer = MAKERS[optimizer]([p for p in self.model.parameters() if p.requires_grad])
+        sync = SyncSettings(fragments=fragments)
+        self.layout = layout_of(tensor_table(self.model, sync))
+        self.rounds = Rounds(self.layout, sync.sync_spec())
+        self.shared = Shared()
+        self.shared.state = STATE
+        options = RecoveryOptions(**{"state_dir": folder, "state_every_s": 1000.0, **told})
+        self.recovery = Recovery(
+            self.model,
+            self.optimizer,
+            self.layout,
+            self.rounds,
+            run="run",
+            learner="l0",
+            incarnation="0" * 16,
+            options=options,
+        )
+
+    def join(self, versions: tuple[int, ...] = (3, 4), peers: FakePeers | None = None, state: Any = STATE) -> str:
+        stands_in: Any = peers
+        asyncio.run(self.recovery.find(stands_in, versions, state))
+        self.recovery.restore()
+        return self.recovery.source
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            step(self.model, self.optimizer)
+            self.rounds.trained(10)
+            self.recovery.stepped(self.shared, 0.5, torch.tensor(2.5))
+
+    def leave(self) -> None:
+        self.recovery.close(self.shared, save=True, within_s=60.0)
+
+    def moments(self) -> Moments:
+        state = self.recovery._state
+        assert state is not None
+        return taken(state)
+
+
+def left(folder: Path, **told: Any) -> Party:
+    """A learner that trained a little and left in order."""
+    party = Party(folder, **told)
+    party.join((0, 0))
+    party.train(5)
+    party.leave()
+    return party
+
+
+def same(a: Moments, b: Moments) -> bool:
+    flats = zip(a.flats, b.flats, strict=True)
+    return a.numbers == b.numbers and all(np.array_equal(x[n], y[n]) for x, y in flats for n in a.kind.moments)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum", "Adafactor"])
+def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(tmp_path: Path, optimizer: str) -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    first = left(tmp_path, optimizer=optimizer)
+    drawn = torch.rand(3), random.random()
+    again = Party(tmp_path, optimizer)
+    torch.manual_seed(1)
+    random.seed(1)
+    assert again.join() == "checkpoint"
+    assert same(again.moments(), first.moments())
+    assert (again.recovery.earlier_steps, again.recovery.earlier_tokens) == (5, 50)
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert random.random() == drawn[1]
+    again.train(2)
+    again.leave()
+    third = Party(tmp_path, optimizer)
+    third.join()
+    assert third.recovery.earlier_steps == 7
+    assert len(list(tmp_path.glob("moments-*"))) == 1
+
+
+def test_the_checkpoint_is_safetensors_and_json_with_the_shard_in_hand(tmp_path: Path) -> None:
+    party = Party(tmp_path)
+    party.join((0, 0))
+    party.train(5)
+    party.shared.shard_position = ("5-0", 3)
+    party.leave()
+    told = json.loads((tmp_path / "state.json").read_text())
+    assert (told["steps"], told["tokens"], told["shard"]) == (5, 50, ["5-0", 3])
+    arrays = safetensors.numpy.load_file(tmp_path / told["moments_file"])
+    state = party.optimizer.state[party.model.body.weight]
+    np.testing.assert_array_equal(arrays["exp_avg_sq/body.weight"], state["exp_avg_sq"].numpy())
+
+
+def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the disk hanging, steps go on; the saved state is that of its steps, not of later ones."""
+    go, write = threading.Event(), state_folder.replace
+
+    def slow(path: Path, parts: Any) -> None:
+        assert go.wait(30)
+        write(path, parts)
+
+    monkeypatch.setattr(state_folder, "replace", slow)
+    party = Party(tmp_path, state_every_s=1e-6)
+    party.join((0, 0))
+    party.train(20)
+    assert not list(tmp_path.glob("*.json"))
+    go.set()
+    party.recovery.close(party.shared, save=False, within_s=60.0)
+    again = Party(tmp_path)
+    assert again.join() == "checkpoint"
+    assert again.recovery.earlier_steps == 2
+    assert set(again.moments().numbers["step"]) == {1.0, 2.0}
+
+
+def test_a_learner_killed_while_it_writes_leaves_the_last_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moments' file and the one that names it: the older pair is what counts."""
+    first, write = left(tmp_path), state_folder.replace
+
+    def dies(path: Path, parts: Any) -> None:
+        if path.name == "state.json":
+            raise OSError("killed")
+        write(path, parts)
+
+    monkeypatch.setattr(state_folder, "replace", dies)
+    second = Party(tmp_path)
+    second.join()
+    second.train(3)
+    second.leave()
+    assert len(list(tmp_path.glob("moments-*"))) == 2
+    third = Party(tmp_path)
+    assert third.join() == "checkpoint"
+    assert same(third.moments(), first.moments())
+
+
+def spoil(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "state.json"
+        told = json.loads(path.read_text())
+        change(told)
+        path.write_text(json.dumps(told))
+
+    return apply
+
+
+def cut(folder: Path) -> None:
+    (file,) = folder.glob("moments-*")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def flip(folder: Path) -> None:
+    (file,) = folder.glob("moments-*")
+    data = bytearray(file.read_bytes())
+    data[-4] ^= 1
+    file.write_bytes(data)
+
+
+def poison(folder: Path) -> None:
+    (file,) = folder.glob("moments-*")
+    arrays = safetensors.numpy.load_file(file)
+    arrays["exp_avg/body.bias"][0] = np.nan
+    safetensors.numpy.save_file(arrays, file)
+
+
+def add(name: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (file,) = folder.glob("moments-*")
+        safetensors.numpy.save_file({**safetensors.numpy.load_file(file), name: np.zeros(3, np.float32)}, file)
+        spoil(lambda told: told.update(moments_sha256=file_sha256(file)))(folder)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (spoil(lambda told: told["identity"].update(run="other")), "another run"),
+        (spoil(lambda told: told["identity"].update(started_unix_s=9.0)), "another run"),
+        (spoil(lambda told: told.update(layout="00" * 16)), "another model"),
+        (spoil(lambda told: told["kind"].update(optimizer="torch.Lion")), r"torch\.Lion.*AdamW"),
+        (spoil(lambda told: told.update(moments_file="../../etc/passwd")), "moments_file"),
+        (spoil(lambda told: told.pop("steps")), "steps"),
+        (lambda folder: (folder / "state.json").write_text("{"), "damaged"),
+        (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
+        (cut, "no whole state"),
+        (flip, "does not have the digest"),
+        (poison, "exp_avg of fragment . is not finite"),
+        (add("nothing"), "'nothing' that is no tensor's"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
+    tmp_path: Path, damage: Callable[[Path], None], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = left(tmp_path).moments()
+    damage(tmp_path)
+    party = Party(tmp_path)
+    peers = FakePeers(moments)
+    kind = moments.kind
+    with pytest.raises(StateRefused, match=told):
+        StateFolder(tmp_path, party.layout).load(party.recovery._identity(STATE), kind)
+    assert party.join(peers=peers) == "peer"
+    assert "state_refused" in capsys.readouterr().out
+    assert same(party.moments(), moments)
+    assert party.recovery.earlier_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (add("row_var/body.weight"), "body.weight needs"),
+        (add("exp_avg_sq_sq/nobody.weight"), "nobody.weight"),
+        (spoil(lambda told: told.update(torch_rng="abcd")), "no random state"),
+        (spoil(lambda told: told.update(python_rng=[3, [1, 2], None])), "no random state"),
+    ],
+)
+def test_a_state_that_could_not_be_put_back_is_refused_before_it_is_chosen(
+    tmp_path: Path, damage: Callable[[Path], None], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other tensors than the optimizer keeps, random states of another size: joining goes on without them."""
+    moments = left(tmp_path).moments()
+    damage(tmp_path)
+    party = Party(tmp_path)
+    assert party.join(peers=FakePeers(moments)) == "peer"
+    said = capsys.readouterr().out
+    assert "state_refused" in said
+    assert told in said
+    party.train(1)
+
+
+def test_where_the_start_of_the_run_is_not_known_yet_that_is_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(tmp_path)
+    assert Party(tmp_path).join(state=None) == "fresh"
+    said = capsys.readouterr().out
+    assert "not known yet" in said
+    assert "another run" not in said
+
+
+def test_moments_that_could_not_be_loaded_never_replace_those_that_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A training gone wrong is said so; the state saved before stays."""
+    good = left(tmp_path).moments()
+    party = Party(tmp_path)
+    party.join()
+    party.train(3)
+    party.optimizer.state[party.model.body.weight]["exp_avg"][0] = torch.nan
+    party.leave()
+    assert "state_not_saved" in capsys.readouterr().out
+    again = Party(tmp_path)
+    assert again.join() == "checkpoint"
+    assert same(again.moments(), good)
+
+
+def test_whatever_breaks_in_a_save_is_said_and_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(path: Path, parts: Any) -> None:
+        raise ValueError("no such luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state_folder, "replace", breaks)
+        folder = left(tmp_path).recovery._folder
+        assert folder is not None
+        assert not folder.busy
+    assert "no such luck" in capsys.readouterr().out
+    left(tmp_path)
+    assert Party(tmp_path).join() == "checkpoint"
+
+
+def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one is told, again and again; what a killed one was writing is removed by the next."""
+    left(tmp_path)
+    (tmp_path / ".writing-killed").write_bytes(b"half")
+    kind = OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=())
+    saved = SavedState.model_validate_json((tmp_path / "state.json").read_bytes())
+    layout = layout_of((samples.tensor("wide", (10, 10)),))
+    flat = np.ones(100, dtype=np.float32)
+    made = (
+        saved.model_copy(update={"layout": layout.digest, "kind": kind, "numbers": {}}),
+        Moments(kind, ({"exp_avg": flat, "exp_avg_sq": flat},), {}),
+    )
+    first, second = StateFolder(tmp_path, layout), StateFolder(tmp_path, layout)
+    first.save(lambda: made)
+    while first.busy:
+        time.sleep(0.01)
+    assert not list(tmp_path.glob(".writing-*"))
+    assert "state_not_saved" not in capsys.readouterr().out
+    second.save(lambda: made)
+    second.close(60.0)
+    assert "another learner that is alive saves to" in capsys.readouterr().out
+    first.close(60.0)
+    third = StateFolder(tmp_path, layout)
+    third.save(lambda: made)
+    third.close(60.0)
+    assert "state_not_saved" not in capsys.readouterr().out
+
+
+def test_saving_makes_no_second_copy_of_the_moments(tmp_path: Path) -> None:
+    """They are written from where they lie: whoever packs them into one string holds the interpreter's lock."""
+    left(tmp_path)
+    kind = OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=())
+    layout = layout_of((samples.tensor("wide", (1000, 1000)),))
+    flat = np.arange(10**6, dtype=np.float32)
+    moments = Moments(kind, ({"exp_avg": flat, "exp_avg_sq": flat},), {})
+    saved = SavedState.model_validate_json((tmp_path / "state.json").read_bytes())
+    saved = saved.model_copy(update={"layout": layout.digest, "kind": kind, "numbers": {}})
+    folder = StateFolder(tmp_path, layout)
+    tracemalloc.start()
+    try:
+        folder.save(lambda: (saved, moments))
+        folder.close(60.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < flat.nbytes
+    found = folder.load(saved.identity, kind)
+    assert found is not None
+    assert same(found[1], moments)
+
+
+def test_any_array_is_written_as_safetensors_reads_it(tmp_path: Path) -> None:
+    """All kinds that an optimizer may keep: narrow, wide, empty, without dimensions, not contiguous, of both signs."""
+    arrays: dict[str, Any] = {
+        "bool": np.array([True, False, True]),
+        "f8": np.full((2, 2), -1.5),
+        "f4 turned": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "f2": np.ones(3, np.float16),
+        "i8": np.array(-7),
+        "u1": np.arange(5, dtype=np.uint8),
+        "big end first": np.arange(3, dtype=">i4"),
+        "nothing": np.zeros((0, 3), np.float32),
+    }
+    state_folder.replace(tmp_path / "a", state_folder.to_safetensors(arrays))
+    found = safetensors.numpy.load_file(tmp_path / "a")
+    assert set(found) == set(arrays)
+    for name, array in arrays.items():
+        assert found[name].shape == array.shape
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_leaving_waits_no_longer_for_the_disk_than_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does the end of the process: what was saved before is what counts."""
+    go = threading.Event()
+    monkeypatch.setattr(state_folder, "replace", lambda path, parts: go.wait(60))
+    party = Party(tmp_path)
+    party.join((0, 0))
+    party.train(2)
+    party.recovery.close(party.shared, save=True, within_s=0.1)
+    assert "the disk took longer than 0.1 s" in capsys.readouterr().out
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("state"))
+    go.set()
+
+
+def test_no_wish_for_a_copy_takes_the_place_of_another() -> None:
+    """Whichever comes first, and whenever the training thread looks: each is answered."""
+    party = Party()
+    party.join((0, 0))
+    answered: list[str] = []
+
+    async def ask(name: str) -> None:
+        await party.recovery.copy()
+        answered.append(name)
+
+    async def play() -> None:
+        first, second = asyncio.ensure_future(ask("first")), asyncio.ensure_future(ask("second"))
+        await asyncio.sleep(0)
+        party.train(4)
+        await asyncio.wait_for(asyncio.gather(first, second), 10)
+
+    asyncio.run(play())
+    assert sorted(answered) == ["first", "second"]
+
+
+def test_a_copy_with_moments_gone_wrong_is_given_to_nobody() -> None:
+    party = Party()
+    party.join((0, 0))
+    party.train(2)
+    party.optimizer.state[party.model.body.weight]["exp_avg"][0] = torch.nan
+
+    async def play() -> None:
+        asking = asyncio.ensure_future(party.recovery.copy())
+        await asyncio.sleep(0)
+        party.train(2)
+        with pytest.raises(BadPayload, match="not finite"):
+            await asking
+
+    asyncio.run(play())
+
+
+def test_a_state_of_other_fragments_or_another_optimizer_is_refused(tmp_path: Path) -> None:
+    left(tmp_path)
+    assert Party(tmp_path, fragments=3).join() == "fresh"
+    assert Party(tmp_path, "SGD momentum").join() == "fresh"
+    assert Party(tmp_path).join(state=None) == "fresh"
+    assert Party(tmp_path).join() == "checkpoint"
+
+
+def test_at_the_start_of_a_run_nobody_is_asked_and_nothing_loaded(tmp_path: Path) -> None:
+    left(tmp_path)
+    peers, party = FakePeers(), Party(tmp_path)
+    assert party.join((0, 0), peers) == "start"
+    assert peers.asked == 0
+    assert not party.optimizer.state
+
+
+def test_the_way_can_be_forced_for_experiments(tmp_path: Path) -> None:
+    moments = left(tmp_path).moments()
+    peers = FakePeers(moments)
+    assert Party(tmp_path, recover="fresh").join(peers=peers) == "fresh"
+    assert peers.asked == 0
+    assert Party(tmp_path, recover="peer").join(peers=peers) == "peer"
+    assert Party(tmp_path, recover="peer").join(peers=FakePeers()) == "fresh"
+    assert Party(tmp_path).join(peers=peers) == "checkpoint"
+    assert peers.asked == 1
+
+
+def test_a_copy_for_a_peer_is_made_at_the_next_steps(tmp_path: Path) -> None:
+    """The exchange thread asks, the training thread copies a fragment a step, and the copy is what it was then."""
+    party = Party()
+    party.join((0, 0))
+    party.train(3)
+    found: list[Moments] = []
+
+    async def ask() -> None:
+        found.append(await party.recovery.copy())
+
+    asking = threading.Thread(target=lambda: asyncio.run(ask()))
+    asking.start()
+    while not party.recovery._wishes:
+        threading.Event().wait(0.001)
+    party.train(2)
+    expected = party.moments()
+    asking.join(10)
+    party.train(2)
+    assert set(found[0].numbers["step"]) == {4.0, 5.0}
+    last = len(party.layout.fragments) - 1
+    np.testing.assert_array_equal(found[0].flats[last]["exp_avg"], expected.flats[last]["exp_avg"])
+
+
+def test_losses_are_appended_by_step_and_incarnation(tmp_path: Path) -> None:
+    party = Party(tmp_path, log_losses=True)
+    party.join((0, 0))
+    party.train(5)
+    party.leave()
+    lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert {(line["loss"], line["progress"], line["incarnation"]) for line in lines} == {(2.5, 0.5, "0" * 16)}
+
+
+def test_losses_cannot_be_logged_to_nowhere() -> None:
+    """Asked for without a folder, they would be missed only when the run is over."""
+    with pytest.raises(UsageError, match="--state-dir"):
+        Learner(Net(), redis_url="redis://localhost", log_losses=True)
+
+
+def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> None:
+    party = Party()
+    party.join()
+    party.train(2)
+    party.leave()
+    bare = Recovery(
+        party.model,
+        None,
+        party.layout,
+        party.rounds,
+        run="run",
+        learner="l0",
+        incarnation="0" * 16,
+        options=RecoveryOptions(state_dir=tmp_path),
+    )
+    asyncio.run(bare.find(None, (1, 1), STATE))
+    bare.restore()
+    bare.stepped(party.shared, 0.5, None)
+    bare.close(party.shared, save=True, within_s=60.0)
+    assert bare.source == "fresh"
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    left(blocked / "state")
+    assert "state_not_saved" in capsys.readouterr().out

@@ -1,0 +1,421 @@
+"""Promises about the built-in trainer, with a learner that has no network behind it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.pipeline.errors import BusUnavailable, SpecMismatch, UsageError
+from diloco.pipeline.messages.shards import ClaimedShard, Shard
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.learner import Learner
+from diloco.workers.parameters import tensor_table
+from diloco.workers.trainer import trainer
+from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.recipe import (
+    StopFlag,
+    add_gradients,
+    choose_device,
+    forward_of,
+    held_out_loss,
+    loss_of,
+    make_optimizer,
+    trainer_spec,
+    update,
+)
+
+
+class FakeLearner:
+    """Counts what the trainer tells it; the run ends after `budget` tokens."""
+
+    budget: ClassVar[int] = 10_000
+    spec: ClassVar[Spec | None] = None
+    made: ClassVar[list["FakeLearner"]] = []
+    recovered: ClassVar[str] = "start"
+    earlier_steps: ClassVar[int] = 0
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **told: Any) -> None:
+        self.model, self.optimizer, self.told = model, optimizer, told
+        self.id = "fake"
+        self.tokens: list[int] = []
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.read: list[tuple[int, int]] = []
+        self.left = False
+        self.left_in_order = True
+        FakeLearner.made.append(self)
+
+    @staticmethod
+    def read_spec(redis_url: str, run: str) -> Spec | None:
+        return FakeLearner.spec
+
+    def __enter__(self) -> "FakeLearner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.left = True
+
+    @property
+    def finished(self) -> bool:
+        return sum(self.tokens) >= self.budget
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, sum(self.tokens) / self.budget)
+
+    def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
+        self.per_shard = per_shard
+        for i in range(10**9):
+            self.read.append(divmod(i, total))
+            yield divmod(i, total)
+
+    def step(self, tokens: int, loss: torch.Tensor) -> None:
+        self.tokens.append(tokens)
+        self.losses.append(loss.item())
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLearner]]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(trainer, "Learner", FakeLearner)
+    monkeypatch.setattr(FakeLearner, "spec", None)
+    monkeypatch.setattr(FakeLearner, "made", [])
+    monkeypatch.setattr(FakeLearner, "recovered", "start")
+    yield FakeLearner
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
+    return path
+
+
+def settings(book: Path, **told: Any) -> LearnerProcess:
+    small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "batch": 4, "threads": 1}
+    return load(LearnerProcess, small | told)
+
+
+def run_spec(asked: LearnerProcess) -> Spec:
+    """The spec of a run that was started with these settings."""
+    agreed = trainer_spec(asked, open_text(asked.data))
+    return Spec(sync=asked.sync_spec(), tensors=tensor_table(build(asked.model, 0), asked), trainer=agreed)
+
+
+def test_it_trains_until_the_run_is_finished(book: Path) -> None:
+    """The loss falls, every step's tokens are told, each block is read once, and it leaves with status 0."""
+    assert trainer.train(settings(book, accumulate=2)) == 0
+    (learner,) = FakeLearner.made
+    assert learner.left
+    assert set(learner.tokens) == {2 * 4 * 32}
+    assert len(learner.read) == len(learner.tokens) * 8
+    assert learner.per_shard == 8 * trainer.STEPS_PER_SHARD
+    assert learner.losses[0] > 5
+    assert np.mean(learner.losses[-5:]) < 4
+
+
+def test_the_learning_rate_follows_the_runs_progress(book: Path) -> None:
+    """Up, then down to its floor, whatever number of steps this learner makes."""
+    trainer.train(settings(book, lr=0.01, min_lr_ratio=0.1))
+    rates = FakeLearner.made[0].rates
+    peak = rates.index(max(rates))
+    assert rates[0] < 0.001
+    assert 0 < peak < len(rates) / 2
+    assert rates[-1] == pytest.approx(0.001, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("recovered", "share"), [("start", 1 / 20), ("fresh", 1 / 10), ("peer", 1.0), ("checkpoint", 1.0)]
+)
+def test_only_fresh_moments_get_a_ramp(
+    book: Path, monkeypatch: pytest.MonkeyPatch, recovered: str, share: float
+) -> None:
+    """A fixed one at the run's start, one of the asked length after joining, none with recovered moments."""
+    monkeypatch.setattr(FakeLearner, "recovered", recovered)
+    monkeypatch.setattr(FakeLearner, "earlier_steps", 20 if recovered == "checkpoint" else 0)
+    trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
+    rates = FakeLearner.made[0].rates
+    assert rates[0] == pytest.approx(0.01 * share, rel=0.01)
+    assert rates[20] == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_checkpoint_of_young_moments_goes_on_with_their_ramp(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved one step after joining with fresh moments: the second of ten steps of ramp comes next."""
+    monkeypatch.setattr(FakeLearner, "recovered", "checkpoint")
+    monkeypatch.setattr(FakeLearner, "earlier_steps", 1)
+    trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
+    rates = FakeLearner.made[0].rates
+    assert rates[0] == pytest.approx(0.01 * 2 / 10, rel=0.01)
+    assert rates[8] == pytest.approx(0.01, rel=0.05)
+
+
+def test_the_learner_is_told_what_to_recover_from(book: Path, tmp_path: Path) -> None:
+    trainer.train(settings(book, recover="peer", state_dir=tmp_path, state_every="5s", log_losses=True))
+    told = FakeLearner.made[0].told
+    asked = {"recover": "peer", "state_dir": tmp_path, "state_every_s": 5.0, "log_losses": True}
+    assert {name: told[name] for name in asked} == asked
+
+
+def test_the_first_learner_says_what_the_run_is(book: Path) -> None:
+    """The trainer's settings and the text's fingerprint go into the spec."""
+    asked = settings(book, seed=3)
+    trainer.train(asked)
+    told = FakeLearner.made[0].told
+    assert told["trainer"] == asked.trainer_spec() | {"data_fingerprint": open_text(str(book)).fingerprint}
+    assert told["redis_url"] == "unix:///nowhere"
+
+
+def test_one_that_joins_follows_the_run(book: Path) -> None:
+    """What it was not told it takes from the spec, so that both propose the same."""
+    FakeLearner.spec = run_spec(settings(book, batch=2, lr=0.005))
+    trainer.train(load(LearnerProcess, {"redis_url": "unix:///nowhere", "threads": 1}))
+    assert FakeLearner.made[0].told["trainer"] == FakeLearner.spec.trainer
+    assert FakeLearner.made[0].tokens[0] == 2 * 32
+
+
+def test_one_that_disagrees_is_refused(book: Path) -> None:
+    FakeLearner.spec = run_spec(settings(book))
+    with pytest.raises(SpecMismatch, match=r"batch: here 8, the run has 4"):
+        trainer.train(settings(book, batch=8))
+    assert not FakeLearner.made
+
+
+def test_one_that_was_slower_to_propose_follows_the_quicker(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told nothing, it proposes defaults, finds another spec in force, and takes that one's values."""
+    theirs = run_spec(settings(book, batch=2))
+
+    def join(learner: FakeLearner) -> FakeLearner:
+        if FakeLearner.spec is None:
+            FakeLearner.spec = theirs
+            raise SpecMismatch("this learner and the run disagree")
+        return learner
+
+    monkeypatch.setattr(FakeLearner, "__enter__", join)
+    small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "threads": 1}
+    assert trainer.train(load(LearnerProcess, small)) == 0
+    assert FakeLearner.made[-1].told["trainer"] == theirs.trainer
+
+
+def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: Path) -> None:
+    FakeLearner.spec = run_spec(settings(book))
+    copy, other = tmp_path / "copy.txt", tmp_path / "other.txt"
+    copy.write_bytes(book.read_bytes())
+    other.write_bytes(book.read_bytes().replace(b"fox", b"cat"))
+    assert trainer.train(settings(copy)) == 0
+    assert FakeLearner.made[0].told["trainer"] == FakeLearner.spec.trainer
+    with pytest.raises(SpecMismatch, match="another text"):
+        trainer.train(settings(other))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, or SIGHUP of a closed terminal: the inner step is finished and told, then it leaves, status 0."""
+    tell = FakeLearner.step
+
+    def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        tell(self, tokens, loss)
+        if len(self.tokens) == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    assert trainer.train(settings(book)) == 0
+    assert len(FakeLearner.made[0].tokens) == 3
+    assert FakeLearner.made[0].left
+
+
+def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits to join has nothing to save: status 0. While training a signal only sets the flag."""
+    exits: list[int] = []
+    monkeypatch.setattr("diloco.pipeline.process.lifecycle.os._exit", exits.append)
+    StopFlag()
+    with pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 0
+    stop = StopFlag()
+    stop.training = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.asked
+    assert not exits
+    os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [1]
+
+
+def test_a_signal_ends_also_who_waits_for_its_first_shard(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag would be looked at after the first step only, and that may never come."""
+    flags: list[bool] = []
+
+    class Flag:
+        asked = training = False
+
+    def blocks(self: FakeLearner, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
+        flags.append(flag.training)
+        return production(self, total, per_shard)
+
+    flag, production = Flag(), FakeLearner.blocks
+    monkeypatch.setattr(trainer, "StopFlag", lambda: flag)
+    monkeypatch.setattr(FakeLearner, "blocks", blocks)
+    assert trainer.train(settings(book)) == 0
+    assert flags == [False]
+    assert flag.training
+
+
+def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
+    """So that what comes after the call is training, and what comes before it is joining."""
+    shared, checked = Shared(), []
+    shard = ClaimedShard(entry_id="1-0", shard=Shard(epoch=0, index=0, start=0, stop=8), position=0)
+
+    def look() -> None:
+        checked.append(shared.shards_wanted)
+        shared.shards.put(shard)
+
+    joined = SimpleNamespace(
+        shared=shared,
+        exchange=SimpleNamespace(claims=SimpleNamespace(want=None, finish=None)),
+        thread=SimpleNamespace(call=lambda what, *args: checked.append(what)),
+        training=SimpleNamespace(rounds=SimpleNamespace(steps=1)),
+    )
+    stopping = SimpleNamespace(leave_if_asked=look)
+    learner: Any = SimpleNamespace(joined=joined, _stopping=stopping, incarnation="00")
+    order = Learner.blocks(learner, 16, 8)
+    assert checked == [None, (16, 8)]
+    assert shared.shards.empty()
+    assert shared.shard_handed_out is None
+    assert next(order) == (0, 0)
+
+
+def test_it_waits_for_a_redis_that_is_not_there_yet(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers start in any order: an unreachable bus is tried again."""
+    answers = iter([BusUnavailable("no"), BusUnavailable("no"), None])
+
+    def read_spec(redis_url: str, run: str) -> Spec | None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return None
+
+    monkeypatch.setattr(FakeLearner, "read_spec", staticmethod(read_spec))
+    assert trainer.train(settings(book)) == 0
+
+
+def test_pace_pads_each_step(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sleep and the step together have the length that was asked for."""
+    slept: list[float] = []
+    monkeypatch.setattr("diloco.workers.trainer.trainer.time.sleep", slept.append)
+    trainer.train(settings(book, pace="10s"))
+    assert len(slept) == len(FakeLearner.made[0].tokens)
+    assert all(5 < pause < 10 for pause in slept)
+
+
+def test_no_redis_is_a_usage_error(book: Path) -> None:
+    with pytest.raises(UsageError, match="DILOCO_REDIS_URL"):
+        trainer.train(settings(book).model_copy(update={"redis_url": None}))
+
+
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(UsageError, match="cuda:99"):
+        choose_device("cuda:99")
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    """Two micro-batches give the gradient and loss of one batch twice the size."""
+    batch = torch.randint(0, 256, (4, 17), generator=torch.Generator().manual_seed(0))
+    whole, parts = build("tiny", 0), build("tiny", 0)
+    one = add_gradients(whole, [batch], 1)
+    two = add_gradients(parts, torch.split(batch, 2), 2)
+    torch.testing.assert_close(one, two)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_decay_is_on_matrices_only() -> None:
+    decay = {
+        p.dim(): g["weight_decay"] for g in make_optimizer(nn.Linear(3, 3), 1.0, 0.5).param_groups for p in g["params"]
+    }
+    assert decay == {2: 0.5, 1: 0.0}
+
+
+def test_an_update_clips_and_clears() -> None:
+    """A huge gradient is scaled to the clipping norm before the step, and gone after it."""
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.tensor([[3e6, 4e6]])
+    update(layer, torch.optim.SGD(layer.parameters(), lr=9.0), lr=0.5, clip=1.0)
+    torch.testing.assert_close(before - layer.weight.detach(), torch.tensor([[0.3, 0.4]]), atol=1e-5, rtol=1e-4)
+    assert layer.weight.grad is None
+
+
+def test_held_out_loss_is_the_mean_over_all_tokens() -> None:
+    """Cut into passes or not, it is one number, and it leaves no gradient."""
+    model = build("tiny", 0)
+    validation = np.random.default_rng(0).integers(0, 256, (70, 65)).astype(np.uint8)
+    expected = loss_of(model, torch.from_numpy(validation).long()).item()
+    assert held_out_loss(model, validation, torch.device("cpu")) == pytest.approx(expected, rel=1e-5)
+    assert all(tensor.grad is None for tensor in model.parameters())
+
+
+def test_a_compiled_model_trains_the_same_parameters() -> None:
+    """What is synchronised is the model that was given; the gradients are its own, and the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+    batch = [torch.randint(0, 256, (2, 9))]
+    losses, gradients = [], []
+    for compiled in (False, True):
+        forward = forward_of(model, torch.device("cpu"), compiled, backend="aot_eager")
+        assert (forward is model) is not compiled
+        losses.append(add_gradients(forward, batch, 1))
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_a_machine_that_cannot_compile_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is made, and before anybody is joined."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(UsageError, match=r"g\+\+.*No working C\+\+ compiler found$"):
+        forward_of(nn.Linear(1, 1), torch.device("cpu"), compiled=True)
+
+
+def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
+    """So that the status can tell who takes more than there is. Read in the exchange's thread, which trains nothing."""
+    had = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere", sync=SyncSettings(fragments=1))
+        training = learner._training(learner._proposal())
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(training.report, False).result().threads == (3, usable_cores())
+    finally:
+        torch.set_num_threads(had)
+
+
+def test_an_infinite_clipping_norm_is_no_clipping() -> None:
+    """The step is that of the gradient as it is."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.weight.grad = torch.tensor([[3e30, 4e30]])
+    update(model, optimizer, 1.0, float("inf"))
+    assert torch.equal(model.weight, -torch.tensor([[3e30, 4e30]]))

@@ -1,0 +1,479 @@
+"""The invariants, checked at every effect on the bus, by an onlooker who sees all of it.
+
+The oracle keeps its own account of the surviving history (heads with their values, headers that are pending, bases
+that were merged), which goes back together with the bus when that loses its last second. It shares no state
+with the production code, and computes every merge again (`syncer.algorithm`) from the bytes on the bus (`reference`).
+
+Invariants: no contribution merged twice; a version rises by exactly 1; no merge below the quorum, of a learner
+twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
+the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
+window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
+refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
+a learner's reported tokens cover its header's; only committed values are adopted; a shard leaves the queue when all of
+it was read; at the end the ledger closes to the token-element.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.bus import entry_ids, head_hash, stored_values
+from diloco.pipeline.bus.commits import Commit, Refusal, Republication
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.payload import Chunk
+from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
+from diloco.pipeline.messages.shards import ClaimedShard, Shard
+from diloco.pipeline.messages.tape import TapeRecord
+from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
+from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from diloco.pipeline.view.ledger import accounts, problems, surviving
+from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.syncer import algorithm
+from diloco.workers.rounds import Base
+from tests.world import reference
+from tests.world.globals import Globals, badly_coded
+from tests.world.link import Link
+from tests.world.plan import BLOCKS, SHARD_BLOCKS, Plan
+from tests.world.refusals import Refusals
+from tests.world.surviving import Float64, Surviving
+from tests.world.windows import Windows
+
+REPORTED_S = 3.0
+"""Longer than any call is on its way."""
+CLOSE = 1e-4
+"""Relative difference from the algorithm in float64 that float32 and its order of summing may make. Newton-Schulz
+multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most: in
+the eleven of the first 53 worlds that have it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, and how."""
+
+    promise: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.detail}"
+
+
+DeltaId = tuple[int, str, str, int]
+"""(fragment, learner, incarnation, serial)"""
+
+
+class Oracle:
+    """Watches one run."""
+
+    def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
+        self._now = now
+        self._spec, self._layout, self._store, self._keys = plan.spec, layout, store, keys
+        self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
+        self.violation: Violation | None = None
+        self.merges = 0
+        """Commits that took effect, lost history included."""
+        self.on_violation: Callable[[], None] = lambda: None
+        self._published: dict[DeltaId, Float64] = {}
+        self._uploads: dict[str, tuple[DeltaId, dict[int, bytes]]] = {}
+        """Key of a quantized delta's payload -> its chunks so far."""
+        self._offers: dict[tuple[int, str], DeltaHeader] = {}
+        self._senders: set[str] = set()
+        self._committed: dict[tuple[int, int, bytes], Float64] = {}
+        """(fragment, version, digest) -> the values that learners train from."""
+        self._ever: dict[tuple[int, int, bytes], Surviving] = {}
+        """The history up to each commit that ever was."""
+        self._tape: list[TapeRecord] = []
+        """All that was ever written to it, as an archive has it."""
+        self._ever_drained = self._finished = False
+        self._rewound_s = -REPORTED_S
+        self._rewinds = 0
+        self._closing: list[set[str]] = []
+        """What was pending in each fragment when the run was first said to be closing."""
+        self._read: set[tuple[int, int]] = set()
+        """(epoch, block) that a learner has read."""
+        self._shards: dict[str, Shard] = {}
+        self._reading: dict[tuple[Link, int], float] = {}
+        """When a syncer last read a fragment's stream from its start."""
+        self._windows = Windows(
+            plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
+        )
+        self._globals = Globals(store, layout, plan.spec.sync, self.broken)
+        self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
+        self._checks: dict[str, Callable[..., None]] = {
+            "offer": self._offered,
+            "read_offers": self._read_offers,
+            "write_chunks": self._staged,
+            "commit": self._commit,
+            "refuse": self._refuse,
+            "republish": self._republish,
+            "write_window": self._window,
+            "write_state": self._state,
+            "claim_shard": self._claimed,
+            "finish_shard": self._finished_shard,
+        }
+
+    # --- what the world tells ------------------------------------------------------------------------
+
+    def published(self, delta: DeltaId, values: Float64) -> None:
+        """A learner made a delta: (elements,) as it will travel; a quantized one is known when it does."""
+        self._published[delta] = values
+        if self._spec.sync.codec not in DTYPES:
+            self._uploads[self._keys.delta_payload(*delta)] = delta, {}
+
+    def _published_as(self, header: DeltaHeader) -> Float64:
+        return self._published[header.fragment, header.learner, header.incarnation, header.serial]
+
+    def adopted(self, learner: str, base: Base) -> None:
+        """A learner put a global into its model."""
+        self._windows.joined(learner)
+        shown = self._committed.get((base.fragment, base.version, base.digest))
+        if shown is None or not np.array_equal(base.values, shown):
+            what = f"{base.values} as fragment {base.fragment} version {base.version}"
+            self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
+
+    def read_block(self, epoch: int, block: int) -> None:
+        """A learner trained on it."""
+        self._read.add((epoch, block))
+
+    def draining(self) -> None:
+        """From now on windows may close below the quorum."""
+        self._ever_drained = True
+
+    def snapshot(self) -> list[Surviving]:
+        """The history now, for `rewind`."""
+        return [fragment.copy() for fragment in self.fragments]
+
+    def rewind(self, saved: list[Surviving]) -> None:
+        """The bus lost what came after."""
+        self._refusals.lost(self.fragments, saved)
+        self.fragments = [fragment.copy() for fragment in saved]
+        self._rewound_s = self._now()
+        self._rewinds += 1
+        self._finished = False
+        for p in range(len(self.fragments)):
+            self._check_pending(p)
+            self._windows.changed(p, self.fragments[p])
+
+    def broken(self, promise: str, detail: str) -> None:
+        """Note the first violation."""
+        if self.violation is None:
+            self.violation = Violation(promise, detail)
+            self.on_violation()
+
+    def observe(self, link: Link, method: str, args: tuple[Any, ...], outcome: Any) -> None:
+        """A call took effect, or was refused by the bus."""
+        check = self._checks.get(method)
+        if check is not None:
+            check(link, outcome, *args)
+
+    # --- the stream ------------------------------------------------------------------------------------
+
+    def _stream(self, key: str) -> Stream | None:
+        found = self._store.values.get(key)
+        return found if isinstance(found, Stream) else None
+
+    def _check_pending(self, p: int) -> None:
+        there = set()
+        for learner in self._senders:
+            stream = self._stream(self._keys.deltas(p, learner))
+            there |= {f"{ms}-{seq}@{learner}" for ms, seq in stream.ids} if stream else set()
+        expected = self.fragments[p].pending.keys()
+        if there != expected:
+            lost, strange = sorted(expected - there), sorted(there - expected)
+            self.broken("what is pending stays on its stream", f"fragment {p}: lost {lost}, unaccounted {strange}")
+
+    def _offered(self, link: Link, outcome: Any, header: DeltaHeader) -> None:
+        p = header.fragment
+        if not isinstance(outcome, Exception):
+            state = self.fragments[p]
+            self._senders.add(header.learner)
+            state.pending[outcome] = self._offers[p, outcome] = header
+            if header.due:
+                state.due.add(header.base_digest)
+            self._windows.changed(p, state)
+            self._check_report(header)
+            wrong = reference.wrongly_due(header, len(self.fragments), self._spec.sync)
+            if wrong is not None and not self._ever_drained:
+                self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
+        self._check_pending(p)
+
+    def _check_report(self, header: DeltaHeader) -> None:
+        table = self._store.values.get(self._keys.learners)
+        blob = table.get(f"{header.learner}/{header.incarnation}".encode()) if isinstance(table, dict) else None
+        reported = decode(LearnerReport, blob).tokens if blob else 0
+        # A header that was long on its way may come after its report was lost with the bus.
+        if reported < header.tokens and self._now() - self._rewound_s > REPORTED_S:
+            self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")
+
+    # --- the owner's writes ------------------------------------------------------------------------------
+
+    def _owner_write(self, link: Link, p: int, nonce: str, what: str) -> None:
+        if self._store.values.get(self._keys.lease(p)) != nonce.encode():
+            self.broken("a syncer writes under its lease only", f"{link.party}: {what} of fragment {p}")
+
+    def _window(
+        self, link: Link, outcome: Any, p: int, nonce: str, expected: Any, window: WindowView, record: Any
+    ) -> None:
+        if isinstance(outcome, Exception):
+            return
+        self._owner_write(link, p, nonce, "window")
+        self._tape += [record] if record is not None else []
+        state = self.fragments[p]
+        self._check_close(p, self._windows.shown(link, p, window, state))
+        if link.sent_s <= self._rewound_s or self._ever_drained:
+            return  # decided by what was lost while it was on its way: its owner reads anew
+        if window.state != "idle" and state.digests.get(state.version) not in state.due:
+            self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
+
+    def _read_offers(
+        self, link: Link, outcome: Any, p: int, after: Mapping[str, str] | None = None, *args: Any
+    ) -> None:
+        if not after and not isinstance(outcome, Exception):
+            self._reading[link, p] = self._now()
+            self._windows.read(link, p)
+
+    def _staged(self, link: Link, outcome: Any, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
+        """A quantized delta: what it says. The first chunks of a merge to be committed next: its window is closed."""
+        if key in self._uploads:
+            self._uploaded(key, first, chunks)
+        if ":delta:" in key:
+            of = int(key.split(":delta:")[1].split(":")[0])
+            self._windows.changed(of, self.fragments[of])
+        if (":global:" in key or ":update:" in key) and not isinstance(outcome, Exception):
+            _, p, version, _ = key.rsplit(":", 3)
+            if int(version) == self.fragments[int(p)].version + 1:
+                self._check_close(int(p), self._windows.closed(link, int(p)))
+
+    def _uploaded(self, key: str, first: int, chunks: Sequence[bytes]) -> None:
+        delta, here = self._uploads[key]
+        here |= dict(enumerate(chunks, first))
+        sync = self._spec.sync
+        elements = self._layout.fragments[delta[0]].elements
+        if len(here) == chunk_count(elements, sync.codec, sync.chunk_bytes):
+            wire = b"".join(decode(Chunk, chunk).data for _, chunk in sorted(here.items()))
+            self._published[delta] = reference.dequantized(wire, elements, sync.codec)
+            del self._uploads[key]
+
+    def _is_uploaded(self, header: DeltaHeader) -> bool:
+        key = self._keys.delta_payload(header.fragment, header.learner, header.incarnation, header.serial)
+        stream = self._stream(key)
+        return stream is not None and len(stream.ids) >= header.chunks
+
+    def _check_close(self, p: int, late: str | None) -> None:
+        if late is not None and not self._ever_drained:
+            self.broken("a window closes in time", f"fragment {p} version {self.fragments[p].version}: {late}")
+
+    def _refuse(self, link: Link, outcome: Any, p: int, refusal: Refusal) -> None:
+        if not isinstance(outcome, Exception):
+            self._owner_write(link, p, refusal.nonce, "refusal")
+            self._tape += refusal.records
+            since_s = self._reading.get((link, p), self._now())
+            for wrong in self._refusals.refused(link, p, self.fragments[p], refusal, since_s, bool(self._closing)):
+                self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
+            self._windows.changed(p, self.fragments[p])
+        self._check_pending(p)
+
+    def _commit(self, link: Link, outcome: Any, commit: Commit) -> None:
+        p = commit.record.fragment
+        if isinstance(outcome, Exception):
+            self._check_pending(p)
+            return
+        self.merges += 1
+        self._tape.append(commit.record)
+        self._owner_write(link, p, commit.nonce, "commit")
+        state = self.fragments[p]
+        if commit.lost is not None:
+            self._put_back(p, commit)
+            return
+        if commit.version != state.version + 1:
+            self.broken("a version rises by exactly 1", f"fragment {p}: {state.version} to {commit.version}")
+        found = self._globals.of(commit, state)
+        if found is None:
+            return
+        theta, shown, momentum = found
+        if commit.expected is not None:
+            self._check_merge(link, p, commit, theta, momentum)
+        state.theta = theta
+        state.version = commit.version
+        state.digests[commit.version] = commit.digest
+        self._committed[p, commit.version, commit.digest] = shown
+        state.momentum = momentum
+        self._ever[p, commit.version, commit.digest] = state.copy()
+        self._windows.moved(link, p)
+        self._windows.changed(p, state)
+        self._check_pending(p)
+        if any(one.key in self._store.expiries for one in commit.staged):
+            self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _put_back(self, p: int, commit: Commit) -> None:
+        """A version that the bus has lost, without a head in its place: the same values, momentum and history."""
+        state, was = self.fragments[p], self._ever.get((p, commit.version, commit.digest))
+        if state.version >= 0 or was is None:
+            self.broken("only what was lost is put back", f"fragment {p}: version {commit.version} on {state.version}")
+            return
+        found = self._globals.of(commit, state)
+        if found is None:
+            return
+        theta, _, momentum = found
+        if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
+            self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
+        state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
+        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
+
+    def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
+        """The same values and momentum as before, in other payloads."""
+        if isinstance(outcome, Exception):
+            return
+        self._owner_write(link, p, anew.nonce, "republication")
+        state = self.fragments[p]
+        found = self._globals.whole(anew.payload, anew.rest, p, state.digests[state.version])
+        momentum = self._globals.values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
+        if found is None or momentum is None or np.abs(momentum - state.momentum).max() > CLOSE:
+            self.broken("what is published anew is the same", f"fragment {p} version {state.version}: {momentum}")
+
+    def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64) -> None:
+        state, parts, sync = self.fragments[p], commit.record.contributions, self._spec.sync
+        where = f"fragment {p} version {commit.version}"
+        if len({part.learner for part in parts}) != len(parts):
+            self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
+        if len(parts) < (1 if self._ever_drained else sync.quorum):
+            self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
+        weights = algorithm.merge_weights([(part.steps, part.tokens) for part in parts], sync.weights)
+        given = np.array([part.weight for part in parts])
+        if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
+            self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")
+        deltas = []
+        for entry, part in zip(commit.entries, parts, strict=True):
+            header = self._offers.get((p, entry))  # the bus may have lost it since, and its owner still have it
+            if header is None:
+                self.broken("what is merged was offered", f"{where}: {part.learner}'s delta on {part.base_version}")
+                return
+            state.pending.pop(entry, None)
+            if not commit.version - 2 <= header.base_version < commit.version:
+                self.broken("staleness is at most 1", f"{where}: base {header.base_version}")
+            if header.base_digest != state.digests.get(header.base_version):
+                self.broken("a base is on record", f"{where}: base {header.base_version} of a lost history")
+            key = (header.learner, header.incarnation, header.base_version)
+            if key in state.merged:
+                self.broken("nothing is merged twice", f"{where}: {key}")
+            state.merged[key] = header.tokens
+            if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
+                self.broken("the tape tells what was merged", f"{where}: {part}")
+            deltas.append(self._published_as(header))
+        gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
+        averaged = reference.averages(sync, state.version, [part.steps for part in parts])
+        matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
+        coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
+        if coded:  # Newton-Schulz tells apart what its code does not
+            wire = self._globals.bytes_of(commit.updates[-1].merged)
+            if not wire or (wrong := badly_coded(wire, gradient, CLOSE * float(np.abs(gradient).max()) + 1e-9)):
+                self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
+                return
+            gradient = reference.dequantized(wire, len(gradient), "int8")
+        lr, mu = (1.0, 0.0) if averaged else (sync.outer_lr, sync.outer_momentum)
+        expected, velocity = algorithm.outer_step(
+            self._layout.fragments[p], state.theta, state.momentum, gradient, lr, mu, sync.outer
+        )
+        scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
+        if sync.global_codec == "int8":
+            wire, due = self._globals.bytes_of(commit.updates[-1].payload), state.theta - expected
+            if (wrong := badly_coded(wire, due, scale + 1e-9)) is not None:
+                self.broken("an update is the nearest to its step", f"{where}: {wrong}")
+            if not coded:
+                step = reference.dequantized(wire, len(theta), "int8")
+                velocity = reference.momentum_after(state.momentum, step, sync, averaged=averaged)
+        elif np.abs(theta - expected).max() > scale + 1e-9:
+            self.broken("the global is the merge of what was published", f"{where}: {theta} instead of {expected}")
+        if np.abs(momentum - velocity).max() > scale + 1e-9:
+            self.broken("the momentum is Nesterov's", f"{where}: {momentum} instead of {velocity}")
+
+    def _state(self, link: Link, outcome: Any, state: RunState) -> None:
+        """What was offered before a run closed is merged or refused when it is finished; later is too late."""
+        if not isinstance(outcome, RunState):
+            return
+        if outcome.phase is Phase.CLOSING:
+            self._closing = self._closing or [set(fragment.pending) for fragment in self.fragments]
+        if outcome.phase is Phase.FINISHED and not self._finished:
+            self._finished = True
+            for p, (fragment, before) in enumerate(zip(self.fragments, self._closing, strict=True)):
+                if before & fragment.pending.keys():
+                    self.broken(
+                        "a finished run has nothing pending", f"fragment {p}: {before & fragment.pending.keys()}"
+                    )
+
+    # --- data shards -----------------------------------------------------------------------------------
+
+    def _claimed(self, link: Link, outcome: Any, *args: Any) -> None:
+        if isinstance(outcome, ClaimedShard):
+            self._shards[outcome.entry_id] = outcome.shard
+
+    def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
+        queue = self._stream(self._keys.shards)
+        if not isinstance(outcome, Exception) and queue is not None and entry_ids.entry_id(entry_id) not in queue.ids:
+            self._check_read(self._shards[entry_id])
+
+    def _check_read(self, shard: Shard) -> None:
+        missed = [at for at in range(shard.start, shard.stop) if (shard.epoch, at) not in self._read]
+        if missed:
+            self.broken("every shard is read to its end", f"epoch {shard.epoch} shard {shard.index}: not {missed}")
+
+    def _check_shards(self) -> None:
+        """What left the queue was read; all else of the epochs queued so far is still there."""
+        queue, epochs = self._stream(self._keys.shards), self._store.values.get(self._keys.shard_epoch)
+        waiting = [stored_values.decode_shard(data) for data in queue.data] if queue else []
+        there = {(shard.epoch, shard.index) for shard in waiting}
+        for epoch in range(int(epochs) if isinstance(epochs, bytes) else 0):
+            for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):
+                if (epoch, index) not in there:
+                    stop = min(start + SHARD_BLOCKS, BLOCKS)
+                    self._check_read(Shard(epoch=epoch, index=index, start=start, stop=stop))
+
+    # --- at the end ------------------------------------------------------------------------------------
+
+    def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
+        """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
+        if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
+            self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
+        self._check_shards()
+        needed = set()
+        for p in range(len(self.fragments)):
+            head = self._store.values.get(self._keys.head(p))
+            decoded = head_hash.decode_head(p, head) if isinstance(head, dict) else None
+            if decoded is not None:
+                needed |= {
+                    decoded.payload,
+                    decoded.rest,
+                    decoded.momentum,
+                    *(key for update in decoded.updates for key in update.payloads),
+                }
+        payloads = (":delta:", ":global:", ":rest:", ":update:", ":merged:", ":momentum:", ":initial:")
+        for key in self._store.values:
+            if any(kind in key for kind in payloads) and key not in needed and key not in self._store.expiries:
+                self.broken("what nobody needs expires", key)
+
+    def check_ledger(self, ledger_inputs: LedgerInputs) -> None:
+        """The run is finished: every token that was trained is merged, overwritten, rejected, or died.
+
+        Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold: also of
+        those that had ended before, who could not notice it.
+        """
+        if not self._rewinds and surviving(self._tape, ledger_inputs.heads)[1]:
+            self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
+        outages = {"outages": int(self._rewinds > 0)}
+        ledger_inputs = replace(
+            ledger_inputs, reports=tuple(one.model_copy(update=outages) for one in ledger_inputs.reports)
+        )
+        for problem in problems(accounts(self._tape, ledger_inputs, self._layout)):
+            self.broken("the ledger closes", problem)
+
+    def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
+        """A pseudogradient (elements,) as its codec carries it; as it is, if that quantizes."""
+        delta = np.subtract(base, values)
+        wire: Float64 = delta.astype(DTYPES.get(self._spec.sync.codec, delta.dtype)).astype(np.float64)
+        return wire

@@ -1,0 +1,91 @@
+"""Payloads, ramps and due times of a run, as an onlooker works them out: the oracle checks them by these. Pure.
+
+By the descriptions in `pipeline` and with none of its code, so that a fault there shows as a difference. Merges and
+outer steps are checked by `syncer.algorithm`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.spec import SyncSpec
+
+Float64 = npt.NDArray[np.float64]
+
+
+def averages(sync: SyncSpec, version: int, steps: Sequence[int]) -> bool:
+    """Whether the step from this version only averages learners that trained for so many steps."""
+    return version < sync.outer_warmup or all(2 * s < interval(sync, version) for s in steps)
+
+
+def momentum_after(momentum: Float64, step: Float64, sync: SyncSpec, *, averaged: bool) -> Float64:
+    """Nesterov's momentum after a step (elements,) as it was taken: of the pseudogradient that would have made it."""
+    if averaged or not sync.outer_momentum:
+        return np.zeros_like(momentum)
+    mu = sync.outer_momentum
+    gradient = (step / sync.outer_lr - mu * mu * momentum) / (1 + mu)
+    after: Float64 = mu * momentum + gradient
+    return after
+
+
+def interval(sync: SyncSpec, version: int) -> int:
+    """Inner steps between two syncs of a fragment at this version: H, or less on the first versions."""
+    if not sync.first_interval:
+        return sync.sync_interval
+    return int(min(sync.sync_interval, sync.first_interval * 2 ** (version // sync.doubling)))
+
+
+def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | None:
+    """Whether a delta is called due, or not, against its interval: H, or less on the first versions; None: it is right.
+
+    A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
+    as long after it. Any other is due exactly when the interval is over.
+    """
+    version = header.base_version
+    whole = interval(sync, version)
+    first = min(sync.sync_interval, sync.first_interval or sync.sync_interval)
+    turn = 1 + header.fragment * first // fragments
+    moments = (turn, whole) if version == 0 else (whole, whole + turn)
+    told = f"{'due' if header.due else 'not due'} after {header.steps} steps on version {version}"
+    if header.due and header.steps not in moments and (header.steps < min(moments) or header.attempt == 0):
+        return f"{told}, where {moments[0]} or {moments[1]} are an interval"
+    if not header.due and header.steps >= max(moments):
+        return f"{told}, where {max(moments)} are enough"
+    return None
+
+
+def joined(high: bytes, low: bytes) -> npt.NDArray[np.float32]:
+    """A vector (elements,) from the bytes of its halves, by the description in `pipeline.transfer.halves`."""
+    upper, lower = (np.frombuffer(half, kind).astype(np.int64) for half, kind in ((high, "<u2"), (low, "<i2")))
+    bits: npt.NDArray[np.uint32] = np.mod(2**16 * upper + lower, 2**32).astype(np.uint32)
+    return bits.view(np.float32)
+
+
+def rounded(values: Float64) -> Float64:
+    """To 8 significant bits (fewer below the least normal number), to nearest, ties away from zero: (elements,)."""
+    quantum = np.ldexp(1.0, np.maximum(np.frexp(values)[1], -125) - 8)
+    nearest: Float64 = np.copysign(np.floor(np.abs(values) / quantum + 0.5) * quantum, values)
+    return nearest
+
+
+def dequantized(wire: bytes, elements: int, codec: str) -> Float64:
+    """A vector (elements,) from its bytes in int8, int4 or e3m0, by the description in `pipeline.payload.quantize`."""
+    found, at = [], 0
+    for start in range(0, elements, 256 * 256):
+        blocks = -(-min(256 * 256, elements - start) // 256)
+        scales = (np.frombuffer(wire, "<u2", blocks, at).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        size = 256 * blocks // (1 if codec == "int8" else 2)
+        codes = np.frombuffer(wire, np.uint8, size, at + 2 * blocks).astype(np.int64)
+        at += 2 * blocks + size
+        if codec != "int8":
+            codes = np.stack([codes % 16, codes // 16], axis=1).reshape(-1)
+        if codec == "e3m0":
+            power = codes % 8
+            values = np.where(power > 0, 2.0**power / 2, 0.0) * np.where(codes < 8, 1, -1)
+        else:
+            half = 128 if codec == "int8" else 8
+            values = np.where(codes < half, codes, codes - 2 * half).astype(np.float64)
+        found.append(values * np.repeat(scales, 256))
+    return np.concatenate(found)[:elements]

@@ -1,0 +1,50 @@
+"""The simulated world's onlooker of leases: what it calls a broken promise, and what it allows for."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.world.takeover import Takeover
+
+LEASE_S = 0.5
+TWO = ["syncer-0.1", "syncer-1.1"]
+
+
+def first_broken(watch: Takeover, what: Callable[[float], tuple[bool, list[str], bool]]) -> float | None:
+    """When an onlooker that looks twenty times a second for five seconds first complains of fragment 1."""
+    for tick in range(100):
+        free, able, well = what(now := tick / 20)
+        if watch.look(now, [False, free], able, well):
+            return now
+    return None
+
+
+def test_a_lease_that_stays_free_for_two_lease_times_breaks_the_promise() -> None:
+    """Not one that is taken in between, nor one that nobody can take."""
+    assert first_broken(Takeover(2, LEASE_S), lambda now: (now >= 1.0, TWO, True)) == pytest.approx(2.05)
+    assert first_broken(Takeover(2, LEASE_S), lambda now: (now % 1.0 > 0.1, TWO, True)) is None
+    assert first_broken(Takeover(2, LEASE_S), lambda now: (True, [], True)) is None
+
+
+def test_one_that_was_taken_between_two_looks_was_taken() -> None:
+    """Though at both it was free."""
+    watch = Takeover(2, LEASE_S)
+    assert watch.look(0.0, [True, True], TWO, True) is None
+    watch.taken(0)
+    broken = watch.look(1.05, [True, True], TWO, True)
+    assert broken is not None
+    assert broken.startswith("fragment 1")
+
+
+def test_what_costs_the_syncers_a_round_gives_them_two_lease_times_more() -> None:
+    """Counted from its end; after that, there is no excuse."""
+    assert first_broken(Takeover(2, LEASE_S), lambda now: (True, TWO[: 1 + (now < 0.8)], True)) == pytest.approx(1.85)
+    assert first_broken(Takeover(2, LEASE_S), lambda now: (True, TWO, not 0.5 <= now < 0.9)) == pytest.approx(1.9)
+    watch = Takeover(2, LEASE_S)
+
+    def struck(now: float) -> tuple[bool, list[str], bool]:
+        if now == 0.6:
+            watch.disturbed(now)
+        return True, TWO, True
+
+    assert first_broken(watch, struck) == pytest.approx(1.65)

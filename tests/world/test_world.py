@@ -1,0 +1,122 @@
+"""The simulated world: its seeds keep every promise, repeat exactly, and would show a broken promise."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
+from tests.mutations import MUTATIONS, Mutation, applied
+from tests.world.campaign import Summary, campaign, done_before
+from tests.world.plan import Kind, plan
+from tests.world.shrink import shrink
+from tests.world.world import MERGES, run_seed
+
+pytestmark = pytest.mark.usefixtures("no_log_lines")
+
+SEEDS = 200
+WITHIN_SEEDS = 500
+
+
+@pytest.mark.timeout(600)
+def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
+    """Each with at least 200 merges; together they meet with every kind of fault."""
+    summary = Summary()
+    for line in campaign(range(SEEDS), len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
+        assert line["violation"] or line["merges"] >= MERGES
+        summary.add(line)
+    assert summary.violations == {}
+    assert summary.seeds == SEEDS == len(done_before(tmp_path / "results.jsonl"))
+    assert all(summary.fired[kind] > 0 for kind in Kind), Counter(summary.fired)
+
+
+def test_the_worlds_have_deltas_and_globals_in_every_codec() -> None:
+    """What is drawn seldom is drawn, too."""
+    assert {plan(seed).spec.sync.codec for seed in range(SEEDS)} == set(get_args(Codec))
+    assert {plan(seed).spec.sync.global_codec for seed in range(SEEDS)} == set(get_args(GlobalCodec))
+
+
+def test_the_worlds_have_both_outer_optimizers_and_matrices_beside_other_tensors() -> None:
+    """And no tensor is a matrix without the optimizer that asks."""
+    specs = [plan(seed).spec for seed in range(SEEDS)]
+    assert {spec.sync.outer for spec in specs} == set(get_args(OuterName))
+    assert {t.matrix for spec in specs for t in spec.tensors if spec.sync.outer == "muon"} == {True, False}
+    assert not any(t.matrix for spec in specs for t in spec.tensors if spec.sync.outer == "nesterov")
+
+
+@pytest.mark.parametrize(
+    "name", ["an orthogonalised step has another length", "the momentum is of orthogonalised steps"]
+)
+def test_a_wrong_muon_step_is_found_soon(name: str) -> None:
+    """By the oracle, which takes singular values apart instead."""
+    worlds = [s for s in range(40) if any(t.matrix for t in plan(s).spec.tensors)][:2]
+    with applied(named(name)):
+        assert any(run_seed(seed).violation is not None for seed in worlds)
+
+
+def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:
+    """In processes of their own, since the order of sets of strings differs from process to process."""
+    seed = next(s for s in range(100) if len(plan(s).faults) >= 6)
+    code = f"from tests.world.campaign import quiet, run_one; quiet(); print(run_one({seed})['digest'])"
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert digests[0] == digests[1] != ""
+    assert run_seed(seed).digest == digests[0].strip()
+    assert run_seed(seed + 1).digest != digests[0].strip()
+
+
+def test_a_violation_is_shrunk_to_the_faults_that_matter() -> None:
+    """The shrunk world breaks the same promise with fewer faults, and its faults alone repeat it."""
+    mutation = named("only higher versions are adopted")
+    with applied(mutation):
+        seed, whole = next((s, r) for s in range(WITHIN_SEEDS) if (r := run_seed(s)).violation is not None)
+        small = shrink(seed)
+        assert small.violation is not None
+        assert whole.violation is not None
+        assert small.violation.promise == whole.violation.promise
+        assert 0 < len(small.struck) < len(whole.struck)
+        assert run_seed(seed, only=small.struck).digest == small.digest
+    assert run_seed(seed).violation is None
+
+
+def named(name: str) -> Mutation:
+    return next(mutation for mutation in MUTATIONS if mutation.name == name)
+
+
+@pytest.mark.parametrize(
+    "name", ["the outer warm-up is a step too short", "a growing interval goes by a learner's own rounds"]
+)
+def test_a_wrong_ramp_is_found_soon(name: str) -> None:
+    """Worlds draw an outer warm-up and a growing interval, and the oracle computes with both."""
+    ramped = [s for s in range(40) if (sync := plan(s).spec.sync).outer_warmup and sync.first_interval][:3]
+    assert ramped
+    with applied(named(name)):
+        assert any(run_seed(seed).violation is not None for seed in ramped)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_defect_of_the_protocol_is_found_within_500_seeds(mutation: Mutation) -> None:
+    """The world can fail: each deliberate defect breaks a promise."""
+    with applied(mutation):
+        for seed in range(WITHIN_SEEDS):
+            violation = run_seed(seed).violation
+            if violation is not None:
+                print(f"{mutation.name}: seed {seed}: {violation}")
+                break
+        else:
+            pytest.fail(f"{mutation.name}: not found within {WITHIN_SEEDS} seeds")
+    assert run_seed(seed).violation is None, "the seed fails without the defect too"

@@ -1,0 +1,1 @@
+"""What a learner's model and arguments must be, and stay."""

@@ -1,0 +1,106 @@
+"""What a user may say to a `Learner`: each argument is judged at once, by name, with what is allowed."""
+
+import math
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import PartyId
+from diloco.pipeline.settings import EncodeOn, SyncSettings
+
+MAX_STEP_TOKENS = 2**40
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Arguments(BaseModel):
+    """The plain arguments of a `Learner`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True, extra="forbid")
+
+    run: PartyId
+    redis_url: str | None
+    learner_id: PartyId | None
+    sync: InstanceOf[SyncSettings] | None
+    trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
+    leave_s: Annotated[_Finite, Field(ge=0)]
+    state_dir: str | Path | None
+    state_every_s: Annotated[_Finite, Field(gt=0)]
+    recover: Literal["auto", "peer", "fresh"]
+    log_losses: bool
+    encode_on: EncodeOn
+    same_frozen: bool
+
+
+def check_arguments(**given: Any) -> Arguments:
+    """Judge what a `Learner` was called with.
+
+    Raises:
+        UsageError: naming the argument, its value and what is allowed.
+    """
+    try:
+        return Arguments(**given)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        first = problems[0]
+        name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
+        shown = "***" if name == "redis_url" else _shown(first["input"])
+        allowed = " or ".join(
+            dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is first["input"])
+        )
+        raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
+
+
+def whole_tokens(tokens: Any) -> int:
+    """The tokens of a step, from whichever number they come as; of a CUDA tensor this waits for the device.
+
+    Raises:
+        UsageError: they are no whole number from 0 on.
+    """
+    if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
+        return tokens
+    if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
+        raise UsageError(f"step(tokens=...): of shape {tuple(tokens.shape)}; pass one number, as their sum")
+    value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"step(tokens={_shown(tokens)}): a {type(tokens).__name__}; pass how many tokens were trained")
+    if not (0 <= value <= MAX_STEP_TOKENS and value == int(value)):
+        raise UsageError(
+            f"step(tokens={_shown(tokens)}): pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
+        )
+    return int(value)
+
+
+def one_loss(loss: Any) -> float | torch.Tensor | None:
+    """The loss of a step, to be read later: a tensor stays one, so that nothing waits for its device.
+
+    Raises:
+        UsageError: it is not one number.
+    """
+    if loss is None or type(loss) is float:
+        return loss
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() != 1:
+            raise UsageError(f"step(loss=...): a tensor of shape {tuple(loss.shape)}; pass one number, as its mean")
+        if loss.is_complex():
+            raise UsageError("step(loss=...): a complex number; pass a real one")
+        return loss.detach() if loss.requires_grad else loss
+    try:
+        if isinstance(loss, str | bytes):
+            raise TypeError
+        return float(loss.item() if isinstance(loss, np.ndarray) else loss)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(
+            f"step(loss={_shown(loss)}): a {type(loss).__name__}; pass one number, or leave it out"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return reprlib.repr(value)[:80]
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "..."

@@ -1,0 +1,146 @@
+"""Which models and optimizers a learner takes, judged before anything is connected.
+
+A learner is one process that holds the whole model, its trained tensors as plain dense ones on one device. Frozen
+parameters may be anything (quantized, elsewhere): they do not travel. Whatever else a model is made of would go wrong
+later, most of it without a word, so it is refused here with what was found and what to do.
+"""
+
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.parameters import trained_tensors
+
+ALONE = (
+    "a learner is one process with the whole model. Start each as a process of its own, without a process group and "
+    "with the unwrapped model (`wrapped.module`): the syncer merges what they learn, gradients need not be averaged"
+)
+WRAPS_AS = ("optimizer", "optim", "_optimizer")
+"""Attributes in which wrappers of optimizers keep what they wrap."""
+
+
+def check_alone(model: nn.Module) -> None:
+    """Refuse a rank among several: each would publish and adopt at steps of its own, and their parameters drift apart.
+
+    Raises:
+        UsageError: torch.distributed has several ranks.
+    """
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    how = "the model is wrapped in DistributedDataParallel" if wrapped else "torch.distributed is initialised"
+    raise UsageError(f"{how}, with {distributed.get_world_size()} ranks: {ALONE}")
+
+
+def check_model(model: Any) -> torch.device:
+    """The device of the model's trained tensors, if it is one that a learner can take.
+
+    Raises:
+        UsageError: naming the tensor or module, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that is trained")
+    check_alone(model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
+    for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise UsageError(f"module {name or 'model'} is wrapped in FullyShardedDataParallel: {ALONE}")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor: FSDP2 (fully_shard), tensor parallelism
+            raise UsageError(
+                f"parameter {name} is a DTensor, as fully_shard and tensor parallelism make them; sharded models "
+                f"cannot be learners yet: {ALONE}"
+            )
+        if hasattr(parameter, "ds_id"):
+            raise UsageError(
+                f"parameter {name} is partitioned by DeepSpeed ZeRO-3; sharded models cannot be learners yet: {ALONE}"
+            )
+    trained = trained_tensors(model)
+    for name, tensor in trained.items():
+        _check_tensor(name, tensor)
+    first, device = next((name, tensor.device) for name, tensor in trained.items())
+    for name, tensor in trained.items():
+        if tensor.device != device:
+            raise UsageError(
+                f"trained parameters lie on several devices: {first} on {device}, {name} on {tensor.device}. Put all "
+                "that require a gradient on one device; frozen ones may be elsewhere"
+            )
+    _check_memory(trained)
+    return device
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Raises UsageError where a trained tensor is no plain dense one with values."""
+    if tensor.is_meta:
+        raise UsageError(
+            f"parameter {name} is on the meta device, without values: load the model's weights before, or give it a "
+            "device with `model.to_empty(device=...)` and initialise it"
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"parameter {name} is sparse ({tensor.layout}): trained tensors must be dense, or be frozen")
+    if hasattr(type(tensor), "__tensor_flatten__") or tensor.is_quantized:
+        raise UsageError(
+            f"parameter {name} is a {type(tensor).__name__}, which holds its values in other tensors: freeze it "
+            "(requires_grad_(False)), train adapters beside it, or convert it to a plain tensor"
+        )
+    if any(stride == 0 and side > 1 for stride, side in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise UsageError(f"parameter {name} is expanded, many elements in one place of memory: make it .contiguous()")
+
+
+def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
+    """Two trained tensors in one memory would be adopted one over the other. One Parameter under two names is none."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
+        for name, tensor in trained.items()
+        if tensor.is_contiguous()  # of others, which may lie between one another, nothing can be said so simply
+    )
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            raise UsageError(
+                f"parameters {first} and {second} share memory without being one: tie them with the same nn.Parameter "
+                "in both modules (`head.weight = embedding.weight`), not with its `.data`"
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that keeps the moments: the given one, or what it wraps.
+
+    Wrappers are followed to the optimizer whose state theirs is, as those of Accelerate, Fabric and torchft are made.
+    One with a state of its own is no mere wrapper, and is taken itself.
+
+    Raises:
+        UsageError: no optimizer, or none of the model's trained parameters are in it.
+    """
+    if optimizer is None:
+        return None
+    inner = _unwrap(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, a wrapper that has one as its "
+            "`.optimizer`, or None, and no moments are saved or shared"
+        )
+    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    if not any(id(tensor) in held for tensor in trained_tensors(model).values()):
+        raise UsageError(
+            f"optimizer ({type(optimizer).__name__}) holds none of the model's trained parameters: make it from "
+            "`model.parameters()` of the model that is passed here, after the last `.to()`, copy or wrapping"
+        )
+    return inner
+
+
+def _unwrap(optimizer: Any) -> Any:
+    for _ in range(8):  # wrappers around wrappers, but no circle
+        wrapped = next((w for name in WRAPS_AS if (w := getattr(optimizer, name, None)) is not None), None)
+        if wrapped is None or not hasattr(wrapped, "param_groups"):
+            break
+        state = getattr(wrapped, "state", None)
+        if getattr(optimizer, "state", state) is not state:
+            break
+        optimizer = wrapped
+    return optimizer

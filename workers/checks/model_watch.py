@@ -1,0 +1,82 @@
+"""Sees that the model which is trained is still the one that is synchronised.
+
+What is synchronised is settled on joining. A layer unfrozen afterwards, or a parameter replaced by another, would be
+trained here and never travel; one frozen or converted would go on being overwritten. So the whole model is looked
+through again and again in the training thread, at a thousandth of the time at most: a look that took 10 ms is followed
+by the next after 10 s.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.checks.model_checks import check_alone
+
+SHARE = 1e-3
+"""Of the training thread's time, at most."""
+REMEDY = (
+    "what is synchronised is settled when a learner joins. Change the model before `with`; or leave the block, change "
+    "it, and join another run, as all learners must"
+)
+
+
+class _Form(NamedTuple):
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    return _Form(tensor.dtype, tensor.device, tensor.shape)
+
+
+class ModelWatch:
+    """One model with the tensors that a learner synchronises."""
+
+    def __init__(
+        self, model: nn.Module, trained: Collection[str], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._model, self._clock = model, clock
+        tensors = dict(model.named_parameters())
+        self._trained = {name: (tensors[name], _form(tensors[name])) for name in trained}
+        self._next_s = clock()
+
+    def look(self, now: float) -> None:
+        """Look through the model if it is time to.
+
+        Raises:
+            UsageError: naming the tensor that has changed.
+        """
+        if now < self._next_s:
+            return
+        began = self._clock()
+        check_alone(self._model)
+        self._compare()
+        ended = self._clock()
+        self._next_s = ended + (ended - began) / SHARE
+
+    def _compare(self) -> None:
+        missing = dict(self._trained)
+        for name, tensor in self._model.named_parameters():
+            known = missing.pop(name, None)
+            if known is None:
+                if tensor.requires_grad and tensor.numel():
+                    raise UsageError(f"parameter {name} requires a gradient now, and did not on joining: {REMEDY}")
+                continue
+            was, form = known
+            if tensor is not was:
+                raise UsageError(f"parameter {name} was replaced by another: {REMEDY}")
+            if not tensor.requires_grad:
+                raise UsageError(f"parameter {name} was frozen, while the run goes on merging it: {REMEDY}")
+            if _form(tensor) != form:
+                raise UsageError(f"parameter {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
+        if missing:
+            raise UsageError(f"parameter {next(iter(missing))} is no longer in the model: {REMEDY}")
+
+
+def _said(form: _Form) -> str:
+    return f"{form.dtype} of shape {tuple(form.shape)} on {form.device}"

@@ -1,0 +1,93 @@
+"""What a learner and its run must agree on, when it joins and for as long as it trains. asyncio.
+
+A bus that came back empty has lost the spec. Whoever comes first puts one there: this learner the run's own, or
+somebody new another one. A syncer that served the run then puts the run's back; where none lives, the first stands.
+"""
+
+import asyncio
+
+from diloco.pipeline.agreement import PATIENCE_S, differences
+from diloco.pipeline.errors import SpecMismatch
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload import codec
+from diloco.workers.exchange.member import Member
+
+LOOK_S = 5.0
+OTHERS_S = 40.0
+"""Learners that have trained put back what they have after `following.LOST_HEADS_S`."""
+LIVE_S = 10.0
+"""A learner that reported within this may put back what it has trained."""
+
+
+def compare(spec: Spec, held: Spec) -> None:
+    """Compare this learner's spec with the run's.
+
+    Raises:
+        SpecMismatch: showing what differs.
+    """
+    if told := differences(spec, held):
+        frozen = spec.model_copy(update={"frozen": held.frozen}) == held
+        hint = " If frozen tensors differ on purpose, say same_frozen=False in all learners of a new run." * frozen
+        raise SpecMismatch(
+            f"this learner and the run disagree:\n{told}\n"
+            f"Give all learners the same model and settings, or choose another run name.{hint}"
+        )
+
+
+class Agreement:
+    """One learner's spec beside the bus's."""
+
+    def __init__(self, member: Member) -> None:
+        self._bus, self._clock, self._learner = member.bus, member.clock, member.learner
+        self._log = member.log
+        self._spec, self._encoded = member.spec, codec.encode(member.spec)
+        self._other_since_s: float | None = None
+        self._asked_since_s: float | None = None
+
+    async def keep_agreed(self) -> None:
+        """Look every few seconds, until cancelled.
+
+        Raises:
+            SpecMismatch, BusError: as `look`.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self, patience_s: float = PATIENCE_S) -> None:
+        """See that the bus has this spec; put it there if it has none.
+
+        Raises:
+            SpecMismatch: it has had another one for so long; shows what differs.
+            BusError: ask again.
+        """
+        encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)
+        held = self._spec if encoded == self._encoded else codec.decode(Spec, encoded)
+        if not differences(self._spec, held):
+            self._other_since_s = None
+            return
+        now = self._clock.now()
+        if self._other_since_s is None:
+            self._other_since_s = now
+            detail = "the bus has another spec under this run's name; unless a syncer puts it back, this learner ends"
+            self._log.warning("spec_replaced", detail=detail)
+        if now - self._other_since_s >= patience_s:
+            compare(self._spec, held)
+
+    async def others_trained(self) -> bool:
+        """Whether a live learner has what version 0 must not be put in the place of.
+
+        Not for ever: whoever has trained puts it back soon, and nobody's word keeps a run from beginning.
+
+        Raises:
+            BusError: ask again.
+        """
+        now = self._clock.now()
+        self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
+        return now - self._asked_since_s < OTHERS_S and any(
+            seen.age_s < LIVE_S
+            and not seen.report.left
+            and seen.report.learner != self._learner
+            and max(seen.report.versions, default=-1) >= 0
+            for seen in await self._bus.read_reports()
+        )

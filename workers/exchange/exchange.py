@@ -1,0 +1,106 @@
+"""All of a learner's network work once it has joined: following heads, publishing deltas, reporting, claiming shards.
+
+Coroutines over the bus, no torch: `learner` gives them a thread of their own, tests and simulations run them in
+virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields each
+have one writer, and in `queue`. An outage of the bus is outlasted. `joining` makes the one `Exchange` of a learner.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+
+from diloco.pipeline.errors import BusError
+from diloco.pipeline.messages.run import Event
+from diloco.workers.exchange.agreement import Agreement
+from diloco.workers.exchange.following import Following
+from diloco.workers.exchange.member import Member
+from diloco.workers.exchange.publishing import Publishing, Values
+from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.reporting import Reporting
+from diloco.workers.exchange.version_0 import Version0
+from diloco.workers.exchange.work_queue import ShardClaims
+from diloco.workers.feedback import ErrorFeedback
+from diloco.workers.rounds import Publication
+
+LOOK_FOR_SYNCERS_S = 10.0
+
+
+class Exchange:
+    """One learner in its run, from having joined to leaving."""
+
+    def __init__(
+        self,
+        member: Member,
+        agreement: Agreement,
+        version_0: Version0,
+        feedback: ErrorFeedback,
+        pulling: Pulling,
+        reporting: Reporting,
+        claims: ShardClaims,
+    ) -> None:
+        """pulling: has pulled every fragment."""
+        self.member, self.shared = member, member.shared
+        self._agreement = agreement
+        self.feedback = feedback
+        self.claims, self.reporting, self.pulling = claims, reporting, pulling
+        self.publishing = Publishing(member, reporting, pulling, feedback)
+        self.following = Following(member, pulling, self.publishing, version_0, feedback)
+
+    async def work(self) -> None:
+        """All of it, until cancelled; ends early only by a bug, or where the learner has to end.
+
+        Raises:
+            LearnerReplaced, SpecMismatch: in a group.
+        """
+        works = (
+            self.following.follow,
+            self.pulling.pull_wanted,
+            self.publishing.offer,
+            self.publishing.upload,
+            self.reporting.keep_reporting,
+            self.claims.keep_claimed,
+            self._agreement.keep_agreed,
+            self._look_for_syncers,
+        )
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(self.member.outages.forever(work))
+
+    def queue(self, publications: Iterable[tuple[Publication, Values]], adopted: bool) -> None:
+        """An inner step is done: have its deltas published; if fragments were adopted, others learn of it soon."""
+        self.publishing.queue(publications)
+        if adopted:
+            self.reporting.soon()
+
+    async def leave(self, deadline_s: float) -> bool:
+        """Flush what is queued, give back what is unread, say goodbye; True if all of it was in time."""
+        member, flushed = self.member, True
+        self.claims.leave()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.publishing.all_sent.wait()
+                await self.claims.returned.wait()
+        except TimeoutError:
+            flushed = False
+        self.reporting.left = flushed  # what is reported from now on must not take it back
+        with suppress(TimeoutError, BusError):
+            async with asyncio.timeout(max(2.0, deadline_s / 4)):
+                await self.reporting.write()
+                unix_s = member.clock.unix()
+                left = Event(name="learner_left", who=member.learner, detail=member.incarnation, unix_s=unix_s)
+                await member.bus.add_event(left)
+        member.log.info("learner_left", unsent=self.publishing.unsent)
+        return flushed
+
+    async def _look_for_syncers(self) -> None:
+        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use."""
+        missed = 0
+        while True:
+            await asyncio.sleep(LOOK_FOR_SYNCERS_S)
+            here = await self.member.bus.read_syncers()
+            if here and missed > 1:
+                self.member.log.info("syncer_found", syncers=list(here.values()))
+            missed = 0 if here else missed + 1
+            if missed == 2:
+                remedy = "start `diloco syncer` for this run; training goes on, and all of it is offered again"
+                self.member.log.warning("no_syncer", detail=f"nothing is merged: {remedy}")

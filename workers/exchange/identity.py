@@ -1,0 +1,109 @@
+"""One process at a time has a learner's id: whoever comes later finds out, and whoever was replaced is told. asyncio.
+
+| the last one with this id                    | who comes now                                          |
+|----------------------------------------------|--------------------------------------------------------|
+| none, has left, or silent for LIVE_S         | is the next generation, at once                        |
+| reported lately, silent while it is watched  | is the next generation after SILENT_S (it was killed)  |
+| reports while it is watched                  | is refused: `IdTaken`                                  |
+
+The first report of a generation holds the id on the bus. From then on older ones are refused, so a process that was
+paused and wakes, or was cut off for long, ends (`LearnerReplaced`). Reports carry their generations: a bus that comes
+back a second earlier, or empty, learns the order again from whoever reports.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from diloco.pipeline.bus.ports import Clock, Reports
+from diloco.pipeline.errors import IdTaken, LearnerReplaced
+from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
+
+LIVE_S = 5.0
+"""Who has not reported for this long is not even watched."""
+SILENT_S = 1.0
+"""Several times what lies between two reports."""
+LOOK_S = 0.1
+MOST_GENERATIONS = 10**9
+HEARD = 3
+"""Reports that only a live one sends: one or two may be late calls of a dead one."""
+
+Retry = Callable[..., Awaitable[Any]]
+
+
+class Identity:
+    """One incarnation's hold on its learner's id."""
+
+    def __init__(self, bus: Reports, clock: Clock, learner: str, incarnation: str, retry: Retry) -> None:
+        """retry: calls something until the bus answers."""
+        self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
+        self._retry = retry
+        self._generation, self._taken = 0, False
+
+    async def acquire(self, write: Callable[[], Awaitable[Any]]) -> None:
+        """Wait until it is clear that nobody uses the id, and take it.
+
+        write: writes a report, by `self.write`. Of two that begin at once one is refused it, and looks again.
+
+        Raises:
+            IdTaken: somebody uses it.
+        """
+        least = 1
+        while not self._taken:
+            self._generation = max(least, await self._next_generation())
+            try:
+                await self._retry(write)
+                self._taken = True
+            except LearnerReplaced as quicker:
+                least = quicker.generation + 1
+
+    async def write(self, report: LearnerReport) -> RunState | None:
+        """Write a report as the holder of the id; returns the run's state.
+
+        Raises:
+            LearnerReplaced: it is another's now.
+            BusError: it may not be written.
+        """
+        try:
+            return await self._bus.write_report(report.model_copy(update={"generation": self._generation}))
+        except LearnerReplaced as error:
+            if not self._taken:
+                raise
+            seen = await self._retry(self._newest)
+            raise LearnerReplaced(
+                f"another process has taken the place of learner {self._learner!r}{_described(seen)}. This one was "
+                "silent for too long (paused, or cut off from Redis), and ends; what it trained since is lost",
+                error.generation,
+            ) from None
+
+    async def _next_generation(self) -> int:
+        heard, last, quiet_since = 0, None, self._clock.now()
+        while True:
+            seen: SeenReport | None = await self._retry(self._newest)
+            if seen is None:
+                return 1
+            told = (seen.report.incarnation, seen.report.number)
+            if told != last:
+                heard, last, quiet_since = heard + (last is not None), told, self._clock.now()
+            if heard >= HEARD:
+                raise IdTaken(
+                    f"another process is learner {self._learner!r} already{_described(seen)}. End that one, or give "
+                    "this one an id of its own (--learner-id, learner_id=), or none: then it makes one up"
+                )
+            if seen.report.left or seen.age_s > LIVE_S or self._clock.now() - quiet_since > SILENT_S:
+                return seen.report.generation + 1
+            await asyncio.sleep(LOOK_S)
+
+    async def _newest(self) -> SeenReport | None:
+        """The last to take the id, other than this one."""
+        others = [seen for seen in await self._bus.read_reports() if seen.report.learner == self._learner]
+        others = [seen for seen in others if seen.report.incarnation != self._incarnation]
+        others = [seen for seen in others if seen.report.generation < MOST_GENERATIONS]  # more were made up
+        return max(others, key=lambda seen: (seen.report.generation, -seen.age_s), default=None)
+
+
+def _described(seen: SeenReport | None) -> str:
+    if seen is None:
+        return ""
+    one = seen.report
+    return f" (incarnation {one.incarnation} on host {one.host}, reported {seen.age_s:.1f} s ago at step {one.step})"

@@ -1,0 +1,143 @@
+"""A learner's deltas on their way: headers first, then payloads, while they are encoded. asyncio.
+
+Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded by
+the model's size (one delta a fragment and base).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from diloco.pipeline.errors import PayloadIncomplete
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.payload import codec
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.transfer.payloads import push_growing
+from diloco.workers.exchange.member import Member
+from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.reporting import Reporting
+from diloco.workers.feedback import ErrorFeedback
+from diloco.workers.rounds import Publication
+
+Values = Callable[[], Any]
+"""Gives a fragment's vector (elements,) as it was, of the encoder's kind, to be overwritten; may wait for a device."""
+
+DELTA_TTL_S = 600.0
+"""A delta that nobody merged or refused is gone after this."""
+
+
+class Publishing:
+    """The deltas of one learner that are not on the bus yet."""
+
+    def __init__(self, member: Member, reporting: Reporting, pulling: Pulling, feedback: ErrorFeedback) -> None:
+        self._member, self._sync = member, member.spec.sync
+        self._reporting, self._pulling, self._feedback = reporting, pulling, feedback
+        self.newest: dict[int, tuple[int, int]] = {}
+        """Fragment -> (base version, attempt) of its last delta."""
+        self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
+        """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
+        self._header_wake = asyncio.Event()
+        self._uploads: asyncio.Queue[tuple[Publication, Values]] = asyncio.Queue()
+        self.unsent = 0
+        """Deltas queued and not uploaded."""
+        self.all_sent = asyncio.Event()
+        self.all_sent.set()
+
+    def queue(self, publications: Iterable[tuple[Publication, Values]]) -> None:
+        """Have deltas published; older ones on the same base, of which nothing is sent yet, are not any more."""
+        for item in publications:
+            base = item[0].base
+            self.newest[base.fragment] = (base.version, item[0].attempt)
+            key = base.fragment, base.version, base.digest
+            self.unsent += key not in self._headers
+            self._headers[key] = item
+            self.all_sent.clear()
+            self._header_wake.set()
+
+    async def offer(self) -> None:
+        """Send headers as they come; then it is the payload's turn."""
+        while True:
+            self._header_wake.clear()
+            while self._headers:
+                await self._offer_one(self._headers.pop(next(iter(self._headers))))
+            await self._header_wake.wait()
+
+    async def _offer_one(self, item: tuple[Publication, Values]) -> None:
+        """A call of its own, as `_upload_one`."""
+        await self._member.outages.retry(self._send_header, item[0])
+        self._uploads.put_nowait(item)
+
+    async def _send_header(self, publication: Publication) -> None:
+        member, sync, base = self._member, self._sync, publication.base
+        report = await self._reporting.write()
+        header = DeltaHeader(
+            learner=member.learner,
+            incarnation=member.incarnation,
+            fragment=base.fragment,
+            base_version=base.version,
+            base_digest=base.digest,
+            attempt=publication.attempt,
+            serial=publication.serial,
+            steps=publication.steps,
+            tokens=publication.tokens,
+            due=publication.due,
+            codec=sync.codec,
+            chunks=codec.chunk_count(member.layout.fragments[base.fragment].elements, sync.codec, sync.chunk_bytes),
+            layout=member.layout.digest,
+            step_s=report.step_s,
+        )
+        await member.bus.offer(header)
+
+    async def upload(self) -> None:
+        """Upload the payloads of headers that were sent."""
+        while True:
+            await self._upload_one(*await self._uploads.get())
+            self.unsent -= 1
+            if not self.unsent:
+                self.all_sent.set()
+
+    async def _upload_one(self, publication: Publication, values: Values) -> None:
+        """A call of its own, so that nothing of it is held while the next one is waited for."""
+        if not self._is_of_use(publication):
+            return
+        member, sync, base, loop = self._member, self._sync, publication.base, asyncio.get_running_loop()
+        wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
+        payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
+
+        async def encode() -> None:
+            residual = self._feedback.residual(base.fragment)
+            given = base.values, values, sync.codec, residual, wire, payload.grow_to
+            error = await member.apart(len(base.values), member.encoder.encode, *given)
+            if error is not None:
+                self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
+
+        key = member.bus.keys.delta_payload(base.fragment, member.learner, member.incarnation, publication.serial)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(encode())
+                await self._push(publication, key, payload, more)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _push(self, publication: Publication, key: str, payload: Payload, more: asyncio.Event) -> None:
+        """For as long as it is of use."""
+        member, base = self._member, publication.base
+
+        async def push() -> None:
+            if self._is_of_use(publication):
+                await push_growing(member.bus, key, payload, self._sync.chunk_bytes, DELTA_TTL_S, more)
+                told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
+                member.log.debug("delta_published", **told)
+
+        with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
+            await member.outages.retry(push, unless=PayloadIncomplete)
+
+    def _is_of_use(self, publication: Publication) -> bool:
+        """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
+        p, base, latest = publication.base.fragment, publication.base.version, self._pulling.latest
+        newest_base, newest_attempt = self.newest[p]
+        outdone = newest_base == base and newest_attempt > publication.attempt
+        return latest[p][0] - 1 <= base <= latest[p][0] and not outdone

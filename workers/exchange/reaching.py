@@ -1,0 +1,65 @@
+"""A learner's way to its Redis: one that is not there yet is waited for, and it is said so."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import BusUnavailable, outage_event
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload import codec
+from diloco.pipeline.retry import Backoff, retry
+
+BACKOFF = Backoff(0.1, 5.0)
+
+
+def read_spec(url: str, run: str) -> Spec | None:
+    """The spec of a run that is already there, else None.
+
+    Raises:
+        BusUnavailable: there is no Redis.
+    """
+
+    async def ask() -> bytes | None:
+        bus = await connect(url, run)
+        try:
+            return await bus.read_spec()
+        finally:
+            await bus.close()
+
+    data = asyncio.run(ask())
+    return None if data is None else codec.decode(Spec, data)
+
+
+def wait_for_spec(
+    read: Callable[[], Spec | None], learner: str | None, check: Callable[[], None] = lambda: None
+) -> Spec | None:
+    """The spec of a run, once its Redis is there.
+
+    Args:
+        read: as `read_spec`.
+        learner: its id, if it has one yet.
+        check: called before each try; may raise.
+    """
+    waits = BACKOFF.waits()
+    while True:
+        check()
+        try:
+            return read()
+        except BusUnavailable as error:
+            wait_s = next(waits)
+            _say(error, wait_s, learner)
+            time.sleep(wait_s)
+
+
+async def reach(url: str, run: str, learner: str) -> Bus:
+    """A bus, once its Redis is there."""
+    return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
+
+
+def _say(error: BaseException, wait_s: float, learner: str | None) -> None:
+    structlog.get_logger().warning(outage_event(error), learner=learner, error=str(error), retry_s=wait_s)

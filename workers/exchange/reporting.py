@@ -1,0 +1,83 @@
+"""A learner's reports: before each header, some times a second, and as its last word. asyncio."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from diloco.pipeline.bus.ports import Clock
+from diloco.pipeline.messages.run import LearnerReport
+from diloco.workers.exchange.identity import Identity
+from diloco.workers.exchange.outages import Outages
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.exchange.work_queue import ShardClaims
+
+REPORT_S = 0.3
+"""Time between reports while nothing else calls for one."""
+LEAST_REPORT_S = 0.05
+
+
+class Reporting:
+    """Writes what the training side says of itself, and learns the run's state by it."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        clock: Clock,
+        make: Callable[[bool], LearnerReport],
+        outages: Outages,
+        shared: Shared,
+        claims: ShardClaims,
+    ) -> None:
+        """make: called with `left` whenever a report is due; must not block."""
+        self._identity, self._clock, self._make = identity, clock, make
+        self._outages, self._shared, self._claims = outages, shared, claims
+        self._wake = asyncio.Event()
+        self._written_s = 0.0
+        self.written = 0
+        """Reports so far."""
+        self.left = False
+        """What is reported from now on is that it has left."""
+
+    def soon(self) -> None:
+        """Something has changed that others should learn of."""
+        self._wake.set()
+
+    async def write(self) -> LearnerReport:
+        """Write one now.
+
+        Raises:
+            LearnerReplaced: another process has the learner's id.
+            BusError: it may not be written.
+        """
+        self._wake.clear()
+        self._written_s = self._clock.now()
+        self.written += 1
+        numbers = {"number": self.written, "outages": self._outages.count}
+        report = self._make(self.left).model_copy(update=numbers)
+        self._shared.state = await self._identity.write(report)
+        return report
+
+    async def keep_reporting(self) -> None:
+        """Write one every now and then, and save the position in the shard in hand.
+
+        Raises:
+            LearnerReplaced, BusError: as `write`.
+        """
+        saved: tuple[str, int] | None = None
+        while True:
+            position, began = self._shared.shard_position, self._clock.now()
+            await self.write()
+            if position is not None and position != saved:
+                await self._claims.save(position)
+                saved = position
+            while (rest_s := began + REPORT_S - self._clock.now()) > LEAST_REPORT_S:
+                if not self._wake.is_set():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(rest_s):
+                            await self._wake.wait()
+                elif self._clock.now() - self._written_s >= LEAST_REPORT_S:
+                    break
+                else:  # a delta's own report may tell of it meanwhile
+                    await asyncio.sleep(LEAST_REPORT_S)
+            else:
+                await asyncio.sleep(LEAST_REPORT_S)

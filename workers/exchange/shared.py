@@ -1,0 +1,29 @@
+"""Where a learner's training thread and its exchange thread meet: fields with one writer each, no locks. Pure."""
+
+import queue
+from dataclasses import dataclass, field
+
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.shards import ClaimedShard
+from diloco.workers.rounds import Base, OpenWindow
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the training thread and the exchange thread show each other. Each field has one writer."""
+
+    # written by the exchange
+    adoptions: dict[int, Base] = field(default_factory=dict)
+    """Newest global of each fragment not adopted yet; the training side pops it."""
+    windows: dict[int, OpenWindow] = field(default_factory=dict)
+    state: RunState | None = None
+    republish: bool = False
+    """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
+    shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
+    # written by the training side
+    shard_position: tuple[str, int] | None = None
+    """Entry id of the shard in hand and blocks of it already read."""
+    shard_handed_out: tuple[str, int] | None = None
+    """The same with the block last handed out: what was read when no step is under way."""
+    shards_wanted: tuple[int, int] | None = None
+    """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""

@@ -1,0 +1,1 @@
+"""The inner optimizer's moments: saved, offered to others, taken over."""

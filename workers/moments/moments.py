@@ -1,0 +1,69 @@
+"""An inner optimizer's state as it is saved and offered to peers: flat vectors by fragment, and numbers. No torch.
+
+Moments are statistics of gradients. They need not belong to the very parameters that they are loaded beside: a
+learner always begins from the run's heads, and takes moments from its own past or from a peer's present.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.fragments import Layout, Slot
+from diloco.pipeline.messages.moments import OptimizerKind
+
+Float32 = npt.NDArray[np.float32]
+
+NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
+"""Moments that are means or sums of squares (torch's names)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What one inner optimizer has gathered, at one step or at neighbouring ones."""
+
+    kind: OptimizerKind
+    flats: tuple[Mapping[str, Float32], ...]
+    """By fragment: name of the moment -> flat float32 vector (elements,)."""
+    numbers: Mapping[str, tuple[float, ...]]
+    """Name -> one value a tensor, fragment by fragment in the layout's order."""
+    others: Mapping[tuple[str, str], npt.NDArray[Any]] = field(default_factory=dict)
+    """(name of the state, name of the tensor) -> what is neither: kept in checkpoints, of no use to a peer."""
+
+
+def slots(layout: Layout) -> Iterator[tuple[int, Slot]]:
+    """All tensors of a layout in its order, with their fragments' ids."""
+    for fragment in layout.fragments:
+        for slot in fragment.slots:
+            yield fragment.id, slot
+
+
+def check(moments: Moments, layout: Layout) -> None:
+    """Refuse what an optimizer could not go on from.
+
+    Raises:
+        BadPayload: names or sizes are not those expected, a value is not finite, or a second moment is negative.
+    """
+    tensors = sum(1 for _ in slots(layout))
+    if tuple(sorted(moments.numbers)) != moments.kind.numbers:
+        raise BadPayload(f"numbers {sorted(moments.numbers)} where {list(moments.kind.numbers)} were announced")
+    for name, values in moments.numbers.items():
+        if len(values) != tensors:
+            raise BadPayload(f"{name} has {len(values)} values for {tensors} tensors")
+        if not np.isfinite(values).all() or (name == "step" and min(values) < 0):
+            raise BadPayload(f"{name} has a value that is negative or not finite")
+    if len(moments.flats) != len(layout.fragments):
+        raise BadPayload(f"moments of {len(moments.flats)} fragments for {len(layout.fragments)}")
+    for fragment, flats in zip(layout.fragments, moments.flats, strict=True):
+        if tuple(sorted(flats)) != moments.kind.moments:
+            raise BadPayload(f"moments {sorted(flats)} where {list(moments.kind.moments)} were announced")
+        for name, flat in flats.items():
+            if flat.shape != (fragment.elements,):
+                raise BadPayload(f"{name} of fragment {fragment.id} is {flat.shape}, not ({fragment.elements},)")
+            if not np.isfinite(flat).all():
+                raise BadPayload(f"{name} of fragment {fragment.id} is not finite")
+            if name in NEVER_NEGATIVE and flat.min() < 0:
+                raise BadPayload(f"{name} of fragment {fragment.id} has negative elements")

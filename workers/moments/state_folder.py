@@ -1,0 +1,281 @@
+"""A learner's own checkpoint: moments, counters, random state and data position, on its own disk.
+
+    <folder>/state.json                  `SavedState`; names the file below; replaced whole, and last
+    <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer as they are
+    <folder>/losses.jsonl                if asked for: the training loss of every step
+
+All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
+"""
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+import structlog
+from pydantic import Field, FiniteFloat, ValidationError
+from safetensors import SafetensorError
+
+from diloco.pipeline.errors import BadPayload, PeerError
+from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.files.sums import file_sha256
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.pipeline.messages.wire import Count, Digest, Message, PartyId, Text
+from diloco.workers.background import BackgroundThread
+from diloco.workers.moments.moments import Float32, Moments, check, slots
+
+STATE_FILE = "state.json"
+TEMPORARY = ".writing-"
+LOCK_FILE = ".lock"
+LOSSES_FILE = "losses.jsonl"
+MAX_STATE_BYTES = 64 * 2**20
+LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
+"""Of numpy's kinds of numbers, in safetensors' names."""
+
+
+class StateRefused(PeerError):
+    """A saved state that cannot be used here; the message says why."""
+
+
+class RunIdentity(Message):
+    """A run, and which one of that name."""
+
+    run: Text
+    started_unix_s: FiniteFloat
+
+
+class SavedState(Message):
+    """state.json (bytes as hex)."""
+
+    format: Literal[1, 2] = 2
+    identity: RunIdentity
+    learner: PartyId
+    layout: Digest
+    kind: OptimizerKind
+    moments_file: Annotated[str, Field(pattern=r"^moments-[0-9]+\.safetensors$")]
+    moments_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Digest of that file; "" in format 1, where only what finiteness and signs show can be checked."""
+    numbers: dict[str, tuple[FiniteFloat, ...]]
+    steps: Count
+    """Inner steps of all the learner's incarnations so far."""
+    tokens: Count
+    torch_rng: bytes
+    """`torch.get_rng_state()`, of the CPU."""
+    python_rng: tuple[int, tuple[int, ...], float | None]
+    """`random.getstate()`."""
+    shard: tuple[str, int] | None
+    """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
+    the rest of it out, to whoever comes first."""
+
+
+class StateFolder:
+    """Where one learner saves its state."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        """The folder is made with the first thing that is written."""
+        self.path, self._layout = path, layout
+        self._writer = BackgroundThread("state")
+        self._lock: int | None = None
+
+    # --- write ----------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
+        return self._writer.busy
+
+    def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        """Save in the background, where `make` is called too: it may wait for a device."""
+        self._writer.submit(partial(self._logged, self._save, make))
+
+    def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
+        """Append lines in the background."""
+        self._writer.submit(partial(self._logged, self._append, lines))
+
+    def close(self, within_s: float) -> None:
+        """Wait for what is being written, and warn if that takes longer; the last whole state stays as it is then."""
+        if not self._writer.close(within_s):
+            error = f"the disk took longer than {within_s:g} s"
+            structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
+        elif self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _logged(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except Exception as error:  # a full disk, moments that are not finite: no reason to end the training
+            structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
+
+    def _take(self) -> None:
+        """Have the folder to ourselves for as long as this process lives.
+
+        Raises:
+            OSError: another learner saves there.
+        """
+        if self._lock is None:
+            lock = os.open(self.path / LOCK_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise OSError(
+                    f"another learner that is alive saves to {self.path}: give each a folder of its own"
+                ) from error
+            self._lock = lock
+
+    def _save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        state, moments = make()
+        check(moments, self._layout)  # what could not be loaded must not take the place of what can
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take()
+        for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
+            left.unlink()
+        arrays = {
+            f"{name}/{slot.tensor.name}": flat[slot.start : slot.stop].reshape(slot.tensor.shape)
+            for p, slot in slots(self._layout)
+            for name, flat in moments.flats[p].items()
+        }
+        arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
+        digest = hashlib.sha256()
+        replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
+        replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
+        for old in self.path.glob("moments-*.safetensors"):
+            if old.name != state.moments_file:
+                old.unlink()
+        structlog.get_logger().debug("state_saved", folder=str(self.path), steps=state.steps)
+
+    def _append(self, lines: Callable[[], Sequence[str]]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with FileIO(self.path / LOSSES_FILE, "ab") as file:
+            append_whole(file, "".join(f"{line}\n" for line in lines()).encode())
+
+    # --- read -----------------------------------------------------------------------------------------
+
+    def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
+        """What was saved last; None where nothing was.
+
+        Args:
+            identity: the run that this learner has joined; None where that is not known yet.
+            kind: of the optimizer that would go on from it.
+
+        Raises:
+            StateRefused: it is of another run, model or optimizer, or damaged.
+        """
+        path = self.path / STATE_FILE
+        if not path.is_file():
+            return None
+        try:
+            if path.stat().st_size > MAX_STATE_BYTES:
+                raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
+            state = SavedState.model_validate_json(path.read_bytes())
+            self._compare(state, identity, kind)
+            moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
+            check(moments, self._layout)
+            file = self.path / state.moments_file
+            if state.format > 1 and file_sha256(file) != state.moments_sha256:
+                raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise StateRefused(f"{path} is damaged: {first['loc']}: {first['msg']}") from error
+        except (OSError, SafetensorError, BadPayload) as error:
+            raise StateRefused(f"{self.path} holds no whole state: {error}") from error
+        return state, moments
+
+    def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
+        if identity is None:
+            raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
+        if state.identity != identity:
+            raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
+        if state.layout != self._layout.digest:
+            raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
+        if state.kind != kind:
+            raise StateRefused(
+                f"{self.path} was saved for {state.kind.optimizer}, which keeps "
+                f"{[*state.kind.moments, *state.kind.numbers]}; here is {kind.optimizer}, which keeps "
+                f"{[*kind.moments, *kind.numbers]}"
+            )
+
+    def _arrays(self, state: SavedState, arrays: Mapping[str, Any]) -> Moments:
+        """Moments from a file's arrays, by `<name>/<tensor>`.
+
+        Raises:
+            StateRefused: one is missing, of another shape or type, or without a tensor's name.
+        """
+        flats: list[dict[str, Float32]] = []
+        for fragment in self._layout.fragments:
+            flat = {name: np.empty(fragment.elements, np.float32) for name in state.kind.moments}
+            for slot in fragment.slots:
+                for name in state.kind.moments:
+                    array = arrays.get(f"{name}/{slot.tensor.name}")
+                    if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
+                        raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
+                    flat[name][slot.start : slot.stop] = array.reshape(-1)
+            flats.append(flat)
+        others: dict[tuple[str, str], Any] = {}
+        for key, array in arrays.items():
+            name, slash, tensor = key.partition("/")
+            if not slash:
+                raise StateRefused(f"{self.path} holds an array {key[:80]!r} that is no tensor's")
+            if name not in state.kind.moments:
+                others[name, tensor] = array
+        return Moments(state.kind, tuple(flats), state.numbers, others)
+
+
+def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
+    """Parts of a safetensors file, https://huggingface.co/docs/safetensors: a length, a JSON header, the arrays.
+
+    The library's own writer copies all of it, twice, and keeps the interpreter's lock meanwhile: the training would
+    stand still. Here are only views, whose writing leaves the lock to others.
+    """
+    header, end = {}, 0
+    widest_first = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so each lies aligned
+    for name, array in widest_first:
+        kind = "BOOL" if array.dtype == np.bool_ else f"{LETTERS[array.dtype.kind]}{8 * array.itemsize}"
+        header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": (end, end + array.nbytes)}
+        end += array.nbytes
+    head = dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    yield len(head).to_bytes(8, "little") + head
+    for _, array in widest_first:
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+
+def _digested(
+    parts: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], None]
+) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        update(part)
+        yield part
+
+
+def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
+    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

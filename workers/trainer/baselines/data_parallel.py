@@ -1,0 +1,251 @@
+"""The baseline: data-parallel training of the same model, text, optimizer and schedule.
+
+Gradients are averaged over all ranks at every step, so one step's batch is N times a learner's, and every rank
+waits for the slowest: what the decoupled method is there to avoid. One all-reduce carries the gradients and the
+few numbers on which the ranks must agree (loss, stop, report, evaluate).
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import structlog
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.files.sums import write_sums
+from diloco.pipeline.settings import RankProcess
+from diloco.workers.parameters import tensor_table
+from diloco.workers.trainer.data.blocks import Blocks
+from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.recipe import (
+    StopFlag,
+    add_gradients,
+    choose_device,
+    forward_of,
+    held_out_loss,
+    make_optimizer,
+    read_batch,
+    trainer_spec,
+    update,
+    use_threads,
+)
+from diloco.workers.trainer.schedule import learning_rate
+
+REPORT_EVERY_S = 1.0
+CONNECT_TIMEOUT = timedelta(seconds=60)
+"""Also the longest an all-reduce may take: a rank that died ends the others, which is the method's weakness."""
+
+SMOOTHING = 0.9
+
+log = structlog.get_logger()
+
+
+class GradientMean:
+    """One flat float32 buffer for all gradients and `extra` numbers, summed over the ranks in one all-reduce."""
+
+    def __init__(self, model: nn.Module, learners: int, extra: int) -> None:
+        self._tensors = [p for p in model.parameters() if p.requires_grad]
+        self._learners = learners
+        size = sum(p.numel() for p in self._tensors)
+        self._flat = torch.zeros(size + extra)
+        self._views = []
+        start = 0
+        for tensor in self._tensors:
+            self._views.append(self._flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+        self._extra = self._flat[size:]
+        self.blocked_s = 0.0
+
+    def reduce(self, extra: list[float]) -> list[float]:
+        """Replace `.grad` by its mean over the ranks; returns the sums of the extra numbers."""
+        for view, tensor in zip(self._views, self._tensors, strict=True):
+            view.copy_(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
+        self._extra.copy_(torch.tensor(extra))
+        began = time.perf_counter()
+        dist.all_reduce(self._flat)
+        self.blocked_s += time.perf_counter() - began
+        sums: list[float] = self._extra.tolist()
+        self._flat.div_(self._learners)
+        for view, tensor in zip(self._views, self._tensors, strict=True):
+            if tensor.grad is not None:
+                tensor.grad.copy_(view)
+        return sums
+
+
+def block_order(count: int, rank: int, learners: int) -> Iterator[tuple[int, int]]:
+    """Every `learners`-th block of the endless sequence of epochs, from `rank` on."""
+    position = rank
+    while True:
+        yield divmod(position, count)
+        position += learners
+
+
+def gather(row: list[float]) -> list[list[float]]:
+    """Every rank's row of numbers, on every rank, in rank order."""
+    mine = torch.tensor(row, dtype=torch.float64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [list(found.tolist()) for found in rows]
+
+
+@contextmanager
+def process_group(learners: int, rank: int) -> Iterator[None]:
+    """Join the other ranks (MASTER_ADDR, MASTER_PORT from the environment).
+
+    Raises:
+        UsageError: the variables are missing.
+    """
+    if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
+        raise UsageError(f"{min(missing)} is not set: `diloco run --method data-parallel` sets it for its ranks")
+    dist.init_process_group("gloo", rank=rank, world_size=learners, timeout=CONNECT_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
+    """A checkpoint folder as `diloco sample` and `diloco export` read it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+    safetensors.torch.save_file(tensors, folder / "globals.safetensors")
+    (folder / "state.json").write_text(dumps({"format": 1, "spec": spec}, indent=1))
+    write_sums(folder)
+
+
+def shared_held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: torch.device) -> float:
+    """Held-out loss of validation blocks (N, T + 1), each rank measuring its share of them."""
+    mine = validation[dist.get_rank() :: dist.get_world_size()]
+    share = held_out_loss(model, mine, device) * len(mine) if len(mine) else 0.0
+    return sum(row[0] for row in gather([share])) / len(validation)
+
+
+def append_progress(
+    out: Path, tokens: int, elapsed_s: float, loss: float, val_loss: float | None, rows: list[list[float]]
+) -> None:
+    """One line of progress, from rank 0; rows hold step, tokens, tokens per second, loss and step time."""
+    if dist.get_rank() != 0:
+        return
+    names = ("step", "tokens", "tokens_per_s", "loss", "step_s")
+    learners = [learner_row(rank, names, row) for rank, row in enumerate(rows)]
+    line = {"tokens": tokens, "elapsed_s": elapsed_s, "loss": loss, "val_loss": val_loss, "learners": learners}
+    with (out / "progress.jsonl").open("a") as file:
+        file.write(dumps(line) + "\n")
+
+
+def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[str, str | int | float]:
+    """A rank's numbers by name; the first two are counts."""
+    counted = [int(value) if number < 2 else value for number, value in enumerate(row)]
+    return {"id": f"learner-{rank}", **dict(zip(names, counted, strict=True))}
+
+
+def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
+    """Train as one rank of the baseline; returns the exit status.
+
+    Rank 0 appends to `out`/progress.jsonl and, at the end, writes `out`/checkpoint and `out`/result.json.
+
+    Args:
+        settings: as for a learner and the evaluator; `tokens` is the budget of all ranks together.
+        out: an existing folder.
+        learners: number of ranks.
+        rank: 0..learners-1.
+
+    Raises:
+        UsageError: no such model, text or device, or no address of the other ranks.
+    """
+    stop = StopFlag()
+
+    # --- device, text, model, optimizer: as in the trainer -----------------------------------------
+    device = choose_device(settings.device)
+    use_threads(settings.threads or 1)
+    text = open_text(settings.data)
+    blocks = Blocks(text.train, settings.seq_len, settings.seed)
+    model = build(settings.model, settings.seed, text.vocab).to(device)
+    forward = forward_of(model, device, settings.compile)
+    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    spec = {
+        "format": 1,
+        "sync": settings.sync_spec().model_dump(),
+        "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
+        "trainer": trainer_spec(settings, text),
+    }
+    validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
+    order = block_order(blocks.count, rank, learners)
+    mean = GradientMean(model, learners, extra=4)
+    step_tokens = settings.batch * settings.accumulate * settings.seq_len
+
+    with process_group(learners, rank):
+        stop.training = True
+        # --- train ---------------------------------------------------------------------------------
+        began = reported = evaluated = time.perf_counter()
+        started_unix_s = time.time()
+        steps = tokens = 0
+        loss = step_s = 0.0
+        times: list[float] = []
+        while tokens < settings.tokens:
+            started = time.perf_counter()
+            batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
+            own_loss = add_gradients(forward, batches, settings.accumulate).item()
+            report = rank == 0 and started - reported >= REPORT_EVERY_S
+            measure = rank == 0 and started - evaluated >= settings.eval_every
+            loss_sum, stops, reports, measures = mean.reduce([own_loss, stop.asked, report, measure])
+            lr = learning_rate(
+                tokens / settings.tokens,
+                steps,
+                peak=settings.lr,
+                min_ratio=settings.min_lr_ratio,
+                warmup=settings.warmup,
+            )
+            update(model, optimizer, lr, settings.clip)
+            steps += 1
+            tokens += step_tokens * learners
+            loss = loss_sum / learners
+            if settings.pace:
+                time.sleep(max(0.0, started + settings.pace - time.perf_counter()))
+            took = time.perf_counter() - started
+            times.append(took)
+            step_s = took if steps == 1 else SMOOTHING * step_s + (1 - SMOOTHING) * took
+            if reports or measures:
+                val_loss = shared_held_out_loss(model, validation, device) if measures else None
+                rows = gather([steps, steps * step_tokens, step_tokens / step_s, own_loss, step_s])
+                append_progress(out, tokens, time.perf_counter() - began, loss, val_loss, rows)
+                reported = time.perf_counter()
+                evaluated = reported if measures else evaluated
+            if stops:
+                break
+
+        # --- results -------------------------------------------------------------------------------
+        wall_s = time.perf_counter() - began
+        final_loss = shared_held_out_loss(model, validation, device)
+        rows = gather([steps, steps * step_tokens, step_tokens / step_s, own_loss, step_s])
+        append_progress(out, tokens, wall_s, loss, final_loss, rows)
+        rows = gather(
+            [steps, steps * step_tokens, steps * step_tokens / wall_s, statistics.median(times), mean.blocked_s]
+        )
+    if rank == 0:
+        names = ("steps", "tokens", "tokens_per_s", "step_s_median", "blocked_s")
+        save(model, spec, out / "checkpoint")
+        result = {
+            "global_val_loss": final_loss,
+            "tokens": tokens,
+            "started_unix_s": started_unix_s,
+            "wall_s": wall_s,
+            "device": str(device),  # of every rank: all are on this machine, with the same setting
+            "learners": [learner_row(number, names, row) for number, row in enumerate(rows)],
+        }
+        (out / "result.json").write_text(dumps(result, indent=1))
+        log.info("training_ended", steps=steps, tokens=tokens, val_loss=round(final_loss, 4))
+    return 0

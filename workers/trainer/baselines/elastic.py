@@ -1,0 +1,64 @@
+"""The data-parallel baseline under torchrun's elastic agent: if a rank dies, all begin again at the last checkpoint.
+
+    agent (this process) ──forkserver──▶ ranks 0..N-1 ──gloo──▶ each other
+
+This is `torchrun --standalone --nproc-per-node N --max-restarts MANY`, called as a library. Only, its ranks are forked
+from a process that has loaded torch and the text, as `diloco chaos` forks learners: else loading would be most of a
+restart.
+
+In the output folder:
+
+    ranks/learner-N              process id of the rank's present life
+    learners/learner-N/losses.jsonl   its steps, those that were made again included
+    elastic.safetensors          the last checkpoint: parameters, moments, number of steps
+    stop                         made by whoever wants the run to end; the ranks stop after the same step
+    checkpoint/, result.json     at the end
+"""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from diloco.pipeline.settings import RankProcess
+from diloco.workers.trainer.baselines import preload
+from diloco.workers.trainer.baselines.elastic_rank import be_rank
+from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.recipe import choose_device
+
+MOST_RESTARTS = 1_000_000
+
+
+def run_agent(settings: RankProcess, out: Path, learners: int, every_s: float) -> int:
+    """Start the ranks, and all of them again whenever one dies, until they end in order; the exit status.
+
+    Args:
+        settings: as for `run_rank`.
+        out: an existing folder.
+        learners: number of ranks.
+        every_s: time between checkpoints.
+
+    Raises:
+        UsageError: no such model, text or device.
+    """
+    open_text(settings.data)  # what cannot be is said once, here: a rank that fails is only started again
+    build(settings.model, settings.seed).to(choose_device(settings.device))
+    os.environ[preload.TEXT] = settings.data
+    multiprocessing.set_forkserver_preload([preload.__name__])
+    for name in ("ranks", *(f"learners/learner-{rank}" for rank in range(learners))):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=learners,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        run_id=settings.run,
+        max_restarts=MOST_RESTARTS,
+        start_method="forkserver",
+    )
+    elastic_launch(config, be_rank)(settings, out, learners, every_s)
+    return 0

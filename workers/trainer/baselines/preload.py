@@ -1,0 +1,14 @@
+"""Imported once by the process from which ranks are forked: torch and the text are there at each restart already."""
+
+import os
+
+import torch._dynamo  # noqa: F401  # loaded for the first optimizer
+
+from diloco.workers.trainer.baselines import elastic_rank  # noqa: F401  # with all that it imports
+from diloco.workers.trainer.data.text import open_text
+
+TEXT = "ELASTIC_TEXT"
+"""Environment variable: `data` of the run."""
+
+if os.environ.get(TEXT) == "stdlib":  # which is read as a whole; other text is mapped into memory
+    open_text("stdlib")

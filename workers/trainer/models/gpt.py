@@ -1,0 +1,121 @@
+"""A modern dense GPT: RoPE, RMSNorm, QK norm, SwiGLU, an embedding tied to the head, no bias anywhere.
+
+Norms have no gains: the matrix after each norm can learn them, and tiny tensors would only add messages.
+Shapes: B sequences, T tokens, D width, N heads, K = D / N head width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.trainer.models.sizes import SIZES, Size, size_table
+
+
+def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":
+    """A model by its size's name; the same seed gives the same parameters.
+
+    Raises:
+        UsageError: unknown name.
+    """
+    if name not in SIZES:
+        raise UsageError(f"model={name!r}: no such size; choose one of {size_table(vocab_size)}")
+    return GPT(SIZES[name], vocab_size, seed)
+
+
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """Scale the last dimension to a root mean square of 1."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotary_table(tokens: int, head_width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, each (T, 1, K / 2)."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
+    angle = torch.outer(torch.arange(tokens, device=device), frequency)[:, None, :]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary embedding of (B, T, N, K): position as an angle between the two halves of K."""
+    cos, sin = (part.to(x.dtype) for part in table)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """Attention, then a gated MLP, each added to the residual stream."""
+
+    def __init__(self, size: Size, causal: bool = True) -> None:
+        super().__init__()
+        self.heads, self.causal = size.heads, causal
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.proj = nn.Linear(size.width, size.width, bias=False)
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """(B, T, D) to (B, T, D)."""
+        b, t, d = x.shape
+        q, k, v = self.qkv(rms_norm(x)).view(b, t, 3, self.heads, d // self.heads).unbind(2)  # (B, T, N, K) each
+        q, k = rotate(rms_norm(q), table), rotate(rms_norm(k), table)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=self.causal
+        )
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(rms_norm(x))
+
+    def mlp(self, h: torch.Tensor) -> torch.Tensor:
+        """(B, T, D) to (B, T, D)."""
+        out: torch.Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+class GPT(nn.Module):
+    """Decoder-only language model."""
+
+    def __init__(self, size: Size, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = nn.Embedding(vocab_size, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self._init(seed)
+
+    @torch.no_grad()
+    def _init(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        depth = (2 * self.size.layers) ** -0.5
+        for name, tensor in self.named_parameters():
+            std = 0.02 if name.startswith("embedding") else tensor.size(1) ** -0.5
+            if name.endswith(("proj.weight", "down.weight")):
+                std *= depth  # the residual stream keeps its scale whatever the depth
+            tensor.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, T) to logits (B, T, V)."""
+        table = rotary_table(tokens.size(1), self.size.width // self.size.heads, tokens.device)
+        x = rms_norm(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x, table)
+        return F.linear(rms_norm(x), self.embedding.weight)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: torch.Tensor, tokens: int, context: int, temperature: float, top_k: int, seed: int
+    ) -> torch.Tensor:
+        """`tokens` more tokens after a prompt (T,), each sampled from at most `context` tokens before it.
+
+        temperature 0 takes the likeliest token; top_k 0 samples from all.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        out = prompt
+        for _ in range(tokens):
+            logits = self(out[None, -context:])[0, -1].float().cpu()
+            if temperature == 0:
+                chosen = logits.argmax()[None]
+            else:
+                if 0 < top_k < logits.numel():
+                    logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
+                chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+            out = torch.cat((out, chosen.to(out.device)))
+        return out

@@ -1,0 +1,166 @@
+"""What the trainer, the data-parallel baseline and the evaluator share: device, text, batches, one inner step."""
+
+import math
+import signal
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
+from torch import nn
+
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.lifecycle import end_signals, exit_at_once, two_phases
+from diloco.pipeline.settings import TrainerSettings
+from diloco.workers.trainer.data.blocks import Blocks
+from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
+
+EVAL_BATCH_TOKENS = 4096
+"""Tokens in one forward pass of an evaluation: bounds its memory."""
+
+TrainerSpec = dict[str, str | int | float | bool | None]
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" takes CUDA where there is one, else the CPU.
+
+    Raises:
+        UsageError: the device asked for is not here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = torch.device(name)
+    if not here[device.type] or (device.index or 0) >= max(1, torch.cuda.device_count()):
+        raise UsageError(f"device={name!r} is not available on this machine; 'auto' takes what is there")
+    return device
+
+
+def use_threads(threads: int | None) -> None:
+    """Set torch's threads; by default one for each core this process may use."""
+    torch.set_num_threads(threads or usable_cores())
+
+
+def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: str = "inductor") -> nn.Module:
+    """The model as it is called in training: itself, or with torch.compile around the same parameters.
+
+    Raises:
+        UsageError: it cannot be compiled on this machine; tried on a small one, so before anything else is begun.
+    """
+    if not compiled:
+        return model
+    try:
+        trial = nn.Linear(8, 8).to(device)
+        torch.autograd.backward(torch.compile(trial, backend=backend)(torch.ones(8, 8, device=device)).sum())
+    except Exception as error:  # each backend has its own
+        needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++; or set CXX to yours)"
+        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise UsageError(f"--compile needs {needs} on this machine: {first}") from error
+    made: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # of a module it makes one
+    return made
+
+
+def trainer_spec(settings: TrainerSettings, text: TextData) -> TrainerSpec:
+    """What learners must agree on: the trainer's settings and the text itself."""
+    vocab: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}
+    return settings.trainer_spec() | {"data_fingerprint": text.fingerprint} | vocab
+
+
+def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
+    """Refuse to train or measure on another text than the run's.
+
+    Raises:
+        SpecMismatch: showing both fingerprints.
+    """
+    if text.fingerprint != spec.get("data_fingerprint"):
+        hint = " (another Python version has another standard library)" if data == "stdlib" else ""
+        raise SpecMismatch(
+            f"data={data!r} holds another text here than in the run{hint}: fingerprint here {text.fingerprint}, "
+            f"the run has {spec.get('data_fingerprint')}. Give this party a copy of the run's text with --data"
+        )
+
+
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only, as one fused kernel."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def read_batch(blocks: Blocks, order: Iterator[tuple[int, int]], size: int, device: torch.device) -> torch.Tensor:
+    """The next `size` blocks of an order of (epoch, index), (size, T + 1) int64 on the device."""
+    rows = [blocks.block(epoch, index) for epoch, index in islice(order, size)]
+    return to_device(np.stack(rows), device)
+
+
+def to_device(tokens: Tokens, device: torch.device) -> torch.Tensor:
+    """Blocks (B, T + 1) of any unsigned type to int64 on the device, without waiting for it."""
+    batch = torch.from_numpy(tokens if tokens.dtype == np.uint8 else tokens.astype(np.int64))
+    if device.type == "cuda":
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device, torch.int64)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean loss in nats per token of blocks (B, T + 1); in bf16 on CUDA, in float32 elsewhere."""
+    with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
+        logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def add_gradients(model: nn.Module, batches: Iterable[torch.Tensor], count: int) -> torch.Tensor:
+    """Gradient of the mean over `count` micro-batches into `.grad`; returns their mean loss, still on the device."""
+    total = torch.zeros(())
+    for number, batch in enumerate(batches):
+        loss = loss_of(model, batch) / count
+        torch.autograd.backward(loss)
+        total = loss.detach() if number == 0 else total + loss.detach()
+    return total
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> None:
+    """Clip the gradients (infinity: not), take one step of the inner optimizer, and clear the gradients."""
+    if clip < math.inf:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+@torch.inference_mode()
+def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) -> float:
+    """Mean loss in nats per token of validation blocks (N, T + 1)."""
+    rows = max(1, EVAL_BATCH_TOKENS // (validation.shape[1] - 1))
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(0, len(validation), rows):
+        batch = to_device(validation[start : start + rows], device)
+        total += loss_of(model, batch).cpu() * len(batch)
+    return total.item() / len(validation)
+
+
+class StopFlag:
+    """Set by the first signal to end, read between inner steps; a second one ends the process at once.
+
+    Until `training` is set, the first one ends it too, with status 0: who still joins has nothing to save, and only
+    says goodbye.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.training = False
+        handle = two_phases(self._ask, exit_at_once)
+        for number in end_signals():
+            signal.signal(number, lambda number, frame: handle(number))
+
+    def _ask(self) -> None:
+        if self.asked:
+            return
+        self.asked = True
+        if not self.training:
+            raise SystemExit(0)
