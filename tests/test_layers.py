@@ -226,7 +226,7 @@ def test_imports_point_down_only(path):
     assert "tests" not in libraries(path)
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if path.startswith("studies/bench/peers/")])
+@pytest.mark.parametrize("path", [path for path in sources() if path.startswith("studies/bench/beside/peers/")])
 def test_drivers_of_other_programs_import_nothing_of_ours(path):
     """They run in environments that have none of it."""
     assert edges()[path] == set()

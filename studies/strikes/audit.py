@@ -18,10 +18,20 @@ from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.growth import Scale, grown
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import Manner, Party
-from tests.world.oracle import Violation
 
 REPORTS_S = 2.0
 """An acknowledgement is on its way, or was lost with the bus's last second, for as long as this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A promise that was broken, and how."""
+
+    promise: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)

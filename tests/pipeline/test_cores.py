@@ -25,7 +25,7 @@ SYNCER = (
     + """
 import asyncio
 from diloco.cli import main
-from syncer import service
+from diloco.syncer.serving import service
 async def serve(settings):
     await asyncio.to_thread(look)  # where merges are made
     return 0

@@ -77,7 +77,7 @@ def test_a_log_line_that_nobody_reads_does_not_fail_in_the_middle_of_the_work():
     """Of any process with a log: `diloco learner 2>&1 | tee` whose tee has died."""
     code = """
 import os, structlog
-from pipeline import logs
+from diloco.pipeline.process import logs
 ours, theirs = os.pipe()
 os.dup2(theirs, 2)
 os.close(ours), os.close(theirs)

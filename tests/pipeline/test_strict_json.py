@@ -19,7 +19,7 @@ from diloco.status import show
 from tests.test_layers import ROOT, sources
 
 ELSEWHERE = {"pipeline/files/strict_json.py", "diloco/launcher/folder.py"}
-"""The one itself, and a string in TOML. Drivers of other programs (bench/peers) import nothing of ours."""
+"""The one itself, and a string in TOML. Drivers of other programs (bench/beside/peers) import nothing of ours."""
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
@@ -55,7 +55,7 @@ def test_what_was_null_is_no_number_again():
     assert number(2.5) == 2.5
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if not path.startswith("bench/peers/")])
+@pytest.mark.parametrize("path", [path for path in sources() if not path.startswith("studies/bench/beside/peers/")])
 def test_nothing_else_writes_json(path: str):
     """Losses and norms of a run that diverges go through all of it."""
     if path in ELSEWHERE:

@@ -294,7 +294,7 @@ async def test_a_loss_that_is_no_number_is_null():
 SCRIPT = """
 import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-from pipeline import logs
+from diloco.pipeline.process import logs
 from diloco.pipeline.clock import fast_loop
 from diloco.syncer.serving.http import start_http
 from diloco.syncer.metrics import Metrics

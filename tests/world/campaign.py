@@ -17,7 +17,7 @@ import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.cores import one_blas_thread
-from tests.world.oracle import Violation
+from diloco.studies.strikes.audit import Violation
 from tests.world.world import Result, run_seed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ it was read; at the end the ledger closes to the token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 from diloco.pipeline.view.ledger import accounts, problems, surviving
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
 from diloco.workers.rounds import Base
 from tests.world import reference
@@ -51,17 +52,6 @@ CLOSE = 1e-4
 multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most: in
 the eleven of the first 53 worlds that have it.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A promise that was broken, and how."""
-
-    promise: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.promise}: {self.detail}"
 
 
 DeltaId = tuple[int, str, str, int]

@@ -24,9 +24,10 @@ from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.studies.strikes.audit import Violation
 from tests.world.lapses import Lapses
 from tests.world.link import Fate, Link
-from tests.world.oracle import Oracle, Violation
+from tests.world.oracle import Oracle
 from tests.world.parties import Party, WorldLearner, WorldSyncer
 from tests.world.plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, PAUSES, Fault, Kind, Plan, plan, without
 from tests.world.record import Recorder, WorldBus, WorldStore, brief
