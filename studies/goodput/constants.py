@@ -83,7 +83,7 @@ class Constants(Site):
     quorum: int = Field(PAPER["quorum"], ge=1, le=1024, description="K of decoupled learners. Paper: 1, with grace")
     overlap_steps: int = Field(PAPER["overlap_steps"], ge=0, description="tau. Paper: 2")
     grace_gamma: float = Field(
-        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. A real run's"
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. The syncer's own"
     )
     diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
     liveness: Span = Field(
