@@ -26,6 +26,7 @@ class Counter(nn.Module):
 model = Counter()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
+loss = None
 with Learner(model, optimizer, run="own-model") as learner:
     while not learner.finished:
         first, stride = torch.randint(64, (32, 1)), torch.randint(1, 8, (32, 1))
@@ -36,4 +37,4 @@ with Learner(model, optimizer, run="own-model") as learner:
         optimizer.step()
         optimizer.zero_grad()
         learner.step(tokens=inputs.numel(), loss=loss)
-    print(f"last loss {loss.item():.3f}")
+    print(f"last loss {loss.item():.3f}" if loss is not None else "the run is finished already")

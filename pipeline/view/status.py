@@ -202,9 +202,13 @@ def _crowded(reports: Sequence[SeenReport]) -> list[str]:
         if threads > cores and len(here) > 1 and any(seen.report.threads[0] > each for seen in here):
             found.append(
                 f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
-                f"start each with --threads {each}"
+                f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
             )
     return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
+
+
+def _not_begun(spec: Spec | None) -> str:
+    return "waiting for the first learner" if spec is None else "a learner is here; waiting for a syncer"
 
 
 def _tokens(
@@ -313,7 +317,7 @@ def build_status(
     return {
         "run": run,
         "phase": "waiting" if state is None or (gone and state.phase is Phase.RUNNING) else state.phase.value,
-        "reason": gone or ("waiting for a syncer and a learner" if state is None else state.reason),
+        "reason": gone or (_not_begun(spec) if state is None else state.reason),
         "tokens": tokens,
         "budget_tokens": budget,
         "progress": min(1.0, tokens / budget) if budget else 0.0,
