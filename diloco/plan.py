@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.options import PANELS, RunSettings, takes
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of
@@ -53,10 +54,13 @@ def command(
 
     Example: diloco plan --learners 4 --params 70B --step-time 3s --link 5Gbps --outer nesterov
     """
-    pace = pace_of(
-        settings, settings.learners, settings.overlap_steps, settings.codec, settings.global_codec, settings.outer
-    )
-    needs = needs_of(settings, pace, settings.learners, settings.outer)
+    try:
+        pace = pace_of(
+            settings, settings.learners, settings.overlap_steps, settings.codec, settings.global_codec, settings.outer
+        )
+        needs = needs_of(settings, pace, settings.learners, settings.outer)
+    except OverflowError:
+        raise UsageError("no plan has numbers of this size: look at --params, --link and --merge-rate") from None
     console = Console()
     console.print(choices(needs, f"{needs.learners} learners, {settings.params / 1e9:g}B parameters"))
     console.print(needs.lines())

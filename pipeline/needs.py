@@ -60,7 +60,7 @@ SYNCER_MEMORY_BYTES = 512e9
 SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 OUTER_FLOPS = 120e9
-"""Operations of a core a second in products of matrices. Measured: 241 GFLOP/s on two cores (docs/performance.md)"""
+"""Operations of a core a second in products of matrices. Measured: 241e9 on two (docs/results/performance.md)"""
 _LAYERS = ((1e9, 24), (10e9, 48), (100e9, 108))
 """Parameters and layers of the models in arXiv:2501.18512. Assumed for 10B and 100B."""
 

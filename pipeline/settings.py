@@ -52,6 +52,11 @@ def _following(lease: float, least_s: float) -> Any:
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
 
 
+def _types(annotation: Any) -> tuple[Any, ...]:
+    """Those of a union, or the one."""
+    return get_args(annotation) or (annotation,)
+
+
 class Settings(BaseSettings):
     """Base: knows which fields were given on purpose (`model_fields_set`)."""
 
@@ -65,6 +70,8 @@ class Settings(BaseSettings):
     @classmethod
     def _as_people_write(cls, value: Any, info: ValidationInfo) -> Any:
         """Whole numbers may be '2.5M' or '4e3'; text that cannot be written down again is refused here."""
+        if isinstance(value, bool) and bool not in _types(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("true and false are not its values")
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError("not UTF-8")

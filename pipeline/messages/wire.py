@@ -1,7 +1,7 @@
 """What all wire types are made of: the base of messages with its bounds, and bounded field types. Pure.
 
-The messages lie by what they are about in `spec_messages`, `delta_messages`, `payload_messages`, `head_messages`,
-`run_messages`, `tape_messages`, `moments_messages` and `shard_messages`. They are frozen. Every bound that a peer's
+The messages lie beside it by what they are about: `spec`, `delta`, `payload`, `head`, `run`, `tape`, `moments` and
+`shards`. They are frozen. Every bound that a peer's
 bytes must keep stands there, as a field constraint. A message is msgpack of its field dict: `codec.encode` and
 `codec.decode` are the only way in and out. Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no
 defence against forgery.

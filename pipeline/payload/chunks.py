@@ -1,6 +1,6 @@
 """Encoded chunks without a copy of their data: what goes before it, the array's own memory, and what goes after. Pure.
 
-A chunk is msgpack (`payload_messages.Chunk`), and `codec` reads it however it is written. Ours are all written alike,
+A chunk is msgpack (`messages.payload.Chunk`), and `codec` reads it however it is written. Ours are all written alike,
 so the bytes around the data are known beforehand: `heading` and `ending` are they.
 """
 
@@ -130,7 +130,7 @@ class Payload:
             self._grown()
 
     def encoded(self, index: int) -> Encoded:
-        """A chunk that is whole; joined, it is `payload_messages.Chunk` in msgpack."""
+        """A chunk that is whole; joined, it is `messages.payload.Chunk` in msgpack."""
         piece = self._data[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]
         tail = ending(self._digests[index], self.digest if index == self.chunks - 1 else None)
         parts = ChunkParts(heading(index, len(piece)), piece, tail)

@@ -1,1 +1,4 @@
-"""Measurements of the running program: `diloco bench`, and commands of their own, `python -m bench.<name> --help`."""
+"""Measurements of the running program: `diloco bench`, and commands of their own.
+
+These are `python -m diloco.studies.bench.<name> --help`.
+"""

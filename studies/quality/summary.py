@@ -5,6 +5,7 @@ A line of the CSV is named by its experiment, its row of the report and its seed
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,6 +104,8 @@ def decode(text: str) -> dict[RunName, RunSummary]:
             name, one = _summary(*line)
         except (TypeError, ValueError, KeyError) as error:
             raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
+        if name in summaries:
+            raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {name}")
         summaries[name] = one
     return summaries
 
@@ -124,12 +127,12 @@ def _summary(
     return RunName(experiment, run, int(seed)), RunSummary(
         measure=measure,
         higher_is_better=BETTER[better],
-        value=float(value),
+        value=_number(value),
         merged_share=_share(merged),
         overwritten_share=_share(overwritten),
         stale_share=_share(stale),
-        goodput=float(goodput),
-        virtual_s=float(virtual_s),
+        goodput=_number(goodput),
+        virtual_s=_number(virtual_s),
         curve=tuple(_mark(*point.split(" ")) for point in curve.split(";")),
     )
 
@@ -141,8 +144,15 @@ def _thinned(curve: Sequence[Mark]) -> Sequence[Mark]:
 
 
 def _share(cell: str) -> float | None:
-    return float(cell) if cell else None
+    return _number(cell) if cell else None
 
 
 def _mark(tokens: str, virtual_s: str, value: str) -> Mark:
-    return Mark(int(tokens), float(virtual_s), float(value))
+    return Mark(int(tokens), _number(virtual_s), _number(value))
+
+
+def _number(cell: str) -> float:
+    number = float(cell)
+    if not math.isfinite(number):
+        raise ValueError(f"{cell} is no finite number")
+    return number

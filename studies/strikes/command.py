@@ -1,7 +1,7 @@
 """`diloco chaos`: a real run on this machine under planned strikes, audited.
 
-If asked, beside it stand the same run undisturbed, and the report of an earlier one. The run itself is `chaos_run`'s,
-that of the data-parallel baseline `chaos_elastic`'s.
+If asked, beside it stand the same run undisturbed, and the report of an earlier one. The run itself is `run`'s, that
+of the data-parallel baseline `elastic`'s.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The report of the data-parallel baseline under strikes; keys of `chaos_report` where they mean the same. Pure."""
+"""The report of the data-parallel baseline under strikes; keys of `report` where they mean the same. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 So that closing a window costs about one more contribution's worth, not all of them. The sum is of the window's sound
 deltas in the order in which they completed, and so is the merge: what was summed before does not show in any bit.
-`owner` says which those are; one that has left the window since (its learner has published on a newer base) is in the
+`session` says which those are; one that has left the window since (its learner has published on a newer base) is in the
 sum already, so that is begun anew from the deltas, which are all kept until the commit.
 """
 

@@ -310,3 +310,8 @@ def test_the_folder_of_a_recording(tmp_path):
         choose(RunProcess(record_deltas=tmp_path / "else" / "file", **asked))
     with pytest.raises(UsageError, match="needs another --method"):
         check(RunProcess(record_deltas=Path("deltas"), method="data-parallel", **asked))
+
+
+def test_a_plan_of_impossible_size_is_refused(capsys):
+    assert cli.main(["plan", "--params", "1e308"]) == 2
+    assert "--params" in capsys.readouterr().err

@@ -332,3 +332,11 @@ def test_every_command_looks_at_the_variables(command, monkeypatch, capsys):
     assert main([command]) == 2
     said = capsys.readouterr().err
     assert "unknown variable DILOCO_TOKNES: is DILOCO_TOKENS meant?" in said
+
+
+@pytest.mark.parametrize("line", ["fragments = true", "lease_s = true", "lr = false"])
+def test_true_is_no_number(line, tmp_path):
+    """As Python has it; nobody means 1 by it."""
+    file = tmp_path / "settings.toml"
+    file.write_text(line + "\n")
+    assert main(["run", "--config", str(file)]) == 2

@@ -19,7 +19,7 @@ from diloco.status import show
 from tests.test_layers import ROOT, sources
 
 ELSEWHERE = {"pipeline/files/strict_json.py", "diloco/launcher/folder.py"}
-"""The one itself, and a string in TOML. Drivers of other programs (bench/beside/peers) import nothing of ours."""
+"""The one itself, and a string in TOML. Drivers of other programs import nothing of ours."""
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)

@@ -11,6 +11,7 @@ from statistics import mean, median, stdev
 
 import pytest
 
+from diloco.pipeline.errors import UsageError
 from diloco.studies.quality.settings import read_experiment
 from diloco.studies.quality.summary import Mark, RunName, RunSummary, decode, encode
 
@@ -437,3 +438,19 @@ def test_a_curve_ends_where_its_run_does():
         tokens, times, _ = zip(*(Mark(*mark) for mark in one.curve), strict=True)
         assert sorted(set(tokens)) == list(tokens), name
         assert sorted(times) == list(times), name
+
+
+@pytest.mark.parametrize("cell", ["nan", "inf", "1e400"])
+def test_a_csv_with_a_number_that_is_none_is_refused_with_its_line(cell):
+    lines = CSV.read_text().splitlines()
+    fields = lines[1].split(",")
+    fields[-3] = cell  # goodput
+    with pytest.raises(UsageError, match="line 2"):
+        decode("\n".join([lines[0], ",".join(fields)]) + "\n")
+
+
+def test_a_run_that_stands_twice_in_a_csv_is_refused():
+    """The later one must not replace the earlier one in silence."""
+    lines = CSV.read_text().splitlines()
+    with pytest.raises(UsageError, match="line 3"):
+        decode("\n".join([*lines[:2], lines[1]]) + "\n")

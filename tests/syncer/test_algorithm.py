@@ -19,11 +19,11 @@ from diloco.studies.quality import outer as lab
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.settings import OuterName as LabOuterName
 from diloco.syncer import algorithm
+from diloco.syncer.admission import Offer
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
 from diloco.syncer.merging.norms import BLOCK, delta_norms
-from diloco.syncer.window import Offer
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan

@@ -82,7 +82,7 @@ class Pictured(Files):
             _pictures()
 
     def draw(self, kind: str, *what: Any, **how: Any) -> None:
-        """Call a function of `simulate_plot`, if a picture is asked for; it gets the file first."""
+        """Call a function of `plot`, if a picture is asked for; it gets the file first."""
         if self.plot:
             getattr(_pictures(), kind)(self.plot, *what, **how)
 

@@ -1,6 +1,6 @@
-"""`diloco simulate`: the commands and their options. What they do is in `simulate_tables` and `simulate_needs`.
+"""`diloco simulate`: the commands and their options. What they do is in `tables` and `needs`.
 
-Loaded by that command alone: the images carry no `chaos`.
+Loaded by that command alone: the images carry no studies.
 """
 
 import importlib
