@@ -1,6 +1,7 @@
 """What `pip install diloco` puts into somebody's environment: one name, and a program that runs."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -28,18 +29,12 @@ def ran(*command: object, cwd: Path, **environ: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from what git knows of this tree and what lies beside it, in a folder of its own."""
+    """Built from a copy of this tree: building leaves files beside its sources."""
     folder = tmp_path_factory.mktemp("wheel")
     build = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ".")
-    listed = ran("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    source = tmp_path_factory.mktemp("source")
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            if (ROOT / name).is_symlink():
-                (source / name).symlink_to((ROOT / name).readlink())
-            else:
-                (source / name).write_bytes((ROOT / name).read_bytes())
+    source = tmp_path_factory.mktemp("source") / "tree"
+    left = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left)
     ran(sys.executable, *build, cwd=source)
     (made,) = folder.glob("diloco-*.whl")
     return made
