@@ -1,5 +1,6 @@
 """Tables of an experiment's summaries: rows of runs that differ in their seeds only. Pure: summaries in, text out."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
@@ -39,7 +40,9 @@ class Line:
 
     @property
     def spread(self) -> float:
-        """Standard deviation over the seeds; 0 for a single one."""
+        """Standard deviation over the seeds; 0 for a single one, not a number where one has diverged."""
+        if not all(map(math.isfinite, self.values)):
+            return math.nan
         return stdev(self.values) if len(self.summaries) > 1 else 0.0
 
 

@@ -127,7 +127,7 @@ def _summary(
     return RunName(experiment, run, int(seed)), RunSummary(
         measure=measure,
         higher_is_better=BETTER[better],
-        value=_number(value),
+        value=float(value),
         merged_share=_share(merged),
         overwritten_share=_share(overwritten),
         stale_share=_share(stale),
@@ -148,7 +148,7 @@ def _share(cell: str) -> float | None:
 
 
 def _mark(tokens: str, virtual_s: str, value: str) -> Mark:
-    return Mark(int(tokens), _number(virtual_s), _number(value))
+    return Mark(int(tokens), _number(virtual_s), float(value))
 
 
 def _number(cell: str) -> float:
