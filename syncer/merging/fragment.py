@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,6 @@ from diloco.syncer.merging.draft import Draft, DraftWriter
 from diloco.syncer.merging.merge import Reduced, Sum, merge_shares
 from diloco.syncer.merging.norms import Float64, all_finite
 from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks
-
-Array = npt.NDArray[Any]
 
 ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""

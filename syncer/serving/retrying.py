@@ -1,12 +1,12 @@
 """Background work that outlives outages. asyncio."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import structlog
 
 from diloco.pipeline.errors import BusError, PeerError, SpecMismatch, outage_event
+from diloco.pipeline.retry import Backoff, retry
 from diloco.syncer.metrics import Metrics
 
 T = TypeVar("T")
@@ -18,13 +18,10 @@ async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: 
     Raises:
         SpecMismatch: no other try would help.
     """
-    while True:
-        try:
-            return await work()
-        except SpecMismatch:
-            raise
-        except (BusError, PeerError, OSError) as error:
-            metrics.bus_errors.inc()
-            event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
-            structlog.get_logger().warning(event, error=str(error), retry_s=retry_s)
-            await asyncio.sleep(retry_s)
+
+    def failed(error: BaseException, wait_s: float) -> None:
+        metrics.bus_errors.inc()
+        event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
+        structlog.get_logger().warning(event, error=str(error), retry_s=wait_s)
+
+    return await retry(work, Backoff(retry_s, retry_s).waits(), (BusError, PeerError, OSError), failed, SpecMismatch)
