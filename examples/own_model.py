@@ -25,7 +25,6 @@ class Counter(nn.Module):
 
 model = Counter()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
 loss = None
 with Learner(model, optimizer, run="own-model") as learner:
     while not learner.finished:

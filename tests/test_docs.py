@@ -282,7 +282,6 @@ def test_a_page_opens_with_what_its_reader_gets(page: Path) -> None:
 
 def test_links_lead_to_pages_of_the_site() -> None:
     """A page of the root has its place there; a source is no page."""
-    pytest.importorskip("mkdocs")
     relinked = importlib.import_module("docs.hooks").relinked
     assert relinked("[a](../../ARCHITECTURE.md#merge)", "howto/x.md") == "[a](../architecture.md#merge)"
     assert relinked("![p](docs/a.png) [l](docs/howto/replay.md)", "index.md") == "![p](a.png) [l](howto/replay.md)"

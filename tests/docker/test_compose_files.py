@@ -13,6 +13,7 @@ from diloco.pipeline.settings import (
     SyncerSettings,
     SyncSettings,
     TrainerSettings,
+    defaults,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,8 @@ def test_containers_are_stopped_later_than_their_processes_give_up():
     grace_s = {
         int(seconds) for seconds in re.findall(r"stop_grace_period: (\d+)s", (ROOT / "compose.yaml").read_text())
     }
-    shutdown_s = SyncerSettings.model_fields["shutdown_s"].default
-    leave_s = LearnerSettings.model_fields["leave_s"].default
-    assert min(grace_s) > max(shutdown_s, leave_s)
+    given_up_s = (defaults(SyncerSettings)["shutdown_s"], defaults(LearnerSettings)["leave_s"])
+    assert min(grace_s) > max(given_up_s)
 
 
 def test_builds_need_nothing_that_an_old_builder_lacks():
