@@ -23,7 +23,7 @@ MAY_IMPORT = {
 
 ONLY_IN = {
     "torch": ("workers/", "studies/quality/", "studies/bench/"),
-    "redis": ("pipeline/bus/",),
+    "redis": ("pipeline/bus/redis/",),
     "aiohttp": ("syncer/serving/http.py",),
 }
 

@@ -1,4 +1,4 @@
-"""The data work queue of the bus in memory. `choose` is the twin of `bus/lua/claim_shard.lua`, and pure."""
+"""The data work queue of the bus in memory. `choose` is the twin of `bus/redis/lua/claim_shard.lua`, and pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -7,7 +7,7 @@ import hiredis
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.redis_bulk import Reply, pack
+from diloco.pipeline.bus.redis.bulk import Reply, pack
 from diloco.pipeline.payload.chunks import ChunkParts
 
 

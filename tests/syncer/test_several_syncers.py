@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis_calls import CONTROL_S
+from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
