@@ -128,6 +128,26 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
     return DeltaHeader(**values)
 
 
+def committed(**given: Any) -> Committed:
+    """A record of the tape: version 0 of fragment 0, merged of nothing, unless told otherwise."""
+    values: dict[str, Any] = {
+        "fragment": 0,
+        "version": 0,
+        "digest": bytes(16),
+        "base_digest": None,
+        "contributions": (),
+        "reason": "test",
+        "norm": 0.0,
+        "quorum_s": 0.0,
+        "grace_s": 0.0,
+        "upload_s": 0.0,
+        "merge_s": 0.0,
+        "syncer": "s",
+        "unix_s": 0.0,
+    }
+    return Committed(**{**values, **given})
+
+
 async def commit(
     bus: Bus,
     fragment: int,
@@ -147,21 +167,7 @@ async def commit(
     state = {} if momentum is None else {"momentum": momentum}
     published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, state)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
-    record = Committed(
-        fragment=fragment,
-        version=version,
-        digest=digest,
-        base_digest=None,
-        contributions=(),
-        reason="test",
-        norm=0.0,
-        quorum_s=0.0,
-        grace_s=0.0,
-        upload_s=0.0,
-        merge_s=0.0,
-        syncer="s",
-        unix_s=0.0,
-    )
+    record = committed(fragment=fragment, version=version, digest=digest)
     await bus.commit(
         Commit(
             nonce=nonce,

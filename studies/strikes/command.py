@@ -223,7 +223,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
         outcome.merges,
         lanes if report["method"] == BASELINE else [*lanes, REDIS],
         outcome.span,
-        f"diloco chaos, {report['method']}, seed {report['seed']}: {report['verdict'].upper()}",
+        f"A run under strikes (method {report['method']}, seed {report['seed']}): {report['verdict']}",
         chaos_report.goodput_line(report),
         picture,
     )
