@@ -380,9 +380,11 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
         from diloco.launcher.baseline import run_baseline
 
         folder.make(settings)
-        return run_baseline(settings, folder)
+        run = run_baseline(settings, folder)
+    else:
+        run = _run(settings, folder, origin, kind)
     try:
-        outcome = asyncio.run(_run(settings, folder, origin, kind))
+        outcome = asyncio.run(run)
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:

@@ -20,6 +20,7 @@ from diloco.studies.quality.report import markdown, table_of
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store, code_of, settings_digest
 from diloco.studies.quality.summary import RunName, decode, encode, summary_of
+from tests.studies.test_lab_settings import SWEEP
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,21 +138,7 @@ def test_words_about_code_do_not_make_it_another(tmp_path):
 @pytest.fixture
 def experiment(tmp_path):
     path = tmp_path / "trial.toml"
-    path.write_text(
-        """
-        question = "Which?"
-        reference = "dp"
-        best_of = ["lr"]
-        [settings]
-        seed = [0, 1, 2]
-        lr = [1e-3, 2e-3]
-        [[variants]]
-        name = "dp"
-        method = "data-parallel"
-        [[variants]]
-        name = "ours"
-        """
-    )
+    path.write_text(SWEEP)
     return read_experiment(path)
 
 
