@@ -26,7 +26,7 @@ WRITTEN = [page for page in [*ROOT_PAGES, *DOCS_PAGES] if page not in GENERATED]
 COLUMNS = 120
 WORDS_A_SENTENCE = 35
 FIGURES_A_SENTENCE = 3
-SOURCES = ("pipeline", "syncer", "workers", "studies", "diloco", "tests", "examples", "deploy")
+SOURCES = ("pipeline", "syncer", "workers", "studies", "diloco", "tests", "examples", "deploy", "docs")
 
 
 def pages(of: list[Path]) -> Any:
@@ -109,6 +109,25 @@ def named_tests(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def named_files(text: str) -> list[str]:
+    """Files, folders and globs of the sources: by their path (`pipeline/bus/`, `tests/*/test_{a,b}.py`), as a folder
+    within one (`merging/`), or as a module's name (`merge.py`).
+    """
+    found = re.findall(r"`([\w.*{},/-]+)`", text)
+    return [
+        one for one in found if one.startswith(tuple(f"{top}/" for top in SOURCES)) or re.search(r"\w(/|\.py)$", one)
+    ]
+
+
+def matches(named: str) -> bool:
+    """Whether there is such a file or folder; of `{a,b}` each."""
+    if braces := re.search(r"\{([^{}]*)\}", named):
+        return all(matches(named[: braces.start()] + one + named[braces.end() :]) for one in braces[1].split(","))
+    if named.startswith(tuple(f"{top}/" for top in SOURCES)):
+        return any(ROOT.glob(named))
+    return any(any((ROOT / top).rglob(named)) for top in SOURCES)
+
+
 def test_markdown_is_read_in_every_form() -> None:
     """A reader that sees nothing finds every page in order."""
     text = (
@@ -123,6 +142,16 @@ def test_markdown_is_read_in_every_form() -> None:
     assert words("a - b `c`") == 3
     text = "`test_a.py`, `test_b.py::test_c`, `::test_d`, `tests/test_e.py`, `tests/`, `other.py`"
     assert named_tests(text) == [("test_a.py", ""), ("test_b.py", "test_c"), ("test_b.py", "test_d"), ("test_e.py", "")]
+    text = "`pipeline/bus/`, `tests/*/test_{a,b}.py`, `merging/`, `merge.py`, `tests/x.txt`, `/status`, `a/b`, `--x`"
+    assert named_files(text) == text.replace("`", "").split(", ")[:5]
+
+
+def test_what_is_not_there_is_found_missing() -> None:
+    """By each way to name it."""
+    there = ["pipeline/bus/", "tests/world/*.py", "tests/syncer/test_{merge,outer}.py", "merging/", "merge.py"]
+    gone = ["pipeline/buses/", "tests/world/*.lua", "tests/syncer/test_{merge,none}.py", "merge/", "merges.py"]
+    assert [matches(named) for named in there] == [True] * 5
+    assert [matches(named) for named in gone] == [False] * 5
 
 
 # What they say is there.
@@ -145,9 +174,8 @@ def test_the_failure_matrix_is_read() -> None:
 
 @pages([page for page in WRITTEN if page.name != "CHANGELOG.md"])
 def test_every_file_that_a_document_names_exists(page: Path) -> None:
-    """Whoever follows a page into the code finds what it says."""
-    named = re.findall(rf"`((?:{'|'.join(SOURCES)})/[\w./-]*)`", page.read_text())
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    """Whoever follows a page into the code finds what it says: files, folders, and something for each glob."""
+    assert [named for named in named_files(page.read_text()) if not matches(named)] == []
 
 
 @pages([*ROOT_PAGES, *DOCS_PAGES])
