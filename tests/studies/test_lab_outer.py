@@ -110,7 +110,7 @@ def test_what_becomes_of_a_stale_delta(fate, after):
 
 @pytest.mark.parametrize(("told", "after"), [({}, 5.5), ({"stale": "drop"}, 7.0), ({"stale": "rebase"}, 6.5)])
 def test_what_was_summed_while_others_were_awaited_does_not_show(told, after):
-    """Production folds deltas as they come, before it is known what becomes of them."""
+    """Production sums deltas up as they come, before it is known what becomes of them."""
     state = fragment(**told)
     state.advance(state.merge([delta("a", 0, every(2.0))], []))
     deltas = [delta("b", 0, every(4.0)), delta("a", 1, every(1.0))]
