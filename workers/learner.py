@@ -51,7 +51,9 @@ from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.joined import JoinedLearner
-from diloco.workers.moments.recovery import Recover, Recovery, RecoveryOptions, Source
+from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
+from diloco.workers.moments.recovery import Recovery, Source
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.proposal import proposal
 from diloco.workers.rounds import Rounds
@@ -178,7 +180,7 @@ class Learner:
             training.rounds.republish()
         joined.hand_over(training.rounds.publications(shared.windows), adopted)
         training.loss = training.loss if loss is None else loss
-        training.recovery.stepped(shared, joined.progress, loss)
+        training.keeper.stepped(shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
 
@@ -195,12 +197,12 @@ class Learner:
     @property
     def recovered(self) -> Source:
         """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
-        return self._joined.training.recovery.source if self._joined else "start"
+        return self._joined.training.keeper.source if self._joined else "start"
 
     @property
     def earlier_steps(self) -> int:
         """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
-        return self._joined.training.recovery.earlier_steps if self._joined else 0
+        return self._joined.training.keeper.earlier_steps if self._joined else 0
 
     @property
     def spec(self) -> Spec:
@@ -279,9 +281,9 @@ class Learner:
         training = self._training(self._proposal())
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
-            exchange = thread.join_run(self._stopping.leave_if_asked)
+            exchange, found = thread.join_run(self._stopping.leave_if_asked)
             joined = JoinedLearner(training, exchange, thread)
-            training.recovery.restore()
+            training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             self.times.training_begins(time.perf_counter())
             self._joined, self._in_run = joined, True
@@ -310,20 +312,20 @@ class Learner:
         given, layout = self._given, layout_of(spec.tensors)
         rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
         folder = None if given.state_dir is None else Path(given.state_dir)
-        recovery = Recovery(
+        moments = own_moments(
             self.model,
             self._inner_optimizer,
             layout,
-            rounds,
             run=given.run,
             learner=self.id,
             incarnation=self.incarnation,
             options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
         )
+        recovery, keeper = Recovery(moments), Keeper(moments, rounds)
         on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
         watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
         return Training(
-            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, self.times
+            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, self.times
         )
 
     def __exit__(

@@ -15,6 +15,7 @@ from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining, meanwhile
+from diloco.workers.moments.recovery import Found
 from diloco.workers.training import Training
 
 T = TypeVar("T")
@@ -30,14 +31,14 @@ class ExchangeThread:
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
-        self._joined: Future[Exchange] = Future()
+        self._joined: Future[tuple[Exchange, Found]] = Future()
         self._abandoned = False
         """Nothing comes of having joined. Written by the training thread."""
         self.failure: BaseException | None = None
         """What the thread has ended by, if not by `end`. Written by it, once."""
 
-    def join_run(self, check: Callable[[], None]) -> Exchange:
-        """Begin, and wait until the learner has joined.
+    def join_run(self, check: Callable[[], None]) -> tuple[Exchange, Found]:
+        """Begin, and wait until the learner has joined; what works in the thread, and the moments to begin with.
 
         check: called some times a second; may raise.
 
@@ -140,8 +141,8 @@ class ExchangeThread:
         training, shared = self._training, exchange.shared
         recovery, rounds = training.recovery, training.rounds
         peers = recovery.peers(bus, LoopClock(), training.spec.sync.chunk_bytes)
-        await recovery.find(peers, tuple(base.version for base in shared.adoptions.values()), shared.state)
-        self._joined.set_result(exchange)
+        versions = tuple(base.version for base in shared.adoptions.values())
+        self._joined.set_result((exchange, await recovery.find(peers, versions, shared.state)))
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.copy)
         await asyncio.Event().wait()
