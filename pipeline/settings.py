@@ -137,7 +137,7 @@ class SyncSettings(Settings):
         description="Globals as learners pull them: fp32; bf16 (half of the bytes), and the syncer's stay fp32; int8 "
         "(a quarter, and the syncer puts as little on the bus): as updates of the version before",
     )
-    # Nobody decides this one and `chunk_bytes`. They stay settings, since tests, worlds and benches run with others, and
+    # Nobody decides this one and `chunk_bytes`. They stay settings: tests, worlds and benches run with others, and
     # a run's spec says both: what is on the bus, in checkpoints and in recorded deltas was made with these.
     key_frame_interval: int = expert(
         8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two whole ones"
