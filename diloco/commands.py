@@ -14,7 +14,13 @@ from diloco.extras import load_extra
 from diloco.options import takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs
-from diloco.pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+
+OF_A_WHOLE_RUN = {
+    "method": "a method is of a whole run (`diloco run`, `demo`, `chaos`). Give each party the settings that it means, "
+    "by flags, variables or the file: docs/reference/settings.md#methods"
+}
+"""Settings that one party cannot obey: a method means a quorum of all learners, or no syncer at all."""
 
 
 def _join(settings: BusSettings, command: str) -> None:
@@ -27,7 +33,7 @@ def _join(settings: BusSettings, command: str) -> None:
     logs.configure(settings.log_level)
 
 
-@takes(LearnerProcess)
+@takes(LearnerProcess, moved=OF_A_WHOLE_RUN)
 def learner(settings: LearnerProcess) -> None:
     """Join a run as a learner, with the built-in trainer.
 
@@ -38,7 +44,7 @@ def learner(settings: LearnerProcess) -> None:
     raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
 
 
-@takes(SyncerProcess, omit=NO_FLAG)
+@takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
     _join(settings, "syncer")

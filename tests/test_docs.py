@@ -204,9 +204,7 @@ def test_every_command_of_the_documents_is_understood(page: str, line: str) -> N
     command, arguments = COMMANDS[name], given[len(name.split()) :]
     if not arguments or "--help" in arguments:
         return  # a command that is spoken of
-    context = command.make_context(name, arguments)
-    former = [parameter.name for parameter in command.params if parameter.hidden and context.params.get(parameter.name)]
-    assert former == [], f"{page}: {line!r}"
+    command.make_context(name, arguments)
 
 
 @pages(WRITTEN)

@@ -40,9 +40,9 @@ from diloco.pipeline.settings import (
     BusSettings,
     EncodeOn,
     SyncSettings,
-    check_variables,
     load,
 )
+from diloco.pipeline.sources import check_variables
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
