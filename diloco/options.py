@@ -214,9 +214,8 @@ def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list
     """
     kind = type(settings)
     usual, told = defaults(kind), settings.model_fields_set - set(used)
-    return [
-        way_to_set(kind, name) for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]
-    ]
+    strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
+    return [way_to_set(kind, name) for name in strange]
 
 
 def check(settings: RunProcess) -> None:
@@ -231,12 +230,12 @@ def check(settings: RunProcess) -> None:
             ways = "; ".join(unused)
             raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
-        ways = ["more --learners"]
-        ways += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
-        ways += [] if isinstance(settings, ChaosProcess) else ["--redis-port so that others can join"]
+        remedies = ["more --learners"]
+        remedies += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
+        remedies += [] if isinstance(settings, ChaosProcess) else ["--redis-port so that others can join"]
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
-            f"cannot join; give {' or '.join(ways)}"
+            f"cannot join; give {' or '.join(remedies)}"
         )
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
         raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")

@@ -125,9 +125,7 @@ class BusSettings(Settings):
 class SyncSettings(Settings):
     """The protocol's constants; equal for all parties, kept in the run's spec."""
 
-    fragments: int = Field(
-        8, ge=1, le=4096, description="Number of fragments P (by default no more than the model has tensors)"
-    )
+    fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P; unasked, a tensor each at most")
     sync_interval: int = Field(24, ge=1, le=10**6, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
     overlap_steps: int = Field(2, ge=0, le=10**6, description="Inner steps tau that a sync may hide behind")

@@ -68,7 +68,7 @@ def read_file(config: Path | None) -> dict[str, Any]:
     if config is None:
         return {}
     try:
-        return tomllib.loads(config.read_text("utf-8"))
+        return tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
 
