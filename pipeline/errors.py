@@ -5,7 +5,7 @@
 `UsageError`: the person at the command line can mend it; shown without a traceback.
 """
 
-from typing import Self
+from typing import Any, Self
 
 
 class DilocoError(Exception):
@@ -48,9 +48,9 @@ class LearnerReplaced(IdTaken):
         super().__init__(message)
         self.generation = generation
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, int]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int], dict[str, Any]]:
         """An exception is made again from its arguments; this one has two."""
-        return type(self), (str(self), self.generation)
+        return type(self), (str(self), self.generation), vars(self)
 
 
 class BusError(DilocoError):
