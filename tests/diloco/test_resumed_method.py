@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco import cli
+from diloco.launcher import run
 from diloco.launcher.folder import plain, resume
 from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import SpecMismatch, UsageError
@@ -58,6 +59,7 @@ def test_another_method_than_the_run_s_is_refused_and_nothing_else_is_complained
 
 def test_the_command_refuses_another_method_and_does_not_begin(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
     folder = saved(tmp_path / "out", "streaming")
     capsys.readouterr()
     assert cli.main(["run", "--resume", str(folder), "--method", "paper", "--tokens", "1M"]) == 1
@@ -84,19 +86,16 @@ def test_each_method_is_known_again_by_its_settings(method):
         assert meant_by(settings.model_dump(), tensors) == method
 
 
-def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, monkeypatch):
     """It is the quorum of the checkpoint that counts."""
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "out", "diloco")
     state = next((folder / "checkpoints").glob("*/state.json"))
     changed = json.loads(state.read_text())
     changed["spec"]["sync"]["quorum"] = 3
-    state.write_text(json.dumps(changed))
-    sums = state.parent / "SHA256SUMS"
-    sums.unlink()
+    (state.parent / "SHA256SUMS").unlink()
     changed["format"] = 1  # which has no sums
     state.write_text(json.dumps(changed))
+    monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
     with pytest.raises(UsageError, match="quorum=3"):
-        from diloco.launcher.run import main
-
-        main(RunProcess(resume=folder, learners=2, tokens=10**6))
+        run.main(RunProcess(resume=folder, learners=2, tokens=10**6))
