@@ -40,9 +40,9 @@ from diloco.pipeline.settings import (
     BusSettings,
     EncodeOn,
     SyncSettings,
-    check_variables,
     load,
 )
+from diloco.pipeline.sources import check_variables
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
@@ -55,7 +55,7 @@ from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery, Source
 from diloco.workers.parameters import FragmentParameters, tensor_table
-from diloco.workers.proposal import proposal
+from diloco.workers.proposal import fitting, proposal
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
@@ -94,7 +94,8 @@ class Learner:
             run: name of the run.
             redis_url: default: the environment's DILOCO_REDIS_URL.
             learner_id: unique among live learners; default: host, process id and a random part.
-            sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
+            sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
+                of fragments that is not given is no more than the model has trained tensors.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
@@ -127,11 +128,12 @@ class Learner:
         )
         if given.log_losses and given.state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
-        if not structlog.is_configured():
-            logs.configure("warning")  # in somebody else's program, only what needs attention
+        settings = load(BusSettings, {"redis_url": given.redis_url or None})
+        if not structlog.is_configured():  # in somebody else's program that leaves it to us
+            logs.configure(settings.log_level)
         for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
             structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = load(BusSettings, {"redis_url": given.redis_url or None}).bus_url()
+        url = settings.bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
         self.model, self.optimizer, self._url = model, optimizer, url
@@ -139,7 +141,7 @@ class Learner:
         self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
         if given.sync is not None:
-            tensor_table(model, given.sync)
+            tensor_table(model, fitting(given.sync, model))
         self._inner_optimizer = check_optimizer(model, optimizer)
         if given.same_frozen:
             check_frozen(model)
@@ -304,7 +306,12 @@ class Learner:
         if held is not None:
             sync_spec, trainer = held.sync, trainer or held.trainer
         else:
-            sync_spec = (sync or SyncSettings()).sync_spec()
+            usual = sync or load(SyncSettings)
+            fitted = fitting(usual, self.model)
+            if fitted.fragments < usual.fragments:
+                detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
+                structlog.get_logger().info("fragments_reduced", fragments=fitted.fragments, detail=detail)
+            sync_spec = fitted.sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
 

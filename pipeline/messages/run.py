@@ -129,3 +129,5 @@ class RunState(Message):
     manifest: Annotated[tuple[tuple[int, bytes], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Once finished: (version, digest) of every fragment."""
     samples: Samples = ()
+    liveness_s: Seconds | None = None
+    """A learner not heard from for this long is not waited for; None: an earlier build has not said."""

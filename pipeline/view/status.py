@@ -24,7 +24,7 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
-"""A learner not heard from for this long is not live."""
+"""A learner not heard from for this long is not live, where the run has not said otherwise."""
 
 _RECENT_S = 3600.0
 
@@ -354,8 +354,21 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
     return last
 
 
-async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
+def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
+    """Who is live, as the run's syncers go by."""
+    live_s = _liveness(state, None)
+    return {seen.report.learner for seen in reports if _is_live(seen, live_s)}
+
+
+def _liveness(state: RunState | None, live_s: float | None) -> float:
+    said = None if state is None else state.liveness_s
+    return live_s or said or LIVE_S
+
+
+async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> Status:
     """The status of the bus's run.
+
+    live_s: a learner not heard from for this long is not live; None: what the run's syncers go by, as its state says.
 
     Raises:
         BusError: the bus cannot be read.
@@ -383,7 +396,7 @@ async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
         evaluation,
         info.warnings,
         clock.unix(),
-        live_s,
+        _liveness(state, live_s),
         syncers,
         holders,
     )

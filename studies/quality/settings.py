@@ -292,7 +292,7 @@ def read_experiment(path: Path) -> Experiment:
         UsageError: not readable, an unknown name, a value out of bounds: says where, and what is allowed.
     """
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read experiment {path}: {error}") from error
     known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}

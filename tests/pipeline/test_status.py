@@ -266,3 +266,19 @@ def test_status_is_read_from_the_bus():
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
         assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"
+
+
+@pytest.mark.parametrize(("said", "asked", "live"), [(None, None, False), (20.0, None, True), (20.0, 5.0, False)])
+def test_who_is_live_follows_from_the_run(said, asked, live):
+    """A learner that was heard from eight seconds ago is live where the run's syncers wait for twenty."""
+
+    async def main():
+        bus = MemoryBus("run", VirtualClock())
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.seen().report)
+        await bus.write_state(samples.run_state(liveness_s=said))
+        await asyncio.sleep(8)
+        (learner,) = (await read_status(bus, VirtualClock(), asked))["learners"]
+        assert learner["live"] is live
+
+    run_virtual(main())

@@ -7,8 +7,13 @@ from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import structlog
+
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock, fast_loop
+from diloco.pipeline.errors import BusError
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.view.status import live_learners
 from diloco.workers.background import yield_core
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import AT_ONCE, OnHost
@@ -142,7 +147,24 @@ class ExchangeThread:
         recovery, rounds = training.recovery, training.rounds
         peers = recovery.peers(bus, LoopClock(), training.spec.sync.chunk_bytes)
         versions = tuple(base.version for base in shared.adoptions.values())
-        self._joined.set_result((exchange, await recovery.find(peers, versions, shared.state)))
+        found = await recovery.find(peers, versions, shared.state)
+        await self._say_joined(bus, versions, shared.state)
+        self._joined.set_result((exchange, found))
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.copy)
         await asyncio.Event().wait()
+
+    async def _say_joined(self, bus: Bus, versions: tuple[int, ...], state: RunState | None) -> None:
+        training, live = self._training, None
+        with suppress(BusError):  # it trains all the same
+            live = len(live_learners(await bus.read_reports(), state))
+        least, most = min(versions), max(versions)
+        structlog.get_logger().info(
+            "learner_joined",
+            run=self._run_name,
+            learner=training.learner,
+            incarnation=training.incarnation,
+            version=least if least == most else f"{least} to {most}",
+            fragments=len(versions),
+            learners_live=live,
+        )

@@ -111,8 +111,6 @@ class Joining:
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
         await retry(self._bus.add_event, joined)
         self._outages.count = 0  # those until here lost nothing: nothing was published
-        versions = [version for version, _ in pulling.latest.values()]
-        self._log.info("learner_joined", incarnation=self._incarnation, versions=versions)
         return Exchange(member, agreement, version_0, feedback, pulling, self._reporting, self._claims)
 
     async def abandon(self) -> None:
