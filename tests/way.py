@@ -1,0 +1,169 @@
+"""One delta's way: the files it passes through, from the step that publishes it to the step that adopts its global.
+
+    python -m tests.way        prints the files in order, with the functions that put them there
+
+A real learner publishes, a real syncer merges, over a real Redis, in one process whose every call is recorded. A file of
+the project is on the way if a function of it
+
+- runs for *every* delta, between the step that publishes it and the step that adopts what came of it, and
+- does not run while no delta is under way: while the same learner steps, reports and looks, the same syncer polls and
+  prolongs its lease.
+
+`Learner.step` is where the way begins, so its file counts although every step runs it. Scripts on Redis are counted
+apart. Files of types alone have no function that runs, and are on nobody's way.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis_calls import RedisCalls
+from diloco.pipeline.settings import SyncSettings
+from diloco.syncer.merging import mending
+from diloco.workers.exchange import following
+from diloco.workers.learner import Learner
+from tests.workers.test_device_encoding import a_syncer
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("pipeline", "syncer", "workers")
+BEGINS = "workers/learner.py"
+SCRIPTS = "pipeline/bus/lua"
+DELTAS = 6
+INTERVAL = 50
+STEP_S = 0.02
+SETTLED_STEPS = 20
+"""After an adoption, until reports have told of it: what runs then belongs to neither."""
+WAIT_S = 60.0
+
+OFTEN_S = 0.5
+"""Head and payloads are looked at so often, whatever happens, where it is seconds else."""
+
+RESUMED = 0b11
+"""Of a RESUME instruction's argument: a coroutine or a generator goes on, which was called before."""
+
+Call = tuple[str, str]
+"""File, and name of a function in it."""
+
+
+class Way(NamedTuple):
+    """What was found."""
+
+    files: dict[str, list[str]]
+    """File -> its functions that put it here, each in order of its first call, as the first delta had it."""
+    before: set[tuple[str, str]]
+    """(a, b): every delta came to file a first and to file b later."""
+    scripts: list[str]
+    """Scripts on Redis, in order."""
+
+
+class Recorder:
+    """Which functions of the project are called, in all threads that begin while it is installed."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Call, None] = {}
+        self._named: dict[CodeType, Call | None] = {}
+        self._scripts = {RedisCalls.script.__code__, RedisCalls.scripts.__code__}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """For the time of a block."""
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def taken(self) -> list[Call]:
+        """What was called since the last time, in order of first calls."""
+        calls, self._calls = self._calls, {}
+        return list(calls)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_code[frame.f_lasti + 1] & RESUMED:
+            return
+        if code not in self._named:
+            self._named[code] = call_of(code)
+        if (call := self._named[code]) is not None:
+            self._calls[call] = None
+        if code in self._scripts:
+            self._calls[SCRIPTS, frame.f_locals["name"]] = None
+
+
+def call_of(code: CodeType) -> Call | None:
+    """None: not the project's, or no function by name (a module, a comprehension)."""
+    if code.co_name.startswith("<") or not code.co_filename.startswith(f"{ROOT}{os.sep}"):
+        return None
+    inside = Path(code.co_filename).resolve().relative_to(ROOT)  # diloco/pipeline is a link
+    return (str(inside), code.co_qualname) if inside.parts[0] in PARTS else None
+
+
+def trace(url: str, run: str = "way") -> Way:
+    """Record the ways of some deltas over this Redis."""
+    recorder, model, idle, ways = Recorder(), nn.Linear(64, 64), set[Call](), list[list[Call]]()
+    sync = SyncSettings(fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40)
+    with (
+        patch.object(mending, "LOOK_S", OFTEN_S),
+        patch.object(following, "LOOK_AT_ALL_S", OFTEN_S),
+        recorder.installed(),
+        a_syncer(url, run),
+        Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=sync) as learner,
+    ):
+        rounds = learner.joined.training.rounds
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                learner.step(tokens=1)
+                time.sleep(STEP_S)
+
+        def published_and_adopted() -> None:
+            versions, deltas, until = rounds.versions, rounds.deltas, time.monotonic() + WAIT_S
+            steps(1)
+            assert rounds.deltas == deltas + 1, "this step was to publish"
+            while rounds.versions == versions:
+                assert time.monotonic() < until, "nothing was adopted"
+                steps(1)
+
+        published_and_adopted()  # the first round begins at once
+        for _ in range(DELTAS):
+            steps(SETTLED_STEPS)
+            recorder.taken()
+            steps(INTERVAL - 1 - SETTLED_STEPS)
+            idle.update(recorder.taken())
+            published_and_adopted()
+            ways.append(recorder.taken())
+    return way_of(ways, idle)
+
+
+def way_of(ways: Sequence[Sequence[Call]], idle: Set[Call]) -> Way:
+    """By the rule above."""
+    always = set(ways[0]).intersection(*ways[1:]) - idle
+    files: dict[str, list[str]] = {BEGINS: ["step"]}
+    for file, function in ways[0]:
+        if (file, function) in always:
+            files.setdefault(file, []).append(function)
+    scripts = files.pop(SCRIPTS, [])
+    firsts = [{file: at for at, (file, _) in reversed(list(enumerate(c for c in way if c in always)))} for way in ways]
+    before = {(a, b) for a in files for b in files if a != b and all(f.get(a, -1) < f.get(b, -1) for f in firsts)}
+    return Way(files, before, scripts)
+
+
+if __name__ == "__main__":
+    with EmbeddedRedis(appendonly=False, dies_with_us=True) as redis:
+        found = trace(redis.url)
+    for place, (file, functions) in enumerate(found.files.items(), 1):
+        print(f"{place:3} {file:45} {', '.join(functions)}")
+    print(f"scripts: {', '.join(found.scripts)}")
