@@ -107,7 +107,6 @@ PURE = (
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",
-    "workers/feedback.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

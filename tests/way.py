@@ -2,8 +2,8 @@
 
     python -m tests.way        prints the files in order, with the functions that put them there
 
-A real learner publishes, a real syncer merges, over a real Redis, in one process whose every call is recorded. A file of
-the project is on the way if a function of it
+A real learner publishes and a real syncer merges over a real Redis, in one process whose calls are all recorded. A file
+of the project is on the way if a function of it
 
 - runs for *every* delta, between the step that publishes it and the step that adopts what came of it, and
 - does not run while no delta is under way: while the same learner steps, reports and looks, the same syncer polls and
@@ -31,7 +31,7 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_calls import RedisCalls
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import mending
-from diloco.workers.exchange import following
+from diloco.workers.exchange import pulling
 from diloco.workers.learner import Learner
 from tests.workers.test_device_encoding import a_syncer
 
@@ -117,7 +117,7 @@ def trace(url: str, run: str = "way") -> Way:
     sync = SyncSettings(fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40)
     with (
         patch.object(mending, "LOOK_S", OFTEN_S),
-        patch.object(following, "LOOK_AT_ALL_S", OFTEN_S),
+        patch.object(pulling, "LOOK_AT_ALL_S", OFTEN_S),
         recorder.installed(),
         a_syncer(url, run),
         Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=sync) as learner,

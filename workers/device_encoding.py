@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
-from diloco.workers.feedback import grown
+from diloco.workers.encoding import grown
 
 PIECE = 64 * GROUP
 """Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""
