@@ -58,7 +58,6 @@ PURE = (
     "pipeline/transfer/global_bf16.py",
     "pipeline/transfer/global_format.py",
     "pipeline/transfer/global_formats.py",
-    "pipeline/transfer/global_fp32.py",
     "pipeline/transfer/global_int8.py",
     "pipeline/transfer/halves.py",
     "pipeline/transfer/outer_state.py",

@@ -18,7 +18,7 @@ from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.transfer.global_format import Published, published_by
-from diloco.pipeline.transfer.globals import push_global
+from diloco.pipeline.transfer.payloads import push_global
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.staging import REPLACED_TTL_S, STAGED_TTL_S, RandomHex
 from diloco.syncer.watch import RunWatch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.transfer.globals import Offload
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.merging.draft import Draft
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.merge import merge_shares

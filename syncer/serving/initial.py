@@ -10,8 +10,8 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.transfer.globals import Published, push_global
-from diloco.pipeline.transfer.payloads import pull
+from diloco.pipeline.transfer.global_format import Published
+from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.mending import adopted, say_rewound
 from diloco.syncer.merging.staging import STAGED_TTL_S

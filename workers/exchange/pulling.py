@@ -14,8 +14,9 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
+from diloco.pipeline.transfer.global_format import Held
 from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.globals import Held, pull_shown
+from diloco.pipeline.transfer.payloads import pull_shown
 from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
