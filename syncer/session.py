@@ -17,10 +17,9 @@ from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
 from diloco.syncer.committing import Committing, Loaded, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.doubts import Doubts
 from diloco.syncer.grace import GraceEstimator, UploadEstimator
 from diloco.syncer.intake import Arrivals, Downloads
 from diloco.syncer.merging.fragment import Delta
@@ -109,7 +108,7 @@ class Session:
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
-            self._committing.close()
+            self._committing.sum.close()
             await self._downloads.close()
 
     async def _mend(self) -> None:
@@ -161,7 +160,7 @@ class Session:
 
     def _add_up(self) -> None:
         """Sum what is complete while the rest is awaited."""
-        self._committing.add_up([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+        self._committing.sum.follow([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
@@ -263,7 +262,6 @@ class Session:
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(self._clock.now() - merge.fixed_at)
         state.not_finite_times = 0
-        state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:

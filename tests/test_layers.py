@@ -94,7 +94,6 @@ PURE = (
     "studies/strikes/report.py",
     "syncer/admission.py",
     "syncer/algorithm.py",
-    "syncer/doubts.py",
     "syncer/grace.py",
     "syncer/merging/draft.py",
     "syncer/merging/fragment.py",
