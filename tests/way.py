@@ -5,12 +5,12 @@
 A real learner publishes and a real syncer merges over a real Redis, in one process whose calls are all recorded. A file
 of the project is on the way if a function of it
 
-- runs for *every* delta, between the step that publishes it and the step that adopts what came of it, and
-- does not run while no delta is under way: while the same learner steps, reports and looks, the same syncer polls and
-  prolongs its lease.
+- is called for *every* delta, between the step that publishes it and the adoption of what came of it, and
+- is not called while no delta is under way: while the same learner steps, reports and looks at heads, and the same
+  syncer polls and prolongs its lease.
 
 `Learner.step` is where the way begins, so its file counts although every step runs it. Scripts on Redis are counted
-apart. Files of types alone have no function that runs, and are on nobody's way.
+apart. A file of types alone has no function that is called, and is on nobody's way.
 """
 
 import os
@@ -38,6 +38,7 @@ from tests.workers.test_device_encoding import a_syncer
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("pipeline", "syncer", "workers")
 BEGINS = "workers/learner.py"
+ENDS = ("workers/rounds.py", "Rounds.adopt")
 SCRIPTS = "pipeline/bus/lua"
 DELTAS = 6
 INTERVAL = 50
@@ -144,7 +145,8 @@ def trace(url: str, run: str = "way") -> Way:
             steps(INTERVAL - 1 - SETTLED_STEPS)
             idle.update(recorder.taken())
             published_and_adopted()
-            ways.append(recorder.taken())
+            way = recorder.taken()
+            ways.append(way[: way.index(ENDS) + 1])
     return way_of(ways, idle)
 
 
