@@ -18,13 +18,12 @@ from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, Loaded, payload_key
+from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator, UploadEstimator
 from diloco.syncer.intake import Arrivals, Downloads
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
-from diloco.syncer.merging.staging import Staging
 from diloco.syncer.refusals import Refusals
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 

@@ -95,7 +95,6 @@ PURE = (
     "syncer/admission.py",
     "syncer/algorithm.py",
     "syncer/grace.py",
-    "syncer/merging/draft.py",
     "syncer/merging/fragment.py",
     "syncer/merging/merge.py",
     "syncer/merging/norms.py",

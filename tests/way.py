@@ -9,7 +9,8 @@ of the project is on the way if a function of it
 - is not called while no delta is under way: while the same learner steps, reports and looks at heads, and the same
   syncer polls and prolongs its lease.
 
-`Learner.step` is where the way begins, so its file counts although every step runs it. Scripts on Redis are counted
+`Learner.step` is where the way begins, so its file counts although every step runs it. For the syncer it ends with the
+call that commits: its metrics, its estimates and its next window are on no learner's way. Scripts on Redis are counted
 apart. A file of types alone has no function that is called, and is on nobody's way.
 """
 
@@ -36,7 +37,7 @@ from diloco.workers.learner import Learner
 from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("pipeline", "syncer", "workers")
+PARTS = ("diloco", "pipeline", "studies", "syncer", "workers")
 BEGINS = "workers/learner.py"
 ENDS = ("workers/rounds.py", "Rounds.adopt")
 SCRIPTS = "pipeline/bus/lua"
@@ -73,6 +74,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self._calls: dict[Call, None] = {}
+        self._committed: set[int] = set()
+        """Threads that have committed."""
         self._named: dict[CodeType, Call | None] = {}
         self._scripts = {RedisCalls.script.__code__, RedisCalls.scripts.__code__}
 
@@ -90,18 +93,23 @@ class Recorder:
     def taken(self) -> list[Call]:
         """What was called since the last time, in order of first calls."""
         calls, self._calls = self._calls, {}
+        self._committed.clear()
         return list(calls)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or code.co_code[frame.f_lasti + 1] & RESUMED:
             return
+        if self._committed and threading.get_ident() in self._committed:
+            return
         if code not in self._named:
             self._named[code] = call_of(code)
         if (call := self._named[code]) is not None:
             self._calls[call] = None
         if code in self._scripts:
-            self._calls[SCRIPTS, frame.f_locals["name"]] = None
+            self._calls[SCRIPTS, (name := frame.f_locals["name"])] = None
+            if name == "commit":
+                self._committed.add(threading.get_ident())
 
 
 def call_of(code: CodeType) -> Call | None:

@@ -20,10 +20,9 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.status import Status, read_status
-from diloco.syncer.context import AgreedSpec, SyncerContext
+from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
-from diloco.syncer.merging.staging import RandomHex
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder

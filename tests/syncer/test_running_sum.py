@@ -19,8 +19,7 @@ from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta
+from diloco.syncer.merging.fragment import Delta, Draft
 from diloco.syncer.merging.merge import MOST_SHARE, Sum, merge_shares
 from diloco.syncer.merging.norms import BLOCK, delta_norms
 from diloco.syncer.metrics import Metrics
