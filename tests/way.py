@@ -14,12 +14,14 @@ call that commits: its metrics, its estimates and its next window are on no lear
 apart. A file of types alone has no function that is called, and is on nobody's way.
 """
 
+import asyncio
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -56,6 +58,8 @@ RESUMED = 0b11
 
 Call = tuple[str, str]
 """File, and name of a function in it."""
+Record = list[tuple[Call, str]]
+"""Calls with the task or thread that made them, each once, in order."""
 
 
 class Way(NamedTuple):
@@ -64,7 +68,7 @@ class Way(NamedTuple):
     files: dict[str, list[str]]
     """File -> its functions that put it here, each in order of its first call, as the first delta had it."""
     before: set[tuple[str, str]]
-    """(a, b): every delta came to file a first and to file b later."""
+    """(a, b): the same task is always the first to come to either, and comes to a first. Two tasks have no order."""
     scripts: list[str]
     """Scripts on Redis, in order."""
 
@@ -73,7 +77,7 @@ class Recorder:
     """Which functions of the project are called, in all threads that begin while it is installed."""
 
     def __init__(self) -> None:
-        self._calls: dict[Call, None] = {}
+        self._calls: dict[tuple[Call, str], None] = {}
         self._committed: set[int] = set()
         """Threads that have committed."""
         self._named: dict[CodeType, Call | None] = {}
@@ -90,8 +94,8 @@ class Recorder:
             sys.setprofile(None)
             threading.setprofile(None)
 
-    def taken(self) -> list[Call]:
-        """What was called since the last time, in order of first calls."""
+    def taken(self) -> Record:
+        """What was called since the last time."""
         calls, self._calls = self._calls, {}
         self._committed.clear()
         return list(calls)
@@ -105,11 +109,20 @@ class Recorder:
         if code not in self._named:
             self._named[code] = call_of(code)
         if (call := self._named[code]) is not None:
-            self._calls[call] = None
+            self._calls[call, caller()] = None
         if code in self._scripts:
-            self._calls[SCRIPTS, (name := frame.f_locals["name"])] = None
+            self._calls[(SCRIPTS, name := frame.f_locals["name"]), caller()] = None
             if name == "commit":
                 self._committed.add(threading.get_ident())
+
+
+def caller() -> str:
+    """The task, or else the thread, that runs."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        task = None
+    return threading.current_thread().name if task is None else task.get_name()
 
 
 def call_of(code: CodeType) -> Call | None:
@@ -122,7 +135,7 @@ def call_of(code: CodeType) -> Call | None:
 
 def trace(url: str, run: str = "way") -> Way:
     """Record the ways of some deltas over this Redis."""
-    recorder, model, idle, ways = Recorder(), nn.Linear(64, 64), set[Call](), list[list[Call]]()
+    recorder, model, idle, ways = Recorder(), nn.Linear(64, 64), set[Call](), list[Record]()
     sync = SyncSettings(fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40)
     with (
         patch.object(mending, "LOOK_S", OFTEN_S),
@@ -151,24 +164,36 @@ def trace(url: str, run: str = "way") -> Way:
             steps(SETTLED_STEPS)
             recorder.taken()
             steps(INTERVAL - 1 - SETTLED_STEPS)
-            idle.update(recorder.taken())
+            idle.update(call for call, _ in recorder.taken())
             published_and_adopted()
             way = recorder.taken()
-            ways.append(way[: way.index(ENDS) + 1])
+            ways.append(way[: [call for call, _ in way].index(ENDS) + 1])
     return way_of(ways, idle)
 
 
-def way_of(ways: Sequence[Sequence[Call]], idle: Set[Call]) -> Way:
+def way_of(ways: Sequence[Record], idle: Set[Call]) -> Way:
     """By the rule above."""
-    always = set(ways[0]).intersection(*ways[1:]) - idle
+    always = set.intersection(*({call for call, _ in way} for way in ways)) - idle
     files: dict[str, list[str]] = {BEGINS: ["step"]}
-    for file, function in ways[0]:
-        if (file, function) in always:
-            files.setdefault(file, []).append(function)
+    for file, function in dict.fromkeys(call for call, _ in ways[0] if call in always):
+        files.setdefault(file, []).append(function)
     scripts = files.pop(SCRIPTS, [])
-    firsts = [{file: at for at, (file, _) in reversed(list(enumerate(c for c in way if c in always)))} for way in ways]
-    before = {(a, b) for a in files for b in files if a != b and all(f.get(a, -1) < f.get(b, -1) for f in firsts)}
+    firsts = [first_calls(way, always) for way in ways]
+    before = {
+        (a, b)
+        for a, b in permutations(firsts[0], 2)
+        if all(first[a][1] == first[b][1] and first[a][0] < first[b][0] for first in firsts)
+    }
     return Way(files, before, scripts)
+
+
+def first_calls(way: Record, counted: Set[Call]) -> dict[str, tuple[int, str]]:
+    """File -> number of its first call, and who made it."""
+    found: dict[str, tuple[int, str]] = {}
+    for at, (call, who) in enumerate(way):
+        if call in counted:
+            found.setdefault(call[0], (at, who))
+    return found
 
 
 if __name__ == "__main__":
