@@ -149,20 +149,20 @@ class Merged:
 
     version: int
     digest: bytes
-    theta: Float32
+    theta: npt.NDArray[np.float32]
     outer_state: OuterState
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norm: float
     directions: Float64
     """As `merge.Reduced`."""
-    orthogonal: Float32 | None = None
+    orthogonal: npt.NDArray[np.float32] | None = None
     """As `Stepped`."""
     finite: bool = True
     """Values and outer state have no NaN and no infinity: it may be committed."""
 
 
-def finite(theta: Float32, outer_state: OuterState) -> bool:
+def finite(theta: npt.NDArray[np.float32], outer_state: OuterState) -> bool:
     """Whether values (elements,) and outer state have no NaN and no infinity."""
     return all_finite(theta) and all(map(all_finite, outer_state.values()))
 
@@ -173,10 +173,10 @@ def finite(theta: Float32, outer_state: OuterState) -> bool:
 class Stepped(NamedTuple):
     """Values and outer state after an outer step, and what its merge measured."""
 
-    theta: Float32
+    theta: npt.NDArray[np.float32]
     outer_state: OuterState
     reduced: Reduced
-    orthogonal: Float32 | None = None
+    orthogonal: npt.NDArray[np.float32] | None = None
     """(matrix elements,) as `outer.muon_blocks` found it; None for a step that orthogonalises nothing."""
 
 
@@ -189,14 +189,14 @@ def outer_step(
     layout: FragmentLayout,
     sync: SyncSpec,
     outer: tuple[float, float],
-    theta: Float32,
+    theta: npt.NDArray[np.float32],
     outer_state: OuterState,
     deltas: Sequence[Vector],
     norms: Sequence[Float64],
     shares: Sequence[float],
     recorded: Float64 | None = None,
     draft: Draft | None = None,
-    recorded_step: Float32 | None = None,
+    recorded_step: npt.NDArray[np.float32] | None = None,
 ) -> Stepped:
     """Merge and take the outer step, in new memory: `theta` and `outer_state` stay (paper: RDA, outer optimizer).
 
@@ -264,7 +264,7 @@ class FragmentState:
         sync: SyncSpec,
         version: int,
         digest: bytes,
-        theta: Float32,
+        theta: npt.NDArray[np.float32],
         outer_state: OuterState,
     ) -> None:
         self.layout = layout
@@ -355,5 +355,5 @@ class FragmentState:
         self._norms.append(median(c.norm for c in merged.contributions))
 
 
-MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, Float32, OuterState], FragmentState]
+MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, npt.NDArray[np.float32], OuterState], FragmentState]
 """`FragmentState`, or something in its place: layout, sync, version, digest, theta, outer state."""
