@@ -64,7 +64,7 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
+        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
         self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -144,7 +144,7 @@ class Session:
 
     def _download(self) -> None:
         """Fetch what the window awaits and is not on its way yet."""
-        self._downloads.start(self.window.awaited(), self._loaded.fragment.judge)
+        self._downloads.start(self.window.awaited())
 
     def _downloaded(self) -> None:
         """Payloads that are here, and those that cannot be used."""

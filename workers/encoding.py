@@ -33,7 +33,7 @@ def encode_delta(
     kind: Codec,
     residual: Float32 | None,
     out: npt.NDArray[np.uint8],
-    written: Callable[[int], object] = lambda upto: None,
+    grow_to: Callable[[int], object] = lambda upto: None,
 ) -> Float32 | None:
     """The pseudogradient, base minus current, as it travels; returns what is lost of it, where that is kept.
 
@@ -43,7 +43,7 @@ def encode_delta(
         kind: of codec.
         residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
         out: (`payload_bytes`,) written from front to back.
-        written: called with how much of `out` is final, after each step.
+        grow_to: called with how much of `out` is final, after each step.
     """
     current = values()
     if kind == "bf16" or kind == "fp32":
@@ -52,7 +52,7 @@ def encode_delta(
             piece = slice(start, start + BLOCK)
             np.subtract(base[piece], current[piece], out=current[piece])
             np.copyto(delta[piece], current[piece], casting="same_kind")
-            written(delta.itemsize * min(start + BLOCK, len(base)))
+            grow_to(delta.itemsize * min(start + BLOCK, len(base)))
         return None
     encoding = quantize.Encoding(len(base), kind, out)
     for start in range(0, len(base), quantize.GROUP):
@@ -60,7 +60,7 @@ def encode_delta(
         np.subtract(base[start : start + quantize.GROUP], delta, out=delta)
         if residual is not None:
             np.add(delta, residual[start : start + quantize.GROUP], out=delta)
-        written(encoding.add(delta, delta))
+        grow_to(encoding.add(delta, delta))
     return current
 
 
@@ -98,7 +98,7 @@ class Encoder(Protocol):
         kind: Codec,
         residual: Any | None,
         out: npt.NDArray[np.uint8],
-        written: Callable[[int], object],
+        grow_to: Callable[[int], object],
     ) -> Any | None:
         """As `encode_delta`, of vectors of its own; the bytes are the same."""
 
