@@ -242,11 +242,11 @@ def _elementwise(
 ) -> Reduced:
     """A step that goes over each block once, while it is in the cache."""
 
-    def finish(start: int, stop: int) -> None:
+    def stepped(start: int, stop: int) -> None:
         step.block(start, stop)
         writer.written(stop)
 
-    return running.close(deltas, norms, shares, recorded, finish)
+    return running.close(deltas, norms, shares, recorded, stepped)
 
 
 # --- the fragment --------------------------------------------------------------------------------------
