@@ -1,5 +1,6 @@
 """What all fragments of one syncer are served with: the agreed spec, and the syncer itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.pipeline.agreement import differences
@@ -10,10 +11,12 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import MakeFragment
-from diloco.syncer.merging.staging import RandomHex
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.watch import RunWatch
+
+RandomHex = Callable[[int], str]
+"""`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""
 
 
 class AgreedSpec:

@@ -17,15 +17,13 @@ from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
-from diloco.syncer.committing import Committing, Loaded, payload_key
+from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
+from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.doubts import Doubts
 from diloco.syncer.grace import GraceEstimator, UploadEstimator
 from diloco.syncer.intake import Arrivals, Downloads
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
-from diloco.syncer.merging.staging import Staging
 from diloco.syncer.refusals import Refusals
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
@@ -66,7 +64,7 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
+        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
         self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -109,7 +107,7 @@ class Session:
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
-            self._committing.close()
+            self._committing.sum.close()
             await self._downloads.close()
 
     async def _mend(self) -> None:
@@ -146,7 +144,7 @@ class Session:
 
     def _download(self) -> None:
         """Fetch what the window awaits and is not on its way yet."""
-        self._downloads.start(self.window.awaited(), self._loaded.fragment.judge)
+        self._downloads.start(self.window.awaited())
 
     def _downloaded(self) -> None:
         """Payloads that are here, and those that cannot be used."""
@@ -161,7 +159,7 @@ class Session:
 
     def _add_up(self) -> None:
         """Sum what is complete while the rest is awaited."""
-        self._committing.add_up([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+        self._committing.sum.follow([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
@@ -263,7 +261,6 @@ class Session:
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(self._clock.now() - merge.fixed_at)
         state.not_finite_times = 0
-        state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:

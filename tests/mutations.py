@@ -20,9 +20,8 @@ from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.serving.leases import Leases
 from diloco.syncer.session import Session
 from diloco.syncer.window import Window
-from diloco.workers.exchange.following import Following
 from diloco.workers.exchange.publishing import Publishing
-from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.rounds import Rounds
 
 

@@ -48,9 +48,8 @@ from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.exchange import reaching
-from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.work_queue import read_blocks
-from diloco.workers.joined import JoinedLearner
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery, Source

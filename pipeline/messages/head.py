@@ -59,7 +59,7 @@ class Head(Message):
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
     """Key of the outer momentum payload, or "" for all zeros: of this version, or where it follows from the updates of
-    the key frame's (`globals`)."""
+    the key frame's (`global_int8`)."""
     previous_digest: Digest | None
     """Digest of version - 1: the base on which a stale delta is still on record."""
     window: WindowView

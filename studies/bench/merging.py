@@ -28,8 +28,7 @@ from diloco.studies.bench.figures import Spread, alternate, spread
 from diloco.studies.bench.floor import merge_traffic
 from diloco.studies.bench.machine import need_memory
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.merging.norms import delta_norms
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS, at_its_length

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from diloco.pipeline.messages.head import MergedBase
 from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, Stepped
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, Stepped
 from diloco.syncer.merging.norms import delta_norms
 
 Float32 = npt.NDArray[np.float32]

@@ -37,7 +37,7 @@ ROWS_BLOCK = 32 * 1024
 MOST_SHARE = 2.0**20
 """No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
 
-Finish = Callable[[int, int], None]
+EachBlock = Callable[[int, int], None]
 """Called with (start, stop) of each block of the pseudogradient once it is what it will be, from front to back. It is
 in the cache then, and may be overwritten."""
 
@@ -87,14 +87,14 @@ class Rule(Protocol):
     def add(self, terms: Terms) -> None:
         """Sum these too."""
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """Sum the rest and make the pseudogradient.
 
         Args:
             rest: what was not added; may be empty.
             scale: 1 / sum of all shares.
             recorded: `Closed.direction` of an earlier merge to scale by, instead of the one measured here.
-            finish: called for each block.
+            each_block: called for each block.
         """
 
 
@@ -135,14 +135,14 @@ class Mean:
         for _ in self._sum.add(terms.deltas, terms.shares):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`, in one pass."""
         found = 0.0
         for start, stop, block in self._sum.add(rest.deltas, rest.shares):
             if scale != 1.0:
                 np.multiply(block, scale, out=block)
             found += squares(block)
-            finish(start, stop)
+            each_block(start, stop)
         return Closed(found)
 
 
@@ -158,7 +158,7 @@ class Rda:
         for _ in self._added(terms):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`. The length of the mean direction is known after one pass, so the scaling is another one."""
         found = 0.0
         for *_, block in self._added(rest):
@@ -169,7 +169,7 @@ class Rda:
         factor = scale * (length / direction) if direction > CANCELLED else 0.0
         for start, stop in _blocks(self._slot.start, self._slot.stop):
             np.multiply(self._out[start:stop], factor, out=self._out[start:stop])
-            finish(start, stop)
+            each_block(start, stop)
         return Closed(found * factor * factor, measured)
 
     def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
@@ -194,7 +194,7 @@ class RdaRow:
         for start, stop in self._row_blocks():
             self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`."""
         found = 0.0
         for start, stop in self._row_blocks():
@@ -204,7 +204,7 @@ class RdaRow:
             rows.merged(scale, self._out[start:stop].reshape(-1, self._columns))
             for block_start, block_stop in _blocks(start, stop):
                 found += squares(self._out[block_start:block_stop])
-                finish(block_start, block_stop)
+                each_block(block_start, block_stop)
         return Closed(found)
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
@@ -312,14 +312,14 @@ class Sum:
         norms: Sequence[Float64],
         shares: Sequence[float],
         recorded: Float64 | None = None,
-        finish: Finish = lambda start, stop: None,
+        each_block: EachBlock = lambda start, stop: None,
     ) -> Reduced:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
             deltas, norms, shares: of all, as `add`.
             recorded: (tensors,) directions of an earlier merge to scale by, for a replay; None: those measured here.
-            finish: called for each block.
+            each_block: called for each block.
         """
         alone = len(deltas) == 1
         done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))
@@ -329,6 +329,6 @@ class Sum:
             rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:])
             rule = Mean(slot, self._out, self._scratch) if alone else self._rules[t]
             told = None if recorded is None else float(recorded[t])
-            squared, directions[t] = rule.close(rest, scale, told, finish)
+            squared, directions[t] = rule.close(rest, scale, told, each_block)
             total += squared
         return Reduced(math.sqrt(total), directions)

@@ -21,10 +21,9 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.status import Status, read_status
-from diloco.syncer.context import AgreedSpec, SyncerContext
+from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
-from diloco.syncer.merging.staging import RandomHex
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder

@@ -21,16 +21,14 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.global_format import Held, Published
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
-from diloco.pipeline.transfer.globals import pull_exact, pull_shown, pull_state
 from diloco.pipeline.transfer.outer_state import MomentumState
-from diloco.pipeline.transfer.payloads import push
+from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.committing import Staging
+from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
 from diloco.syncer.merging.norms import delta_norms
 from diloco.syncer.merging.outer import Momentum, NesterovStep
-from diloco.syncer.merging.staging import Staging
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -300,7 +298,7 @@ def test_key_frames_of_fragments_take_turns() -> None:
 
 def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lost commits had replaced may be what the head names: then it is not among what must go early."""
-    monkeypatch.setattr("diloco.syncer.merging.staging.REPLACED_BYTES", 0)
+    monkeypatch.setattr("diloco.syncer.committing.REPLACED_BYTES", 0)
     of = layout(1000)
     staging = Staging(MemoryBus("r", VirtualClock()), VirtualClock(), of, SYNC, lambda n: "0" * 2 * n)
 

@@ -15,8 +15,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.doubts import DOUBTED_AFTER, Doubts
+from diloco.syncer.admission import DOUBTED_AFTER, DeltaFormat, Doubts, Offer
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW

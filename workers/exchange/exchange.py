@@ -11,15 +11,14 @@ from contextlib import suppress
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Event
+from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.agreement import Agreement
-from diloco.workers.exchange.following import Following
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing, Values
-from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.exchange.work_queue import ShardClaims
-from diloco.workers.feedback import ErrorFeedback
 from diloco.workers.rounds import Publication
 
 LOOK_FOR_SYNCERS_S = 10.0
@@ -43,7 +42,7 @@ class Exchange:
         self._agreement = agreement
         self.feedback = feedback
         self.claims, self.reporting, self.pulling = claims, reporting, pulling
-        self.publishing = Publishing(member, reporting, pulling, feedback)
+        self.publishing = Publishing(member, reporting, pulling.latest, feedback)
         self.following = Following(member, pulling, self.publishing, version_0, feedback)
 
     async def work(self) -> None:

@@ -18,18 +18,16 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
-from diloco.workers.encoding import Encoder, OnHost
+from diloco.workers.encoding import Encoder, ErrorFeedback, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.member import Member, Offload
-from diloco.workers.exchange.outages import Outages
+from diloco.workers.exchange.member import Member, Offload, Outages
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.version_0 import CLAIM_TTL_S, Version0
 from diloco.workers.exchange.work_queue import ShardClaims
-from diloco.workers.feedback import ErrorFeedback
 
 Float32 = npt.NDArray[np.float32]
 

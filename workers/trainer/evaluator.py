@@ -20,7 +20,7 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.process.lifecycle import stop_event
 from diloco.pipeline.retry import Backoff
 from diloco.pipeline.settings import EvaluatorProcess
-from diloco.pipeline.transfer.globals import pull_exact
+from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.pipeline.waiting import first_of
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.trainer.data.blocks import Blocks
