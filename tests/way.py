@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from diloco.pipeline.bus.redis_calls import RedisCalls
 from torch import nn
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import mending
 from diloco.workers.exchange import pulling
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("diloco", "pipeline", "studies", "syncer", "workers")
 BEGINS = "workers/learner.py"
 ENDS = ("workers/rounds.py", "Rounds.adopt")
-SCRIPTS = "pipeline/bus/lua"
+SCRIPTS = "pipeline/bus/redis/lua"
 DELTAS = 6
 INTERVAL = 50
 STEP_S = 0.02
