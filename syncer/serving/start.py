@@ -11,7 +11,9 @@ from diloco.pipeline.errors import BusError, UsageError, outage_event
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.needs import redis_bytes
+from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.payload import codec
+from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
 from diloco.syncer.intake import Offload
@@ -19,6 +21,8 @@ from diloco.syncer.serving.leases import holding, release_all
 
 RESERVE_BYTES = 32 * 2**20
 """Memory on the bus for everything that is not a payload."""
+WORTH_MEASURING = 1e10
+"""Operations of an outer step of all fragments: a tenth of a second of one core."""
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many."""
 
@@ -110,3 +114,15 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
             f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
             "moments, a reserve): raise it"
         )
+
+
+async def speed_for(spec: Spec, offload: Offload) -> Speed:
+    """How fast this machine multiplies matrices; measured where the run's outer step has enough of them to matter."""
+    operations = operations_of(spec.tensors, spec.sync.outer)
+    if operations < WORTH_MEASURING:
+        return Speed()
+    speed: Speed = await offload(product_speed)
+    reckoned_s = operations / speed.flops / speed.at_once
+    gflops = round(speed.flops / 1e9, 1)
+    structlog.get_logger().info("outer_step_reckoned", all_fragments_s=round(reckoned_s, 2), gflop_per_s=gflops)
+    return speed

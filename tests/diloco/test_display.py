@@ -73,6 +73,7 @@ def status(**changes: Any) -> dict[str, Any]:
             fragment(1, state="collecting", members=["learner-3"]),
         ],
         "evaluation": {"loss": 2.1874, "tokens": 1_500_000, "elapsed_s": 78.0, "final": False},
+        "outer_step": None,
         "warnings": ["quorum 3 > 2 live"],
     }
     return fields | changes

@@ -61,6 +61,7 @@ def test_the_shape_is_the_documented_one_and_json():
             "doubted": [],
             "deadline_in_s": 2.5,
             "merge_s": 0.0,
+            "outer_s": 0.0,
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
