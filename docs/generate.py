@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from diloco import cli
-from diloco.options import PANELS
+from diloco.options import PANELS, as_written
 from diloco.pipeline.settings import ENV_PREFIX, NO_FLAG, Settings, allowed
 from diloco.syncer.metrics import Metrics
 
@@ -114,13 +114,17 @@ def _settings() -> str:
 def _setting(kind: type[Settings], name: str, users: list[str]) -> str:
     info = kind.model_fields[name]
     rule = allowed(kind, name)
-    default = "follows" if info.default_factory else "" if info.default is None else f"`{_code(str(info.default))}`"
+    default = "follows" if info.default_factory else "" if info.default is None else f"`{_default(kind, name)}`"
     variable = f"`{ENV_PREFIX}{name.upper()}`" if kind.from_environment else ""
     why = "secret" if name in NO_FLAG else "expert" if (info.json_schema_extra or {}) else ""
     return (
         f"| `{name}` | {variable} | {default} | {', '.join(users) or why} "
         f"| {_cell(f'{info.description} ({rule})' if rule else str(info.description))} |"
     )
+
+
+def _default(kind: type[Settings], name: str) -> str:
+    return _code(str(as_written(kind, name)))
 
 
 def _metrics() -> str:

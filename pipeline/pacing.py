@@ -149,5 +149,5 @@ def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int) -> list[str]
     else:
         helps.append(f"start the run with longer rounds (--sync-interval {sync.sync_interval * times}; {LONGER_COSTS})")
     if sync.outer in CHEAPER:
-        helps.append(f"with {CHEAPER[sync.outer]}")
+        helps.append(f"start the run with {CHEAPER[sync.outer]}")
     return helps
