@@ -84,9 +84,12 @@ class Site(Settings):
     """Variables of a real run are about something else."""
 
     params: Amount = Field(70e9, ge=1e4, le=1e13, description="Parameters of the model. Assumed")
-    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from width and parameters, or as usual")
+    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
     width: int = Field(
-        0, ge=0, le=10**6, description="Its width n: rows and columns of its square matrices; 0: from layers and params"
+        0,
+        ge=0,
+        le=100_000,
+        description="Its width n, of n x n and n x 4n matrices; 0: from its layers. Assumed",
     )
     step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     link: BitRate = Field(
@@ -346,7 +349,9 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
     }
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
-        warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time; less has {CHEAPER[outer]}")
+        said = any(CHEAPER[outer] in warning for warning in warnings)
+        cheaper = "" if said else f"; less has {CHEAPER[outer]}"
+        warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
         f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas, 2 offers of "
