@@ -50,7 +50,7 @@ def show(console: Console, needs: Needs) -> None:
     for name in ("", "how many", "cores", "memory", "in and out"):
         machines.add_column(name, justify="right" if name else "left")
     for party in needs.parties:
-        rate, memory = f"{party.bytes_per_s / 1e9:.2g} GB/s", f"{party.memory_bytes / 1e9:.2g} GB"
+        rate, memory = f"{party.bytes_per_s / 1e9:.2g} GB/s", f"{party.memory_bytes / 1e9:.3g} GB"
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, rate)
     console.print(machines)
     console.print("of a learner: what its exchange adds to training; of a syncer: cores at the busiest moment\n")
