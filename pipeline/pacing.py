@@ -40,14 +40,15 @@ class LastMerges:
 
     def __init__(self, expected_outer_s: float = 0.0) -> None:
         """expected_outer_s: what the outer step should take, as reckoned before the first one."""
-        self._took = self._outer = (0.0, 0.0)
+        self._took = (0.0, 0.0)
+        self._outer: tuple[float, ...] = ()
         self._expected_outer_s = expected_outer_s
 
     def took(self, merge_s: float, outer_s: float | None = None) -> None:
         """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
         self._took = self._took[1], merge_s
         if outer_s is not None:
-            self._outer = self._outer[1], outer_s
+            self._outer = *self._outer[-1:], outer_s
 
     @property
     def merge_s(self) -> float:
@@ -57,7 +58,7 @@ class LastMerges:
     @property
     def measured(self) -> bool:
         """Whether `outer_s` is what steps took, not what they should."""
-        return min(self._outer) > 0
+        return len(self._outer) == 2
 
     @property
     def outer_s(self) -> float:
@@ -79,7 +80,23 @@ class Room(NamedTuple):
 
 def room_steps(sync: SyncSpec, version: int) -> float:
     """Inner steps that a merge into this version may take."""
-    return min(interval_at(sync, version), max(sync.overlap_steps, ROOM * sync.sync_interval))
+    return min(interval_at(sync, version), full_room_steps(sync))
+
+
+def full_room_steps(sync: SyncSpec) -> float:
+    """The same once the interval is H."""
+    return max(sync.overlap_steps, ROOM * sync.sync_interval)
+
+
+def least_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
+    """Inner steps that take at least so long leave room for an outer step, once the interval is H.
+
+    Args:
+        sync: the run's.
+        outer_s: of the fragment whose outer step takes longest.
+        together_s: as `slow_merges`.
+    """
+    return max(outer_s / full_room_steps(sync), together_s / (sync.sync_interval + full_room_steps(sync)))
 
 
 def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> Room | None:
@@ -91,7 +108,7 @@ def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[f
     known, steps = [one.outer_s for one in fragments if one.outer_s], [s for s in step_times if s > 0]
     if not known or not steps:
         return None
-    return Room(max(known), max(sync.overlap_steps, ROOM * sync.sync_interval) * median(steps))
+    return Room(max(known), full_room_steps(sync) * median(steps))
 
 
 def slow_merges(

@@ -113,7 +113,7 @@ class SyncerService:
             random_hex=self._random_hex,
             make_fragment=self._make_fragment,
             recorder=recorder,
-            speed=await speed_for(spec, self._offload),
+            speed=await speed_for(spec.sync, layout, self._offload),
         )
 
 

@@ -9,9 +9,10 @@ import structlog
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusError, UsageError, outage_event
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.needs import redis_bytes
 from diloco.pipeline.outer_cost import Speed, operations_of
+from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
@@ -116,13 +117,18 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
         )
 
 
-async def speed_for(spec: Spec, offload: Offload) -> Speed:
-    """How fast this machine multiplies matrices; measured where the run's outer step has enough of them to matter."""
-    operations = operations_of(spec.tensors, spec.sync.outer)
-    if operations < WORTH_MEASURING:
+async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:
+    """How fast this machine multiplies matrices; measured, and told, where the outer step has enough to matter."""
+    fragments = [operations_of((slot.tensor for slot in f.slots), sync.outer) for f in layout.fragments]
+    if sum(fragments) < WORTH_MEASURING:
         return Speed()
     speed: Speed = await offload(product_speed)
-    reckoned_s = operations / speed.flops / speed.at_once
-    gflops = round(speed.flops / 1e9, 1)
-    structlog.get_logger().info("outer_step_reckoned", all_fragments_s=round(reckoned_s, 2), gflop_per_s=gflops)
+    outer_s, together_s = max(fragments) / speed.flops, sum(fragments) / speed.flops / speed.at_once
+    structlog.get_logger().info(
+        "outer_step_reckoned",
+        slowest_fragment_s=round(outer_s, 3),
+        all_fragments_s=round(together_s, 3),
+        fits_from_step_s=round(least_step_s(sync, outer_s, together_s), 3),
+        gflop_per_s=round(speed.flops / 1e9, 1),
+    )
     return speed

@@ -109,6 +109,14 @@ def test_run_totals_warnings_and_time_left_are_there():
         assert part in text
 
 
+def test_the_outer_step_stands_beside_the_room_that_it_has():
+    """Of which more than 100 % means that it does not fit; before it is known nothing is said."""
+    known = status(outer_step={"outer_s": 2.58, "room_s": 2.0, "share": 1.29})
+    for text in (text_of(known), plain_line(known)):
+        assert "outer step 2.6 s, 129% of its room" in " ".join(text.split())
+    assert "of its room" not in text_of(status()) + plain_line(status())
+
+
 def test_a_restarted_learner_shows_its_newest_incarnation_only():
     old = learner("learner-1", live=False, age_s=30.0, step=100)
     new = learner("learner-1", incarnation="ffff0000", age_s=0.1, step=7)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.pipeline.pacing import LastMerges, Pace, outer_room, slow_merges
+from diloco.pipeline.pacing import LastMerges, Pace, least_step_s, outer_room, slow_merges
 from tests import samples
 
 
@@ -89,3 +89,13 @@ def test_one_hold_up_is_no_slow_merge():
         last.took(took)
         found.append(last.merge_s)
     assert found == [0.0, 0.1, 0.1, 8.0, 7.0, 0.1]
+
+
+@pytest.mark.parametrize(("outer_s", "together_s"), [(1.0, 1.0), (0.1, 4.0)])
+def test_from_which_step_time_on_an_outer_step_fits(outer_s, together_s):
+    """A little less, and it is warned of; whether one fragment's step is too long or all together."""
+    sync = samples.sync_spec(fragments=1)
+    step_s = least_step_s(sync, outer_s, together_s)
+    pace = [Pace(0, 9, 0.0, outer_s)]
+    assert slow_merges(sync, pace, [1.01 * step_s], 1, 1.0, together_s) is None
+    assert slow_merges(sync, pace, [0.99 * step_s], 1, 1.0, together_s)
