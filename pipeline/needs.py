@@ -57,6 +57,8 @@ OFFERED_BYTES = 2 * 2 * 4
 BY_CHOICE = ("bf16", "int8", "e3m0")
 """Codecs that are chosen from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for 36.6);
 Streaming DiLoCo: E3M0 loses nothing."""
+ROUNDING = 1e-9
+"""Of a step: a round trip that is longer by no more has the length that it should have."""
 EXACT = ("fp32", "bf16")
 """Codecs of deltas without an error that is kept."""
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
@@ -183,8 +185,6 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         global_codec: one of `GLOBALS`.
         outer: the outer optimizer.
     """
-    if learners < 1:
-        raise UsageError("a plan for no learner: say --learners 1 or more")
     warnings: list[str] = []
     pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
     widest = max(pulled, wire)
@@ -209,12 +209,12 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         """The fewest fragments whose round trip is hidden; if none, the most."""
         fitting = [p for p in FRAGMENTS if p <= most]
         trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, step_s / p) for p in fitting}
-        fragments = next((p for p, trip_s in trips.items() if trip_s <= hidden_s), fitting[-1])
+        fragments = next((p for p, trip_s in trips.items() if not beyond(trip_s)), fitting[-1])
         return fragments, name, trips[fragments]
 
     def beyond(trip_s: float) -> int:
         """Steps of each round that are trained in vain."""
-        return max(0, math.ceil((trip_s - hidden_s) / site.step_time))
+        return max(0, math.ceil((trip_s - hidden_s) / site.step_time - ROUNDING))
 
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
