@@ -162,7 +162,7 @@ def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int) -> list[str]
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")
     if interval_at(sync, worst.version) < sync.sync_interval:
-        helps.append("begin with longer rounds (first_interval)")
+        helps.append("begin with longer rounds (first_interval), from which short runs learn less")
     else:
         helps.append(f"start the run with longer rounds (--sync-interval {sync.sync_interval * times}; {LONGER_COSTS})")
     if sync.outer in CHEAPER:
