@@ -38,7 +38,7 @@ from diloco.pipeline.settings import (
     load,
 )
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
-from diloco.pipeline.units import parse_duration, parse_rate, parse_span
+from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
 from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
@@ -294,10 +294,20 @@ def way_to_set(kind: type[Settings], name: str) -> str:
     return flag_of(name) if has_flag(kind, name) else f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config"
 
 
+def as_written(kind: type[Settings], name: str) -> Any:
+    """A field's default as people write it."""
+    info = kind.model_fields[name]
+    read = {rule.func for rule in info.metadata if isinstance(rule, BeforeValidator)}
+    if not read & {parse_count, parse_rate}:
+        return info.default
+    rate = written(info.default, "TGMk") + "bps"
+    return rate if parse_rate in read else written(info.default)
+
+
 def help_of(kind: type[Settings], name: str) -> str:
     """Description, default and allowed values of a field."""
     info = kind.model_fields[name]
-    default = repr(info.default) if str(info.default) != str(info.default).strip() else info.default
+    default = repr(info.default) if str(info.default) != str(info.default).strip() else as_written(kind, name)
     known = default is not None and info.default_factory is None
     notes = [f"default {default}"] if known and info.annotation is not bool else []
     rule = allowed(kind, name)

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from diloco import cli
-from diloco.options import PANELS
+from diloco.options import PANELS, as_written
 from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import NO_FLAG, Settings, allowed, is_expert
 from diloco.pipeline.sources import ENV_PREFIX
@@ -138,13 +138,17 @@ def _methods() -> Iterator[str]:
 def _setting(kind: type[Settings], name: str, users: list[str]) -> str:
     info = kind.model_fields[name]
     rule = allowed(kind, name)
-    default = "follows" if info.default_factory else "" if info.default is None else f"`{_code(str(info.default))}`"
+    default = "follows" if info.default_factory else "" if info.default is None else f"`{_default(kind, name)}`"
     variable = f"`{ENV_PREFIX}{name.upper()}`" if kind.from_environment else ""
     why = "secret" if name in NO_FLAG else "expert" if is_expert(kind, name) else ""
     return (
         f"| `{name}` | {variable} | {default} | {', '.join(users) or why} "
         f"| {_cell(f'{info.description} ({rule})' if rule else str(info.description))} |"
     )
+
+
+def _default(kind: type[Settings], name: str) -> str:
+    return _code(str(as_written(kind, name)))
 
 
 def _metrics() -> str:

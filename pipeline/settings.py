@@ -20,7 +20,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
 from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
-from diloco.pipeline.units import parse_count, parse_duration
+from diloco.pipeline.units import parse_count, parse_duration, written
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -376,7 +376,7 @@ def allowed(kind: type[Settings], name: str) -> str:
         return "one of " + ", ".join(map(str, get_args(info.annotation)))
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     return ", ".join(
-        f"{text} {getattr(rule, attr)}"
+        f"{text} {written(bound) if isinstance(bound := getattr(rule, attr), float) else bound}"
         for rule in info.metadata
         for attr, text in words.items()
         if getattr(rule, attr, None) is not None

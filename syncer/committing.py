@@ -264,16 +264,16 @@ class Committing:
         Raises:
             LeaseLost, HeadMoved, PayloadIncomplete, BusError: nothing has changed, as far as is known.
         """
-        merged, published = await self._step(loaded, deltas)
+        merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
             return None
         record = self._record(loaded, merge, merged, began)
-        self._merges.took(record.merge_s)
+        self._merges.took(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)
         loaded.head = head_after(loaded.head, commit)
-        self._context.metrics.merged(record)
+        self._context.metrics.merged(record, outer_s)
         self._log.info(
             "fragment_merged",
             version=merged.version,
@@ -285,17 +285,23 @@ class Committing:
         )
         return record
 
-    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published]:
-        """Merge and take the outer step, while what is ready of the outcome goes to the bus."""
+    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published, float | None]:
+        """Merge and take the outer step, while what is ready of the outcome goes to the bus.
+
+        Returns:
+            The outcome, its payloads, and how long the step took by itself (s); None if it only averaged.
+        """
         context, fragment, head = self._context, loaded.fragment, loaded.head
         draft = await self.sum.draft(deltas)
         outer_momentum = fragment.outer(deltas)[1]
         draft.prepare(outer_momentum, orthogonalises(self._layout, context.sync, outer_momentum))
         async with self._staging.uploads(head, draft) as uploads:
+            began = context.clock.now()
             merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
+            outer_s = context.clock.now() - began if outer_momentum else None
             if context.recorder is not None and merged.finite:
                 await context.offload(context.recorder.merge, fragment, deltas, merged)
-            return merged, await uploads.published()
+            return merged, await uploads.published(), outer_s
 
     def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(
@@ -326,7 +332,7 @@ class Committing:
             momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
-            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),
+            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
             entries=tuple(o.entry_id for o in offers),

@@ -8,6 +8,7 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import MakeFragment
@@ -62,6 +63,8 @@ class SyncerContext:
     random_hex: RandomHex
     make_fragment: MakeFragment
     recorder: Recorder | None
+    speed: Speed
+    """Of its products of matrices."""
 
     @property
     def sync(self) -> SyncSpec:

@@ -58,8 +58,8 @@ class FragmentOwner:
     @property
     def pace(self) -> Pace | None:
         """How long merges take; None before the fragment is loaded."""
-        loaded = self.loaded
-        return None if loaded is None else Pace(self.id, loaded.head.version, self.state.merges.merge_s)
+        loaded, merges = self.loaded, self.state.merges
+        return None if loaded is None else Pace(self.id, loaded.head.version, merges.merge_s, merges.outer_s)
 
     @property
     def doubted(self) -> frozenset[str]:

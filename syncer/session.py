@@ -14,6 +14,7 @@ from diloco.pipeline.bus.ports import Offered
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
+from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
@@ -36,7 +37,9 @@ class OwnerState:
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, context.sync
-        self.doubts, self.grace, self.uploads, self.merges = Doubts(), GraceEstimator(), UploadEstimator(), LastMerges()
+        self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
+        operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
+        self.merges = LastMerges(operations / context.speed.flops)
         self.not_finite_times = 0
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
@@ -194,6 +197,7 @@ class Session:
             expected=len(conditions.expected),
             doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
             merge_s=self._state.merges.merge_s,
+            outer_s=self._state.merges.outer_s,
             reason=decision.reason[:500],
             deadline_unix_s=None if until is None else self._clock.unix() + until - now,
         )

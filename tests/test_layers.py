@@ -50,6 +50,7 @@ PURE = (
     "pipeline/messages/wire.py",
     "pipeline/methods.py",
     "pipeline/needs.py",
+    "pipeline/outer_cost.py",
     "pipeline/pacing.py",
     "pipeline/payload/chunks.py",
     "pipeline/payload/codec.py",

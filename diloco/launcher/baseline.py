@@ -79,6 +79,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         "syncers": [],
         "fragments": [],
         "evaluation": evaluation,
+        "outer_step": None,
         "warnings": [],
     }
 

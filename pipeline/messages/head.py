@@ -36,6 +36,8 @@ class WindowView(Message):
     """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
     merge_s: Seconds = 0.0
     """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
+    outer_s: Seconds = 0.0
+    """The same of sum and outer step alone; before it made two, what its matrices should take (`outer_cost`)."""
 
 
 class MergedBase(Message):

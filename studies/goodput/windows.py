@@ -20,6 +20,8 @@ import numpy as np
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.needs import outer_operations
+from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.link import Link, link_of
@@ -108,7 +110,8 @@ class Follower:
         self._bits = constants.params * constants.wire_bits / sync.fragments
         self._pull_bits = constants.params * constants.global_bits / sync.fragments
         self._merge_s = self._bits / 8 / constants.merge_rate / constants.syncer_cores
-        self._sync_s = constants.sync_time
+        operations = outer_operations(constants, constants.outer) / sync.fragments
+        self._sync_s = constants.sync_time + operations / CORE_FLOPS / constants.syncer_cores
         self._parties = [
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]

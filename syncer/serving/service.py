@@ -29,7 +29,7 @@ from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
 from diloco.syncer.serving.serving import Serving, cancel
-from diloco.syncer.serving.start import Start, check_memory
+from diloco.syncer.serving.start import Start, check_memory, speed_for
 from diloco.syncer.watch import RunWatch
 
 
@@ -113,6 +113,7 @@ class SyncerService:
             random_hex=self._random_hex,
             make_fragment=self._make_fragment,
             recorder=recorder,
+            speed=await speed_for(spec.sync, layout, self._offload),
         )
 
 

@@ -12,9 +12,12 @@ import structlog
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.needs import redis_bytes
+from diloco.pipeline.outer_cost import Speed, operations_of
+from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
+from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
@@ -28,6 +31,8 @@ RESERVE_BYTES = 32 * 2**20
 """Memory on the bus for everything that is not a payload."""
 LOOK_S = 0.1
 """How often the bus is asked for what others put there: nothing tells when they do."""
+WORTH_MEASURING = 1e10
+"""Operations of an outer step of all fragments: a tenth of a second of one core."""
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many."""
 
@@ -116,3 +121,20 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
             f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
             "moments, a reserve): raise it"
         )
+
+
+async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:
+    """How fast this machine multiplies matrices; measured, and told, where the outer step has enough to matter."""
+    fragments = [operations_of((slot.tensor for slot in f.slots), sync.outer) for f in layout.fragments]
+    if sum(fragments) < WORTH_MEASURING:
+        return Speed()
+    speed: Speed = await offload(product_speed)
+    outer_s, together_s = max(fragments) / speed.flops, sum(fragments) / speed.flops / speed.at_once
+    structlog.get_logger().info(
+        "outer_step_reckoned",
+        slowest_fragment_s=round(outer_s, 3),
+        all_fragments_s=round(together_s, 3),
+        fits_from_step_s=round(least_step_s(sync, outer_s, together_s), 3),
+        gflop_per_s=round(speed.flops / 1e9, 1),
+    )
+    return speed

@@ -61,6 +61,7 @@ def test_the_shape_is_the_documented_one_and_json():
             "doubted": [],
             "deadline_in_s": 2.5,
             "merge_s": 0.0,
+            "outer_s": 0.0,
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
@@ -282,3 +283,14 @@ def test_who_is_live_follows_from_the_run(said, asked, live):
         assert learner["live"] is live
 
     run_virtual(main())
+
+
+def test_the_status_says_how_the_outer_step_fits_and_warns_before_the_first_merge():
+    """A third of 4 steps of 0.1 s; reckoned, since nothing was merged yet. A finished run has nothing to say of it."""
+    window = samples.IDLE.model_copy(update={"outer_s": 0.2})
+    heads = [samples.head(0, window=window), samples.head(1)]
+    found = build(heads=heads)
+    assert found["outer_step"] == {"outer_s": 0.2, "room_s": pytest.approx(0.4 / 3), "share": pytest.approx(1.5)}
+    assert "outer step 0.2 s" in found["warnings"][0]
+    assert build(heads=[samples.head(0), samples.head(1)])["outer_step"] is None
+    assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["outer_step"] is None
