@@ -353,7 +353,8 @@ def test_a_flag_is_listed_for_the_commands_that_have_it() -> None:
         for parameter in command.params if kind is not None else ():
             info = kind.model_fields.get(parameter.name)
             if info is not None:
-                default = "follows" if info.default_factory else "" if info.default is None else str(info.default)
+                written = as_written(kind, parameter.name)
+                default = "follows" if info.default_factory else "" if written is None else str(written)
                 assert found[parameter.name, name] == default, (name, parameter.name)
     sections = re.split(r"^## ", PAGES_OF_THE_CODE[generate.REFERENCE / "settings.md"], flags=re.MULTILINE)
     (protocol,) = [one for one in sections if one.startswith("Synchronisation")]
