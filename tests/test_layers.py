@@ -108,6 +108,7 @@ PURE = (
     "workers/encoding.py",
     "workers/exchange/shared.py",
     "workers/feedback.py",
+    "workers/pull_times.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",
