@@ -34,7 +34,7 @@ class Pulling:
         self._bases: dict[int, Base] = {}
         self._wanted: dict[int, Head] = {}
         self._seen_s: dict[int, float] = {}
-        """Fragment -> when its wanted head was first heard of, unless its pull failed since."""
+        """Fragment -> when its wanted head was first heard of; not known after an outage."""
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wake = asyncio.Event()
         self.looks = 0
@@ -90,7 +90,7 @@ class Pulling:
                     async with asyncio.timeout(wait_s):
                         await self._wake.wait()
                 continue
-            head, seen_s = self._wanted[p], self._seen_s.pop(p, None)
+            head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
             if pulled and seen_s is not None:
                 self._times.took(self._member.layout.fragments[p].elements, clock.now() - seen_s)
