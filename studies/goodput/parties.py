@@ -11,7 +11,6 @@ from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco.studies.goodput.job import Timeline
 from diloco.studies.goodput.traces import Floats
-from diloco.workers.pull_times import PullTimes
 
 LAYOUT = b"simulated layout"
 CODEC = "bf16"
@@ -99,7 +98,8 @@ class Party:
         self.serial = 0
         self.waits_since: float | None = None
         self.waits: list[tuple[float, float]] = []
-        self.pulls = PullTimes(1.0)
+        self.pull_s = 0.0
+        """How long its last pull took; a learner smooths those of a round's P fragments, which are alike."""
         self._fresh: SeenReport | None = None
         self._fresh_until = -math.inf
 
@@ -112,7 +112,7 @@ class Party:
                 incarnation=self.name,
                 versions=(self.version,),
                 step_s=self.clock.mean_step_s,
-                pull_s=self.pulls.pull_s,
+                pull_s=self.pull_s,
                 left=False,
             )
             self._fresh = bare(SeenReport, report=report, age_s=0.0)

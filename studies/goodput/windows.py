@@ -340,7 +340,7 @@ class Follower:
         for offer in late:
             self._offer(offer, now)
         for party in self._parties:
-            party.pulls.took(1, pulled_s - now)  # told with the version that it adopts
+            party.pull_s = pulled_s - now  # told with the version that it adopts
             clock = party.clock
             at_s = pulled_s if party.waits_since is not None else clock.wall_s(clock.step_at(pulled_s) + 1)
             self._at(at_s, "adopt", party, self._version)
