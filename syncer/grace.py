@@ -38,7 +38,7 @@ class Ema:
 
 
 class GraceEstimator:
-    """Estimates of one fragment: quorum time and sync time."""
+    """Estimates of one fragment: quorum time, and sync time as far as the syncer sees it: to the commit's answer."""
 
     def __init__(self, decay: float = DECAY) -> None:
         self._quorum = Ema(decay)
@@ -49,11 +49,16 @@ class GraceEstimator:
         self._quorum.observe(seconds)
 
     def observe_sync(self, seconds: float) -> None:
-        """A sync time: uploads, merge, outer step and publication of one window."""
+        """The syncer's part of a sync time: uploads, merge, outer step and publication of one window."""
         self._sync.observe(seconds)
 
     def grace_s(
-        self, step_times: Sequence[float], overlap_steps: int, gamma: float, control_latency_s: float
+        self,
+        step_times: Sequence[float],
+        pull_times: Sequence[float],
+        overlap_steps: int,
+        gamma: float,
+        control_latency_s: float,
     ) -> float | None:
         """Length of the grace window, or None before the first estimates exist.
 
@@ -62,8 +67,12 @@ class GraceEstimator:
         boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
         such step and the latency of a header: that is the cap.
 
+        The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
+        and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
+
         Args:
             step_times: compute step time of each expected learner, s; 0.0 is not known yet and is ignored.
+            pull_times: from a head to the fragment's global pulled, of each expected learner, s; 0.0 before its first.
             overlap_steps: tau.
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
@@ -75,7 +84,8 @@ class GraceEstimator:
         if not known or self._quorum.value is None or self._sync.value is None:
             return None
         slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
-        return algorithm.grace(slowest, self._quorum.value, self._sync.value, overlap_steps, gamma, control_latency_s)
+        sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
+        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
 
 
 class UploadEstimator:

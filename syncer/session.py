@@ -62,6 +62,8 @@ class Session:
         """`wake`: set to have the window decide anew. `goes_on`: whether a merge may begin; asked when woken."""
         self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
+        self._size = layout.elements * len(context.layout.fragments) / context.layout.elements
+        """Of the fragment, where the mean one has 1."""
         sync = context.sync
         self._format = DeltaFormat(
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
@@ -180,8 +182,9 @@ class Session:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
         doubted = state.doubts.learners
         expected = watch.expected(self._p, version)
-        steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
-        grace = state.grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
+        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        steps, pulls = [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
+        grace = state.grace.grace_s(steps, pulls, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)

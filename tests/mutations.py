@@ -191,6 +191,18 @@ MUTATIONS = [
         (("now + given.upload_s", "now"),),
     ),
     Mutation(
+        "a learner's report tells of no pull",
+        Pulling,
+        "pull_wanted",
+        (("if pulled and seen_s is not None:", "if False:"),),
+    ),
+    Mutation(
+        "pulls are added up instead of smoothed",
+        Pulling,
+        "pull_wanted",
+        (("self._member.shared.pull_s = self._times.pull_s", "self._member.shared.pull_s += self._times.pull_s"),),
+    ),
+    Mutation(
         "a grace never ends early",
         Window,
         "_next",

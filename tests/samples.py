@@ -68,6 +68,7 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
         "left": False,
         "host": "host",
         "device": "cpu",
+        "pull_s": 0.02,
     }
     return LearnerReport(**{**values, **given})
 

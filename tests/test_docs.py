@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco.options import as_written
 from docs import generate
 
 ROOT = Path(__file__).resolve().parent.parent

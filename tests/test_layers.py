@@ -105,6 +105,7 @@ PURE = (
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",
+    "workers/pull_times.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

@@ -65,6 +65,9 @@ class LearnerReport(Message):
     """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
     generation: Count = 0
     """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
+    pull_s: Seconds = 0.0
+    """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
+    window; 0: it has pulled none since it joined."""
 
 
 class SeenReport(Message):

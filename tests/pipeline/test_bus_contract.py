@@ -90,9 +90,11 @@ async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_t
     state = await bus.write_state(samples.run_state())
     assert await bus.write_report(samples.report("l0", step=2)) == state
     await bus.write_report(samples.report("l0", step=3, incarnation="1" * 8, generation=1))
-    await bus.write_report(samples.report("l1", step=4))
+    last = samples.report("l1", step=4, pull_s=1.5)
+    await bus.write_report(last)
     seen = await bus.read_reports()
     assert [(s.report.learner, s.report.step) for s in seen] == [("l0", 2), ("l0", 3), ("l1", 4)]
+    assert seen[-1].report == last
 
 
 async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, backdoor: Backdoor) -> None:

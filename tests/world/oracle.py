@@ -9,8 +9,9 @@ twice, of a delta that is stale by more than one or was not offered; weights >= 
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
 refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
-a learner's reported tokens cover its header's; only committed values are adopted; a shard leaves the queue when all of
-it was read; at the end the ledger closes to the token-element.
+a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
+committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger closes to the
+token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ from tests.world import reference
 from tests.world.globals import Globals, badly_coded
 from tests.world.link import Link
 from tests.world.plan import BLOCKS, SHARD_BLOCKS, Plan
+from tests.world.pulls import Pulls
 from tests.world.refusals import Refusals
 from tests.world.surviving import Float64, Surviving
 from tests.world.windows import Windows
@@ -93,10 +95,12 @@ class Oracle:
         self._windows = Windows(
             plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
+        self._pulls = Pulls(layout, plan.latency_s, now)
         self._globals = Globals(store, layout, plan.spec.sync, self.broken)
         self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
+            "read_heads": self._looked,
             "read_offers": self._read_offers,
             "write_chunks": self._staged,
             "commit": self._commit,
@@ -122,6 +126,7 @@ class Oracle:
     def adopted(self, learner: str, base: Base) -> None:
         """A learner put a global into its model."""
         self._windows.joined(learner)
+        self._pulls.adopted(learner, base)
         shown = self._committed.get((base.fragment, base.version, base.digest))
         if shown is None or not np.array_equal(base.values, shown):
             what = f"{base.values} as fragment {base.fragment} version {base.version}"
@@ -193,10 +198,17 @@ class Oracle:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
+    def _looked(self, link: Link, outcome: Any, *args: Any) -> None:
+        if not isinstance(outcome, Exception):
+            self._pulls.looked(link, outcome)
+
     def _check_report(self, header: DeltaHeader) -> None:
         table = self._store.values.get(self._keys.learners)
         blob = table.get(f"{header.learner}/{header.incarnation}".encode()) if isinstance(table, dict) else None
-        reported = decode(LearnerReport, blob).tokens if blob else 0
+        report = decode(LearnerReport, blob) if blob else None
+        reported = report.tokens if report else 0
+        if report and (wrong := self._pulls.wrong(report)) is not None:
+            self.broken("a pull is reported as long as it was", f"{header.learner}: {wrong}")
         # A header that was long on its way may come after its report was lost with the bus.
         if reported < header.tokens and self._now() - self._rewound_s > REPORTED_S:
             self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")

@@ -21,6 +21,7 @@ from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.version_0 import Version0
+from diloco.workers.pull_times import PullTimes
 from diloco.workers.rounds import Base, OpenWindow
 
 Float32 = npt.NDArray[np.float32]
@@ -39,6 +40,9 @@ class Pulling:
         """Fragment -> (version, digest) last handed to the training side."""
         self._bases: dict[int, Base] = {}
         self._wanted: dict[int, Head] = {}
+        self._seen_s: dict[int, float] = {}
+        """Fragment -> when its wanted head was first heard of; not known after an outage."""
+        self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wake = asyncio.Event()
         self.looks = 0
         self._looked: dict[int, int] = {}
@@ -55,7 +59,7 @@ class Pulling:
             BusError: they cannot be read.
         """
         self.looks += 1
-        number, windows = self.looks, self._member.shared.windows
+        number, windows, began = self.looks, self._member.shared.windows, self._member.clock.now()
         heads = await self._member.bus.read_heads(list(fragments))
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
@@ -68,6 +72,9 @@ class Pulling:
             else:
                 windows.pop(p, None)
             if self.latest.get(p) != (head.version, head.digest):
+                before = self._wanted.get(p)
+                if before is None or (before.version, before.digest) != (head.version, head.digest):
+                    self._seen_s[p] = began
                 self._wanted[p] = head
                 self._wake.set()
             else:
@@ -81,6 +88,7 @@ class Pulling:
             BusError: call it again.
         """
         retries, clock = Retries(BACKOFF), self._member.clock
+        self._seen_s.clear()  # an outage is no part of a pull
         while True:
             self._wake.clear()
             p, wait_s = retries.choose(self._wanted, clock.now())
@@ -89,8 +97,11 @@ class Pulling:
                     async with asyncio.timeout(wait_s):
                         await self._wake.wait()
                 continue
-            head = self._wanted[p]
+            head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
+            if pulled and seen_s is not None:
+                self._times.took(self._member.layout.fragments[p].elements, clock.now() - seen_s)
+                self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
                 del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
