@@ -22,7 +22,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import LastMerges
-from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing

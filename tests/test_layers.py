@@ -51,7 +51,6 @@ PURE = (
     "pipeline/methods.py",
     "pipeline/needs.py",
     "pipeline/pacing.py",
-    "pipeline/payload/chunks.py",
     "pipeline/payload/codec.py",
     "pipeline/payload/quantize.py",
     "pipeline/ramps.py",

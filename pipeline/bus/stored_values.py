@@ -15,8 +15,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import Shard, ShardQueue
-from diloco.pipeline.payload.chunks import Encoded
-from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.payload.codec import Encoded, decode
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000

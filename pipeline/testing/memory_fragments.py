@@ -18,8 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.payload.chunks import Encoded, whole
-from diloco.pipeline.payload.codec import decode_tape, encode
+from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
 
@@ -36,7 +35,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
                 raise PayloadIncomplete(f"{key} has {have} chunks, so chunk {index} cannot be next")
             if index == have:
                 self.store.need_room()
-                self._xadd(key, whole(chunk), (index + 1, 0))
+                self._xadd(key, whole_chunk(chunk), (index + 1, 0))
             if not kept:
                 self._expire(key, ttl_s)
 

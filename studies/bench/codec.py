@@ -40,8 +40,7 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Payload
-from diloco.pipeline.payload.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
+from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.pipeline.units import parse_count
 from diloco.studies.bench.lines import GBIT, lines

@@ -20,8 +20,7 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload, nobody
-from diloco.pipeline.payload.codec import Vector, as_bytes
+from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.ramps import outer_at
 from diloco.pipeline.transfer.global_format import Kind, Published, Step, StepWriter
 from diloco.pipeline.transfer.global_formats import FORMATS

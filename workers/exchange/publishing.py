@@ -14,7 +14,7 @@ from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.payloads import push_growing
 from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.member import Member

@@ -37,7 +37,7 @@ from diloco.pipeline.errors import (
     PayloadIncomplete,
     UsageError,
 )
-from diloco.pipeline.payload.chunks import ChunkParts, whole
+from diloco.pipeline.payload.codec import ChunkParts, whole_chunk
 
 Lane = Literal["control", "bulk", "blocking"]
 Client = Redis | RedisCluster
@@ -413,7 +413,7 @@ class RedisCalls:
     async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """As `pipeline`, for commands with encoded chunks among their arguments."""
         if self.cluster:  # where the library has to find the node
-            joined = [[whole(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
             return await self.pipeline("bulk", BULK_S, joined)
         async with self.call("bulk", BULK_S) as client:
             return await bulk.send(client, commands)

@@ -8,7 +8,7 @@ from diloco.pipeline.bus.ports import PayloadStore
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.errors import NotPermitted
-from diloco.pipeline.payload.chunks import ChunkParts, Encoded
+from diloco.pipeline.payload.codec import ChunkParts, Encoded
 
 
 class RedisPayloadStore(RedisConnection, PayloadStore):
