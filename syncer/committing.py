@@ -15,8 +15,8 @@ from functools import partial
 import structlog
 
 from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Staged
-from diloco.pipeline.bus.head_hash import head_after
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
+from diloco.pipeline.bus.stored_values import head_after
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader

@@ -31,8 +31,6 @@ PURE = (
     "pipeline/agreement.py",
     "pipeline/bus/cluster_slots.py",
     "pipeline/bus/commits.py",
-    "pipeline/bus/entry_ids.py",
-    "pipeline/bus/head_hash.py",
     "pipeline/bus/key_usage.py",
     "pipeline/bus/keys.py",
     "pipeline/bus/stored_values.py",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.commits import Refusal
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from diloco.pipeline.bus import entry_ids, head_hash
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import START, Heads, Tape, TapeEntry
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.messages.head import Head
@@ -10,11 +10,11 @@ from diloco.pipeline.payload.codec import decode_tape
 
 
 class RedisHeads(RedisConnection, Heads):
-    """A head is a hash (`head_hash`)."""
+    """A head is a hash (`stored_values`)."""
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
-        return [head_hash.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
+        return [stored_values.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
 
 
 class RedisTape(RedisConnection, Tape):
@@ -31,5 +31,5 @@ class RedisTape(RedisConnection, Tape):
         return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
 
     async def trim_tape(self, group: int, before: str) -> None:
-        entry_ids.entry_id(before)
+        stored_values.entry_id(before)
         await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from diloco.pipeline.bus import entry_ids, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import START, Offered, Offers
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -18,7 +18,7 @@ class RedisOffers(RedisConnection, Offers):
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         (at,) = await self._redis.script("offer", keys, learner, encode(header))
-        return entry_ids.offer_id(learner, at.decode())
+        return stored_values.offer_id(learner, at.decode())
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -30,7 +30,8 @@ class RedisOffers(RedisConnection, Offers):
             # The last arrival before the names: whoever comes after them is a later one, and ends the read.
             last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
             streams = {
-                self.keys.deltas(fragment, name): (name, at) for name, at in entry_ids.cursors(names, after).items()
+                self.keys.deltas(fragment, name): (name, at)
+                for name, at in stored_values.offer_cursors(names, after).items()
             }
             cursors = {key: at for key, (_, at) in streams.items()}
             cursors[arrivals] = last[0][0].decode() if last else START

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgpack
 
-from diloco.pipeline.bus import entry_ids, head_hash
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.bus.redis.calls import to_ms
@@ -47,7 +47,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
 
     def _headers(self, step: _Step, p: int, entries: Iterable[str]) -> None:
         """Headers that go, by learner's stream."""
-        found = entry_ids.by_learner(entries).items()
+        found = stored_values.by_learner(entries).items()
         step.fields["headers"] = [
             {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
         ]
@@ -58,12 +58,12 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
         the head still names the same.
         """
-        found = await self._redis.command("HMGET", self.keys.head(p), *head_hash.NAMED)
+        found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = head_hash.replaced_by(of, named)
+        replaced, old_momentum = stored_values.replaced_by(of, named)
         version, digest = of.expected or ("", b"")
         step.fields |= {
-            "was": {"version": str(version), "digest": digest, **dict(zip(head_hash.NAMED, named, strict=True))},
+            "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
             "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.staged],
             "replaced": step.places(replaced),
             "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
@@ -71,12 +71,12 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         }
 
     async def commit(self, commit: Commit) -> None:
-        p = head_hash.fragment_of(commit)
+        p = stored_values.fragment_of(commit)
         step = _Step(self._owned(p), commit.nonce)
         self._headers(step, p, commit.entries)
         await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
-            "set": [part for pair in head_hash.head_fields(commit).items() for part in pair],
+            "set": [part for pair in stored_values.head_fields(commit).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
             "merged_tokens": str(commit.merged_tokens),
             "record": encode(commit.record),
@@ -86,7 +86,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = _Step(self._owned(fragment), anew.nonce)
         await self._name_payloads(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in head_hash.payload_fields(anew).items() for part in pair]
+        step.fields["set"] = [part for pair in stored_values.payload_fields(anew).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
@@ -97,7 +97,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
             "was": {"version": str(version), "digest": digest},
             "lost_tokens": str(refusal.lost_tokens),
             "counts": [
-                {"field": head_hash.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
+                {"field": stored_values.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
             ],
             "gone": step.places(refusal.delta_payloads),
             "records": [encode(record) for record in refusal.records],
