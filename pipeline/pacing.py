@@ -17,22 +17,6 @@ class Pace(NamedTuple):
     """`WindowView.merge_s`."""
 
 
-class LastMerges:
-    """How long the last two merges of one fragment took."""
-
-    def __init__(self) -> None:
-        self._took = (0.0, 0.0)
-
-    def took(self, seconds: float) -> None:
-        """One more."""
-        self._took = self._took[1], seconds
-
-    @property
-    def merge_s(self) -> float:
-        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
-        return min(self._took)
-
-
 def slow_merges(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], syncers: int, allowed: float = 1.0
 ) -> str | None:

@@ -1,4 +1,4 @@
-"""How long a window may wait, for stragglers and for uploads. Pure: times come in as numbers, no clock.
+"""How long a window may wait, for stragglers and for uploads, and how long merges took. Pure: no clock.
 
 `algorithm.grace` is the paper's formula; here are the smoothed times that go into it. Nothing here makes a learner
 wait: too long a grace only makes learners train more steps on their old base.
@@ -99,3 +99,19 @@ class UploadEstimator:
         most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
         for seconds in waited_s:
             self._upload.observe(min(seconds, most))
+
+
+class LastMerges:
+    """How long the last two merges of one fragment took."""
+
+    def __init__(self) -> None:
+        self._took = (0.0, 0.0)
+
+    def took(self, seconds: float) -> None:
+        """One more."""
+        self._took = self._took[1], seconds
+
+    @property
+    def merge_s(self) -> float:
+        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
+        return min(self._took)

@@ -20,7 +20,7 @@ from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import UploadEstimator
 from diloco.syncer.merging.fragment import Delta, FragmentState
-from diloco.syncer.merging.norms import DeltaNorms
+from diloco.syncer.merging.merge import DeltaNorms
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]

@@ -33,7 +33,7 @@ from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, delta_norms
 from tests import samples
 from tests.samples import encode_chunks
 

@@ -94,7 +94,6 @@ PURE = (
     "syncer/grace.py",
     "syncer/merging/fragment.py",
     "syncer/merging/merge.py",
-    "syncer/merging/norms.py",
     "syncer/merging/outer.py",
     "syncer/serving/sharing.py",
     "syncer/watch.py",

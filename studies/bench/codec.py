@@ -44,7 +44,7 @@ from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.pipeline.units import parse_count
 from diloco.studies.bench.lines import GBIT, lines
-from diloco.syncer.merging.norms import BLOCK, DeltaNorms
+from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta
 from diloco.workers.trainer.recipe import choose_device

@@ -1,6 +1,7 @@
 """Whether merges keep up with the learners."""
 
-from diloco.pipeline.pacing import LastMerges, Pace, slow_merges
+from diloco.pipeline.pacing import Pace, slow_merges
+from diloco.syncer.grace import LastMerges
 from tests import samples
 
 
