@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from diloco.pipeline.bus.commits import Commit, Republication
+from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BusError, LearnerReplaced
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -237,6 +237,11 @@ def lost_totals(commit: Commit) -> dict[str, bytes]:
     return {name: b"%d" % total for name, total in totals.items()}
 
 
+def staged_by(of: Commit | Republication) -> tuple[Staged, ...]:
+    """All payloads that it makes stay: those that the head will name."""
+    return named(of.payload, of.rest, of.momentum, of.updates)
+
+
 def payload_names(of: Commit | Republication) -> dict[str, Any]:
     """What a head says of its payloads, by the names of its fields."""
     return {
@@ -273,7 +278,7 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[lis
     Raises:
         BadMessage: its updates do not decode.
     """
-    kept = {one.key for one in of.staged}
+    kept = {one.key for one in staged_by(of)}
     payload, rest, momentum = (value.decode() for value in named[:3])
     keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
@@ -358,7 +363,7 @@ def fragment_of(commit: Commit) -> int:
         raise ValueError(f"commit of version {commit.version} in the place of a lost {commit.lost.version}")
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
-    if both := {one.key for one in commit.staged} & {*commit.delta_payloads, *commit.retired}:
+    if both := {one.key for one in staged_by(commit)} & {*commit.delta_payloads, *commit.retired}:
         raise ValueError(f"the commit names what it deletes: {sorted(both)}")
     return commit.record.fragment
 

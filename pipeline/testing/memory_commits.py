@@ -61,7 +61,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     async def commit(self, commit: Commit) -> None:
         p = stored_values.fragment_of(commit)
         keys = self.keys
-        staged = commit.staged
+        staged = stored_values.staged_by(commit)
         headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
         cluster_slots.one_slot((keys.head(p), *(s.key for s in staged), *gone))
@@ -91,7 +91,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.expiries.pop(s.key, None)
 
     async def republish(self, fragment: int, anew: Republication) -> None:
-        key, staged = self.keys.head(fragment), anew.staged
+        key, staged = self.keys.head(fragment), stored_values.staged_by(anew)
         cluster_slots.one_slot((key, *(s.key for s in staged)))
         await self._turn()
         head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))

@@ -298,7 +298,7 @@ class Oracle:
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        if any(one.key in self._store.expiries for one in commit.staged):
+        if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
     def _put_back(self, p: int, commit: Commit) -> None:

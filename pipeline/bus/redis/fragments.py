@@ -185,7 +185,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         version, digest = of.expected or ("", b"")
         step.fields |= {
             "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
-            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.staged],
+            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in stored_values.staged_by(of)],
             "replaced": step.places(replaced),
             "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
             "gone": step.places([*retired, *([old_momentum] if old_momentum else [])]),
