@@ -1,4 +1,4 @@
-"""What changes in the course of a run, each as a function of a fragment's version. Pure.
+"""How long the interval is in the course of a run, as a function of a fragment's version. Pure.
 
 A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
 does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
