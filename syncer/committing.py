@@ -15,19 +15,19 @@ from functools import partial
 import structlog
 
 from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Staged
-from diloco.pipeline.bus.head_hash import head_after
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
+from diloco.pipeline.bus.stored_values import head_after
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.pacing import LastMerges
-from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
+from diloco.syncer.grace import LastMerges
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics

@@ -1,4 +1,4 @@
-"""How long a window may wait, for stragglers and for uploads. Pure: times come in as numbers, no clock.
+"""How long a window may wait, for stragglers and for uploads, and how long merges took. Pure: no clock.
 
 `algorithm.grace` is the paper's formula; here are the smoothed times that go into it. Nothing here makes a learner
 wait: too long a grace only makes learners train more steps on their old base.
@@ -109,3 +109,34 @@ class UploadEstimator:
         most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
         for seconds in waited_s:
             self._upload.observe(min(seconds, most))
+
+
+class LastMerges:
+    """How long the last two merges of one fragment took; the shorter one counts, so that one hold-up is no sign."""
+
+    def __init__(self, expected_outer_s: float = 0.0) -> None:
+        """expected_outer_s: what the outer step should take, as reckoned before the first one."""
+        self._took = (0.0, 0.0)
+        self._outer: tuple[float, ...] = ()
+        self._expected_outer_s = expected_outer_s
+
+    def took(self, merge_s: float, outer_s: float | None = None) -> None:
+        """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
+        self._took = self._took[1], merge_s
+        if outer_s is not None:
+            self._outer = *self._outer[-1:], outer_s
+
+    @property
+    def merge_s(self) -> float:
+        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
+        return min(self._took)
+
+    @property
+    def measured(self) -> bool:
+        """Whether `outer_s` is what steps took, not what they should."""
+        return len(self._outer) == 2
+
+    @property
+    def outer_s(self) -> float:
+        """As `WindowView.outer_s`: the same of the outer step; what was expected before there are two."""
+        return min(self._outer) if self.measured else self._expected_outer_s

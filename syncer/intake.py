@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
@@ -20,7 +20,7 @@ from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import UploadEstimator
 from diloco.syncer.merging.fragment import Delta, FragmentState
-from diloco.syncer.merging.norms import DeltaNorms
+from diloco.syncer.merging.merge import DeltaNorms
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]

@@ -15,13 +15,12 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.outer_cost import operations_of
-from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
 from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.grace import GraceEstimator, UploadEstimator
+from diloco.syncer.grace import GraceEstimator, LastMerges, UploadEstimator
 from diloco.syncer.intake import Arrivals, Downloads
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending

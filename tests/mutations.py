@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from diloco.pipeline.bus import head_hash
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.transfer import global_int8
@@ -311,7 +311,7 @@ MUTATIONS = [
     ),
     Mutation(
         "updates that a head names no more stay",
-        head_hash,
+        stored_values,
         "replaced_by",
         (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),

@@ -6,7 +6,7 @@ feedback, whose vectors lie there too.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,6 +121,15 @@ class OnHost:
         return values
 
     read = keep
+
+
+Offload = Callable[..., Awaitable[Any]]
+"""Runs heavy work in another thread."""
+
+
+async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callable[..., Any], *args: Any) -> Any:
+    """Work on so many elements: in another thread, unless to wake that takes longer than the work itself."""
+    return work(*args) if elements <= encoder.at_once else await offload(work, *args)
 
 
 # --- error feedback ---------------------------------------------------------------------------------------

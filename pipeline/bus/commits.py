@@ -79,11 +79,6 @@ class Commit:
     lost: Head | None = None
     """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
 
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay: those that the head will name."""
-        return named(self.payload, self.rest, self.momentum, self.updates)
-
 
 @dataclass(frozen=True, slots=True)
 class Republication:
@@ -102,11 +97,6 @@ class Republication:
     updates: ClassVar[tuple[Update, ...]] = ()
     behind: ClassVar[int] = 0
     """It is a key frame."""
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay."""
-        return named(self.payload, self.rest, self.momentum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,22 @@ Every step that is more than one command is a script under `redis/lua/` (see `_p
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.calls import connect_calls
-from diloco.pipeline.bus.redis.heads import RedisHeads, RedisTape
-from diloco.pipeline.bus.redis.leases import RedisFragmentLeases, RedisSyncerBoard
-from diloco.pipeline.bus.redis.offers import RedisOffers
-from diloco.pipeline.bus.redis.owner_writes import RedisOwnerWrites
-from diloco.pipeline.bus.redis.payloads import RedisPayloadStore
-from diloco.pipeline.bus.redis.run import RedisReports, RedisRunLogs, RedisSpecAndState
-from diloco.pipeline.bus.redis.uploads import RedisInitialUploads, RedisMomentsExchange
+from diloco.pipeline.bus.redis.fragments import (
+    RedisFragmentLeases,
+    RedisHeads,
+    RedisOffers,
+    RedisOwnerWrites,
+    RedisPayloadStore,
+    RedisTape,
+)
+from diloco.pipeline.bus.redis.run import (
+    RedisInitialUploads,
+    RedisMomentsExchange,
+    RedisReports,
+    RedisRunLogs,
+    RedisSpecAndState,
+    RedisSyncerBoard,
+)
 from diloco.pipeline.bus.redis.work_queue import RedisWorkQueue
 
 

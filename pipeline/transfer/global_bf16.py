@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.payload.chunks import Grown, Payload
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import (
     Float32,
     Fp32Writer,

@@ -28,8 +28,7 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload
-from diloco.pipeline.payload.codec import PayloadReader, as_bytes, chunk_count
+from diloco.pipeline.payload.codec import Grown, Payload, PayloadReader, as_bytes, chunk_count
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, StateRule
 
 Float32 = npt.NDArray[np.float32]

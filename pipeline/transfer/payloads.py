@@ -16,8 +16,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.chunks import Payload
-from diloco.pipeline.payload.codec import PayloadReader, as_bytes
+from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
 from diloco.pipeline.transfer.global_format import Float32, Held, Kind, Published, alone, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors

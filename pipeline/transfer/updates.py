@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload, nobody
-from diloco.pipeline.payload.codec import Vector, as_bytes
+from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.payload.quantize import GROUP, Encoding, wire_bytes
 from diloco.pipeline.transfer.outer_state import OuterState, StateRule, part
 

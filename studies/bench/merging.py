@@ -29,8 +29,7 @@ from diloco.studies.bench.floor import merge_traffic
 from diloco.studies.bench.machine import need_memory
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import Draft, outer_step
-from diloco.syncer.merging.merge import merge_shares
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms, merge_shares
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS, at_its_length
 
 TENSORS = 8

@@ -13,7 +13,7 @@ from diloco.pipeline.messages.head import MergedBase
 from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, Stepped
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
 
 Float32 = npt.NDArray[np.float32]
 

@@ -20,17 +20,14 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload, nobody
-from diloco.pipeline.payload.codec import Vector, as_bytes
-from diloco.pipeline.ramps import outer_at
+from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.transfer.global_format import Kind, Published, Step, StepWriter
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vectors
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.merge import Reduced, Sum, merge_shares
-from diloco.syncer.merging.norms import Float64, all_finite
-from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks
+from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares
+from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks, outer_at
 
 Float32 = npt.NDArray[np.float32]
 
@@ -203,7 +200,7 @@ def outer_step(
     Args:
         layout, deltas, norms, shares, recorded: as `merge.Sum.close`.
         sync: has the chunk size.
-        outer: learning rate and momentum, as `ramps.outer_at`.
+        outer: learning rate and momentum, as `outer.outer_at`.
         theta: (elements,) values at the base.
         outer_state: before the step; empty while all zero.
         draft: where to, if that is here already; the first of the deltas may be in its sum.

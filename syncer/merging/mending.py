@@ -10,8 +10,8 @@ import asyncio
 import structlog
 
 from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Republication, named
-from diloco.pipeline.bus.head_hash import payload_names
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.stored_values import payload_names
 from diloco.pipeline.errors import HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView

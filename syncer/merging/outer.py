@@ -6,14 +6,16 @@ as a whole.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.syncer.merging.norms import BLOCK, squares
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.ramps import interval_at
+from diloco.syncer.merging.merge import BLOCK, squares
 
 Float32 = npt.NDArray[np.float32]
 
@@ -32,6 +34,23 @@ class Momentum(NamedTuple):
     after: Float32
     """(elements,), overwritten with the new b; it may be `before`."""
     mu: float
+
+
+def outer_at(sync: SyncSpec, version: int, steps: Iterable[int]) -> tuple[float, float]:
+    """Outer learning rate and momentum of the step from this version to the next.
+
+    For the first `outer_warmup` outer steps learners are averaged: rate 1, no momentum. While the model changes fast, a
+    step beyond what the learners agree on is a step too far. So it is with what learners leave behind when a run ends:
+    where no delta holds half an interval, momentum would repeat a whole one's way.
+
+    Args:
+        sync: outer_lr, outer_momentum, outer_warmup and what `interval_at` needs.
+        version: of the base.
+        steps: inner steps of each contribution.
+    """
+    if version < sync.outer_warmup or 2 * max(steps) < interval_at(sync, version):
+        return 1.0, 0.0
+    return sync.outer_lr, sync.outer_momentum
 
 
 class PlainStep:

@@ -34,12 +34,11 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.ramps import outer_at
 from diloco.pipeline.transfer.outer_state import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
-from diloco.syncer.merging.merge import merge_shares
-from diloco.syncer.merging.norms import Float32, delta_norms
+from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares
+from diloco.syncer.merging.outer import outer_at
 from diloco.syncer.replay.recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
 TOLERANCE = 1e-6

@@ -2,7 +2,8 @@
 
 import pytest
 
-from diloco.pipeline.pacing import LastMerges, Pace, least_step_s, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
+from diloco.syncer.grace import LastMerges
 from tests import samples
 
 

@@ -9,7 +9,7 @@ from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
 from tests import samples
 
 

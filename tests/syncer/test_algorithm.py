@@ -23,7 +23,7 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan

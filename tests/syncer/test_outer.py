@@ -8,7 +8,7 @@ import torch
 
 from diloco.pipeline.fragments import layout_of
 from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, orthogonalised
 from tests import samples
 

@@ -20,8 +20,7 @@ from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
 from diloco.syncer.merging.fragment import Delta, Draft
-from diloco.syncer.merging.merge import MOST_SHARE, Sum, merge_shares
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService

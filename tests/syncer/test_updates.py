@@ -27,7 +27,7 @@ from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gath
 from diloco.syncer.committing import Staging
 from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import Momentum, NesterovStep
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

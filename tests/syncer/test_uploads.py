@@ -21,7 +21,7 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from diloco.syncer.intake import Downloads
 from diloco.syncer.merging.fragment import FragmentState
-from diloco.syncer.merging.norms import DeltaNorms
+from diloco.syncer.merging.merge import DeltaNorms
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

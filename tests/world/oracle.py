@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus import entry_ids, head_hash, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import Layout
@@ -310,7 +310,7 @@ class Oracle:
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        if any(one.key in self._store.expiries for one in commit.staged):
+        if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
     def _put_back(self, p: int, commit: Commit) -> None:
@@ -417,7 +417,9 @@ class Oracle:
 
     def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
         queue = self._stream(self._keys.shards)
-        if not isinstance(outcome, Exception) and queue is not None and entry_ids.entry_id(entry_id) not in queue.ids:
+        if isinstance(outcome, Exception) or queue is None:
+            return
+        if stored_values.entry_id(entry_id) not in queue.ids:
             self._check_read(self._shards[entry_id])
 
     def _check_read(self, shard: Shard) -> None:
@@ -446,7 +448,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = head_hash.decode_head(p, head) if isinstance(head, dict) else None
+            decoded = stored_values.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,

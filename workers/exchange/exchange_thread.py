@@ -202,10 +202,15 @@ class JoinedLearner:
         return bool(arrived)
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
-        """Snapshot what is to be published and tell the exchange; waking its thread costs, so once a step."""
+        """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.
+
+        adopted: fragments were, of which others learn soon.
+        """
         items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
-        if items or adopted:
-            self.thread.call(self.exchange.queue, items, adopted)
+        if items:
+            self.thread.call(self.exchange.publishing.queue, items)
+        if adopted:
+            self.thread.call(self.exchange.reporting.soon)
 
     def _snapshot(self, p: int) -> Callable[[], Any]:
         """What the encoder takes."""

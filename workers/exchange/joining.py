@@ -18,11 +18,12 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
-from diloco.workers.encoding import Encoder, ErrorFeedback, OnHost
+from diloco.pipeline.retry import Outages
+from diloco.workers.encoding import Encoder, ErrorFeedback, Offload, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.member import Member, Offload, Outages
+from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared

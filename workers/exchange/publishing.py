@@ -14,9 +14,9 @@ from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.payloads import push_growing
-from diloco.workers.encoding import ErrorFeedback
+from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
@@ -116,7 +116,7 @@ class Publishing:
         async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
             given = base.values, values, sync.codec, residual, wire, payload.grow_to
-            error = await member.apart(len(base.values), member.encoder.encode, *given)
+            error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 

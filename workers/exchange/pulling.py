@@ -17,7 +17,7 @@ from diloco.pipeline.retry import Backoff, Retries
 from diloco.pipeline.transfer.global_format import Held
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import pull_shown
-from diloco.workers.encoding import ErrorFeedback
+from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.version_0 import Version0
@@ -124,7 +124,7 @@ class Pulling:
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return False
-        values = await member.apart(elements, member.encoder.keep, pulled)
+        values = await apart(member.encoder, member.offload, elements, member.encoder.keep, pulled)
         if p in self.latest and head.version <= self.latest[p][0]:
             self._feedback.reset(p)
         self.latest[p] = (head.version, head.digest)

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.messages.run import LearnerReport
+from diloco.pipeline.retry import Outages
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.member import Outages
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardClaims
 

@@ -21,7 +21,7 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from diloco.pipeline.bus import cluster_slots, entry_ids, stored_values
+from diloco.pipeline.bus import cluster_slots, stored_values
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.tls import check_files
@@ -37,7 +37,7 @@ from diloco.pipeline.errors import (
     PayloadIncomplete,
     UsageError,
 )
-from diloco.pipeline.payload.chunks import ChunkParts, whole
+from diloco.pipeline.payload.codec import ChunkParts, whole_chunk
 
 Lane = Literal["control", "bulk", "blocking"]
 Client = Redis | RedisCluster
@@ -413,7 +413,7 @@ class RedisCalls:
     async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """As `pipeline`, for commands with encoded chunks among their arguments."""
         if self.cluster:  # where the library has to find the node
-            joined = [[whole(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
             return await self.pipeline("bulk", BULK_S, joined)
         async with self.call("bulk", BULK_S) as client:
             return await bulk.send(client, commands)
@@ -440,7 +440,7 @@ class RedisCalls:
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         for cursor in cursors.values():
-            entry_ids.entry_id(cursor)
+            stored_values.entry_id(cursor)
         if self.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S

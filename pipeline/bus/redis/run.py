@@ -1,12 +1,23 @@
-"""What concerns a run as a whole, on Redis: spec and state, reports, logs."""
+"""What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
 
 from typing import TypeVar
 
 from diloco.pipeline.bus import stored_values
-from diloco.pipeline.bus.ports import START, Reports, RunLogs, SpecAndState
+from diloco.pipeline.bus.ports import (
+    START,
+    InitialUploads,
+    MomentsBoard,
+    MomentsExchange,
+    Reports,
+    RunLogs,
+    SpecAndState,
+    SyncerBoard,
+)
+from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, encode
 
@@ -80,3 +91,51 @@ class RedisRunLogs(RedisConnection, RunLogs):
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
+
+
+class RedisSyncerBoard(RedisConnection, SyncerBoard):
+    """A hash of nonces, with name and end."""
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], nonce, name, to_ms(ttl_s))
+        return tuple(sorted(one.decode(errors="replace") for one in live))
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        await self._redis.command("HDEL", self.keys.syncers, nonce)
+
+    async def read_syncers(self) -> dict[str, str]:
+        now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
+        return stored_values.live_syncers(int(now_ms), pairs(found))
+
+
+class RedisInitialUploads(RedisConnection, InitialUploads):
+    """Claim and upload are strings that expire."""
+
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        keys = [self.keys.init_claim, self.keys.initial]
+        return await self._redis.script("announce", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
+
+    async def read_initial(self) -> InitialUpload | None:
+        blob = await self._redis.command("GET", self.keys.initial)
+        return None if blob is None else decode(InitialUpload, blob)
+
+
+class RedisMomentsExchange(RedisConnection, MomentsExchange):
+    """Wish, claim and offer are strings that expire."""
+
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
+        await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
+
+    async def read_moments(self) -> MomentsBoard:
+        keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
+        return stored_values.moments_board(*await self._redis.many(("GET", key) for key in keys))
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
+        return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]

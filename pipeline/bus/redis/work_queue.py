@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diloco.pipeline.bus import entry_ids, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
@@ -31,7 +31,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
         for entry_id in known:
-            entry_ids.entry_id(entry_id)
+            stored_values.entry_id(entry_id)
         keys = [*self._queue[:2], self.keys.seen]
         found = await self._redis.script("claim_shard", keys, consumer, to_ms(silent_s), *known)
         if not found:
@@ -41,11 +41,11 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         return ClaimedShard(entry_id=at.decode(), shard=stored_values.decode_shard(blob), position=position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        entry_ids.entry_id(entry_id)
+        stored_values.entry_id(entry_id)
         await self._redis.script("save_position", self._queue[:2], consumer, entry_id, position)
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        entry_ids.entry_id(entry_id)
+        stored_values.entry_id(entry_id)
         await self._redis.script("finish_shard", self._queue[:2], consumer, entry_id)
 
     async def release_shards(self, consumer: str) -> None:
