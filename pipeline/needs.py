@@ -100,11 +100,11 @@ def layers_of(params: float) -> int:
 def outer_operations(params: float, outer: OuterName) -> float:
     """Operations of one outer step of all fragments, without what is done to each element once.
 
-    Muon's take 30 n^3 for a matrix of n x n (ARCHITECTURE.md), and 90 n^3 for one of n x 4 n: 25 n a parameter where a
-    layer has 12 n^2 of them.
+    Muon's take 30 n^3 for a matrix of n x n (docs/explanation/merge.md), and 90 n^3 for one of n x 4 n: 25 n a
+    parameter where a layer has 12 n^2 of them. Halley's take 3 1/3 n, and the time of 5 n in large products.
     """
     width = math.sqrt(params / 12 / layers_of(params))
-    return 25 * width * params if outer == "muon" else 0.0
+    return {"nesterov": 0.0, "muon": 25.0, "halley": 5.0}[outer] * width * params
 
 
 def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> float:
@@ -114,7 +114,7 @@ def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> 
 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
     """Memory of all syncers together: values, momentum, what a merge makes, and two windows of M + 2 fragments."""
-    windows = 2 * (learners + 2) + (outer == "muon")
+    windows = 2 * (learners + 2) + (outer != "nesterov")
     return params * (4 + 4 + 4) + windows * 4 * params / fragments
 
 

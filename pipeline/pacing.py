@@ -62,7 +62,7 @@ def slow_merges(
     helps = ["give the syncer more cores, or fewer neighbours"]
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")
-    if sync.outer == "muon":
+    if sync.outer != "nesterov":
         helps.append("take --outer nesterov, which multiplies no matrices, or where the syncer has cores to spare ")
         helps[-1] += "let it use N of them (OPENBLAS_NUM_THREADS=N)"
     helps.append(f"make rounds longer ({longer})")

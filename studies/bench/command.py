@@ -196,7 +196,9 @@ def merge(
     wire: Wire = "bf16",
     momentum: Momentum = 0.9,
     rounds: Rounds = 7,
-    side: Annotated[int, typer.Option(min=2, help="Rows and columns of the matrices that a Muon step takes")] = 768,
+    side: Annotated[
+        int, typer.Option(min=2, help="Rows and columns of the matrices that the default step takes")
+    ] = 768,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
