@@ -152,7 +152,7 @@ class SyncSettings(Settings):
         "halley",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "
         "matrix by itself and at its own length, which costs the syncer products of matrices "
-        "(docs/results/outer-step.md); muon: the same by Newton-Schulz iterations, at six times the cost",
+        "(docs/results/outer-step.md); muon: the same by Newton-Schulz iterations, at five times the cost",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(

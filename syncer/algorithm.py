@@ -134,25 +134,36 @@ OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
 def orthogonalised(matrix: Float64) -> Float64:
     """The same singular vectors and Frobenius length; singular values by five steps of `NEWTON_SCHULZ`."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    same: Float64 = (left * phi(newton_schulz(values))) @ right * np.linalg.norm(values)
+    return same
+
+
+def newton_schulz(values: Float64, iterations: int = 5) -> Float64:
+    """Singular values (n,) after so many iterations, of those of a matrix of any length."""
     a, b, c = NEWTON_SCHULZ
     turned = phi(values)
-    for _ in range(5):
+    for _ in range(iterations):
         turned = a * turned + b * turned**3 + c * turned**5
-    same: Float64 = (left * phi(turned)) @ right * np.linalg.norm(values)
-    return same
+    return turned
 
 
 def halley_iteration(matrix: Float64) -> Float64:
-    """The same singular vectors and Frobenius length; singular values by one step of `HALLEY`.
-
-    The fourth powers of those that it is given add up to 1, so that none is above 1. That bound is near the largest
-    where a few stand out, and the Frobenius length is not.
-    """
+    """The same singular vectors and Frobenius length; singular values by one of Halley's iterations."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    same: Float64 = (left * phi(halley_values(values))) @ right * np.linalg.norm(values)
+    return same
+
+
+def halley_values(values: Float64) -> Float64:
+    """Singular values (n,) after one iteration, of those of a matrix of any length.
+
+    They are scaled so that their fourth powers add up to 1, as the squares of the Gram matrix do. Then none is above 1,
+    and the largest is nearer to 1 than by the Frobenius length of the matrix: the more so, the wider the matrix is.
+    """
     a, b, c = HALLEY
     given = np.sqrt(phi(values**2))
-    same: Float64 = (left * phi(given * (a + b * given**2) / (1 + c * given**2))) @ right * np.linalg.norm(values)
-    return same
+    turned: Float64 = given * (a + b * given**2) / (1 + c * given**2)
+    return turned
 
 
 def outer_step(

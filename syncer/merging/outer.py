@@ -2,7 +2,7 @@
 
 Nesterov's is elementwise and done in blocks. The others are the same but for matrices, whose steps are orthogonalised,
 each as a whole. Muon does it by Newton-Schulz iterations (Jordan et al., Muon: An optimizer for hidden layers in neural
-networks, 2024, where it is an inner optimizer); one of Halley's goes nearly as far at a sixth of the price. Pure numpy.
+networks, 2024, where it is an inner optimizer); one of Halley's goes nearly as far at a fifth of the price. Pure numpy.
 """
 
 import math
