@@ -268,7 +268,7 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
         warnings.append(
-            f"the outer step's products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none"
+            f"products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none"
         )
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
