@@ -267,9 +267,7 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
     }
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
-        warnings.append(
-            f"products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none"
-        )
+        warnings.append(f"products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none")
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
         f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas, 2 offers of "

@@ -1,4 +1,4 @@
-"""What orthogonalised steps leave of spectra that fall as powers; `python -m diloco.studies.quality.spectra`. Pure.
+"""What orthogonalised steps leave of spectra that fall as powers; `python -m diloco.studies.bench.spectra`. Pure.
 
 The k-th singular value of a matrix of n x n is k^-power. Printed are, after the step and beside their root mean square,
 the largest one, the median, the share below 0.3, and the cosine between the step and the nearest orthogonal matrix.
