@@ -107,7 +107,8 @@ def test_the_momentum_is_nesterovs_of_the_pseudogradient_that_the_taken_step_say
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None:
     """Of a fragment of several groups; with a recorded orthogonalised step the replay has the same bits."""
-    of, sync = layout(150_000, outer != "nesterov"), sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
+    of = layout(150_000, outer != "nesterov")
+    sync = sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
     plain, rule = sync.model_copy(update={"global_codec": "fp32"}), MomentumState(0.7, momentum)
     theta, before = some(of.elements), {"momentum": some(of.elements, 0.01)} if momentum else {}
     deltas = [some(of.elements, 0.01) for _ in range(3)]
