@@ -27,7 +27,9 @@ class PlanSettings(Site):
     overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="Inner steps tau that a sync may hide behind")
     codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
     global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Of the globals that learners pull")
-    outer: OuterName = Field(USUAL["outer"], description="Outer optimizer; muon multiplies matrices on the syncers")
+    outer: OuterName = Field(
+        USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
+    )
 
 
 PANELS[PlanSettings] = "The run"

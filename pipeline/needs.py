@@ -153,7 +153,7 @@ def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> 
 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
     """Memory of all syncers together: values, momentum, what a merge makes, and two windows of M + 2 fragments."""
-    windows = 2 * (learners + 2) + (outer == "muon")
+    windows = 2 * (learners + 2) + (outer != "nesterov")
     return params * (4 + 4 + 4) + windows * 4 * params / fragments
 
 

@@ -26,14 +26,21 @@ class Speed(NamedTuple):
 _OPERATIONS: dict[OuterName, Callable[[float, float], float]] = {
     "nesterov": lambda few, many: 0.0,
     "muon": lambda few, many: 5 * (4 * few**2 * many + 2 * few**3),
+    "halley": lambda few, many: 1.5 * (3 * few**2 * many + 0.7 * few**3),
 }
 """Operations of one outer step of a matrix with so many rows and columns, fewer first: the only place that counts them.
 
 Muon: five iterations, each X X^T, its square and one more product (`syncer.merging.outer`), so 30 n^3 for n x n.
+Halley: X X^T at half the work of a product, and a division by halves; 3.7 n^3, which take as long as 5.6 n^3 in large
+products would (docs/results/outer-step.md).
 """
-CHEAPER: dict[OuterName, str] = {
-    "muon": "--outer nesterov --outer-momentum 0.5, and outer_warmup = 24, which multiplies no matrices but ended 4 to "
+_NONE = (
+    "--outer nesterov --outer-momentum 0.5, and outer_warmup = 24, which multiplies no matrices but ended 4 to "
     "5 % higher in held-out loss (docs/results/quality.md)"
+)
+CHEAPER: dict[OuterName, str] = {
+    "muon": "--outer halley, which learns as well at a fifth of the time (docs/results/outer-step.md)",
+    "halley": _NONE,
 }
 """What to take instead of an outer step that takes too long, and what that costs."""
 

@@ -154,9 +154,10 @@ class SyncSettings(Settings):
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer: OuterName = Field(
-        "muon",
-        description="Outer optimizer. nesterov: SGD with Nesterov momentum; muon: its step orthogonalised, each matrix "
-        "by itself and at its own length, which costs the syncer products of matrices (docs/results/performance.md)",
+        "halley",
+        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "
+        "matrix by itself and at its own length, which costs the syncer products of matrices "
+        "(docs/results/outer-step.md); muon: the same by Newton-Schulz iterations, at five times the cost",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(

@@ -241,7 +241,7 @@ MUTATIONS = [
     Mutation(
         "the momentum is of orthogonalised steps",
         fragment,
-        "muon_blocks",
+        "matrix_blocks",
         (
             (
                 "yield slot.stop",

@@ -35,7 +35,7 @@ class TensorSpec(Message):
     rule: MergeRule
     fragment: FragmentId
     matrix: bool = False
-    """Whether a Muon outer step orthogonalises it (`workers.parameters.tensor_table`)."""
+    """Whether an outer step orthogonalises it (`workers.parameters.tensor_table`)."""
 
     @property
     def elements(self) -> int:

@@ -6,7 +6,7 @@ loses of a step, at most half a scale, is not made up for: the pseudogradients t
 values as they are.
 
 The outer state goes with the steps that were taken (`outer_state`), and costs nothing beside them. A step that only
-averaged leaves none. An orthogonalised step (Muon) does not say what it was made from: there the pseudogradient D is
+averaged leaves none. An orthogonalised step does not say what it was made from: there the pseudogradient D is
 quantized first, and lies on the bus beside the update, for whoever follows the state.
 """
 

@@ -66,7 +66,7 @@ class LabFragment(FragmentState):
         squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
-        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread)
+        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread, self.layout)
         draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
         for vector in draft.outer_state.values():
             vector.fill(0)  # a rule keeps its own

@@ -27,7 +27,15 @@ from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vector
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares
-from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks, outer_at
+from diloco.syncer.merging.outer import (
+    TURNS,
+    Momentum,
+    NesterovStep,
+    PlainStep,
+    matrix_blocks,
+    matrix_elements,
+    outer_at,
+)
 
 Float32 = npt.NDArray[np.float32]
 
@@ -174,12 +182,12 @@ class Stepped(NamedTuple):
     outer_state: OuterState
     reduced: Reduced
     orthogonal: npt.NDArray[np.float32] | None = None
-    """(matrix elements,) as `outer.muon_blocks` found it; None for a step that orthogonalises nothing."""
+    """(matrix elements,) as `outer.matrix_blocks` found it; None for a step that orthogonalises nothing."""
 
 
 def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
-    """Whether an outer step with this momentum is Muon's: while learners are only averaged it is not."""
-    return sync.outer == "muon" and mu > 0 and matrix_elements(layout) > 0
+    """Whether an outer step with this momentum turns matrices: while learners are only averaged it does not."""
+    return sync.outer in TURNS and mu > 0 and matrix_elements(layout) > 0
 
 
 def outer_step(
@@ -204,7 +212,7 @@ def outer_step(
         theta: (elements,) values at the base.
         outer_state: before the step; empty while all zero.
         draft: where to, if that is here already; the first of the deltas may be in its sum.
-        recorded_step: what a Muon step goes by instead of what is computed here; as `Stepped.orthogonal`.
+        recorded_step: what a step of matrices goes by instead of what is computed here; as `Stepped.orthogonal`.
     """
     lr, mu = outer
     into = draft or Draft(layout, sync)
@@ -223,7 +231,7 @@ def outer_step(
     reduced = into.sum.close(deltas, norms, shares, recorded)
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
-    for stop in muon_blocks(layout, step, found, recorded_step):
+    for stop in matrix_blocks(layout, sync.outer, step, found, recorded_step):
         writer.written(stop)
     return Stepped(into.theta, into.outer_state, reduced, found)
 

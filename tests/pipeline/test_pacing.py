@@ -72,7 +72,7 @@ def test_a_round_is_the_interval_in_force_of_the_median_learner():
 
 
 def test_only_what_helps_is_advised():
-    """More syncers than fragments merge nothing more, and only Muon's step multiplies matrices."""
+    """More syncers than fragments merge nothing more, and only an orthogonalised step multiplies matrices."""
     alone, shared = said(1.0, 1.0, syncers=1, outer="muon"), said(1.0, 1.0, syncers=2)
     assert "cores" in alone
     assert "another syncer" in alone

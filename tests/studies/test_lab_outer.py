@@ -19,7 +19,7 @@ def f32(*values: float) -> np.ndarray:
 
 def steps(name: str, theta: np.ndarray, *ds: np.ndarray, **told) -> list[list[float]]:
     """Values after each of these pseudogradients."""
-    given = {"lr": 1.0, "mu": 0.5, "delay": 2, "spread": 1.0, **told}
+    given = {"lr": 1.0, "mu": 0.5, "delay": 2, "spread": 1.0, "layout": LAYOUT, **told}
     memory: Memory = {}
     found = []
     for step, d in enumerate(ds):

@@ -372,7 +372,7 @@ class Oracle:
         averaged = reference.averages(sync, state.version, [part.steps for part in parts])
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
-        if coded:  # Newton-Schulz tells apart what its code does not
+        if coded:  # small singular values tell apart what its code does not
             wire = self._globals.bytes_of(commit.updates[-1].merged)
             if not wire or (wrong := badly_coded(wire, gradient, CLOSE * float(np.abs(gradient).max()) + 1e-9)):
                 self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
