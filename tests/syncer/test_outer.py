@@ -10,7 +10,15 @@ from diloco.pipeline.fragments import layout_of
 from diloco.syncer import algorithm
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
-from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, halley_iteration, orthogonalised, solved
+from diloco.syncer.merging.outer import (
+    TURNS,
+    Momentum,
+    NesterovStep,
+    PlainStep,
+    halley_iteration,
+    orthogonalised,
+    solved,
+)
 from diloco.syncer.replay.replay import ORTHOGONAL_TOLERANCE
 from tests import samples
 
@@ -157,6 +165,15 @@ def test_float32_turns_matrices_as_float64_does(shape, steep):
     found = halley_iteration(single).astype(np.float64)
     found *= np.linalg.norm(exact) / np.linalg.norm(found)
     assert np.linalg.norm(found - exact) < ORTHOGONAL_TOLERANCE / 5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("outer", ["muon", "halley"])
+def test_a_matrix_longer_than_float32_can_say_is_turned_as_any_other(outer):
+    """Each of its elements is a number, the root of the sum of their squares is none in float32."""
+    matrix = np.random.default_rng(0).uniform(-1, 1, (8, 12)).astype(np.float32)
+    long = matrix * np.float32(2.0**127)
+    assert np.linalg.norm(long.astype(np.float64)) > np.finfo(np.float32).max
+    np.testing.assert_allclose(TURNS[outer](long), TURNS[outer](matrix), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("outer", ["muon", "halley"])
