@@ -68,7 +68,7 @@ def test_a_delta_a_hundred_times_as_long_as_usual_is_refused(learners: int) -> N
 
 
 def test_a_stale_delta_is_judged_and_told_as_it_was_sent() -> None:
-    """However long it becomes by what the global has moved since: neither the tape nor the usual length shows that."""
+    """However long it becomes by what the global has moved since: neither tape nor usual length shows that."""
     state = fragment()
     state.sync = state.sync.model_copy(update={"outer_lr": 1.0, "outer_momentum": 0.0})
     for _ in range(MERGES_NEEDED):
@@ -90,7 +90,7 @@ def test_a_stale_delta_is_judged_and_told_as_it_was_sent() -> None:
 
 
 def test_who_does_not_know_the_version_before_merges_a_stale_delta_as_it_is() -> None:
-    """A new owner has read the present version alone; from its own first merge on it knows. A fresh delta never moves."""
+    """A new owner has read the present version alone; from its own first merge on it knows. A fresh delta stays."""
     state = FragmentState(
         fragment().layout,
         samples.sync_spec(fragments=1, outer_lr=1.0, outer_momentum=0.0),
