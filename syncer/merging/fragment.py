@@ -286,9 +286,9 @@ class FragmentState:
         self.digest = digest
         self.theta = theta
         self.outer_state = outer_state
-        self.before: npt.NDArray[np.float32] | None = None
         self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
         """Median norm of each merge's contributions."""
+        self.before: npt.NDArray[np.float32] | None = None
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
         """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""

@@ -6,12 +6,12 @@ with the production code, and computes every merge again (`syncer.algorithm`) fr
 
 Invariants: no contribution merged twice; a version rises by exactly 1; no merge below the quorum, of a learner
 twice, of a delta that is stale by more than one or was not offered; weights >= 0, sum 1 and as the paper has them;
-the committed values are the merge of what the learners published, stale deltas rebased where the tape says so; arrays
-finite; no write but under the lease; a window opens for a due delta on the current base only, and closes in time; what
-was offered and neither merged nor refused is still on its stream; a delta is refused for a reason that holds, and
-called due when its interval is over; a learner's reported tokens cover its header's, and its reported pulls are as long
-as they were (`pulls`); only committed values are adopted; a shard leaves the queue when all of it was read; at the end
-the ledger closes to the token-element.
+the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
+window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
+refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
+a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
+committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger closes to the
+token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -301,7 +301,8 @@ class Oracle:
         theta, shown, momentum = found
         if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
-        state.before, state.theta = state.theta, theta
+        state.before = state.theta
+        state.theta = theta
         state.version = commit.version
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
@@ -323,9 +324,10 @@ class Oracle:
         if found is None:
             return
         theta, _, momentum = found
+        state.before = was.before
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
-        state.version, state.theta, state.momentum, state.before = was.version, was.theta, was.momentum, was.before
+        state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
         state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
 
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
