@@ -13,7 +13,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.payload.chunks import Encoded
+from diloco.pipeline.payload.codec import Encoded
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.studies.goodput.constants import Constants
