@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 from pydantic import Field
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.messages.wire import ORTHOGONALISES, Codec, OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
@@ -170,7 +170,7 @@ def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
     """Memory of all syncers together: values, those of the version before, by which stale deltas are rebased, momentum,
     what a merge makes, and two windows of M + 2 fragments."""
-    windows = 2 * (learners + 2) + (outer != "nesterov")
+    windows = 2 * (learners + 2) + (outer in ORTHOGONALISES)
     return params * (4 + 4 + 4 + 4) + windows * 4 * params / fragments
 
 

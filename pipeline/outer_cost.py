@@ -1,6 +1,6 @@
 """What an outer step costs: operations of its products of matrices, and the seconds that they take. Pure.
 
-One count for all who ask: the planner (`needs`), the syncer before its first merge (`pacing`), the simulator.
+One count for all who ask: the planner (`needs`), the syncer before its first merge, the simulator.
 """
 
 import math
@@ -11,7 +11,7 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import OuterName
 
 CORE_FLOPS = 120e9
-"""Operations of a core a second in products of matrices. Measured: 241e9 on two (docs/results/performance.md)"""
+"""Operations of a core a second in products of matrices. Measured on a quiet one (docs/results/outer-step.md)"""
 
 
 class Speed(NamedTuple):

@@ -11,6 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.wire import MOST_STEPS
 from diloco.pipeline.outer_cost import CHEAPER
 from diloco.pipeline.ramps import interval_at
 
@@ -19,8 +20,6 @@ LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
 MOST_THREADS = 64
 """Of one product of matrices: BLAS is built for no more."""
-MOST_INTERVAL = 10**6
-"""Of the setting sync_interval."""
 ROOM = 1 / 3
 """Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
@@ -80,10 +79,14 @@ def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[f
     Args:
         sync, fragments, step_times: as `slow_merges`.
     """
-    known, steps = [one.outer_s for one in fragments if one.outer_s], [s for s in step_times if s > LEAST_STEP_S]
-    if not known or not steps:
-        return None
-    return Room(max(known), full_room_steps(sync) * median(steps))
+    known, step_s = [one.outer_s for one in fragments if one.outer_s], _usual(step_times)
+    return Room(max(known), full_room_steps(sync) * step_s) if known and step_s else None
+
+
+def _usual(step_times: Sequence[float]) -> float | None:
+    """The median of the step times that are known, s; None: none is."""
+    known = [s for s in step_times if s > LEAST_STEP_S]
+    return median(known) if known else None
 
 
 def slow_merges(
@@ -106,10 +109,9 @@ def slow_merges(
         allowed: times its room that a merge may take.
         together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
     """
-    known = [s for s in step_times if s > LEAST_STEP_S]
-    if not known:
+    step_s = _usual(step_times)
+    if step_s is None:
         return None
-    step_s = median(known)
     # What a round cannot take in of all fragments, the last of them waits for.
     queue_s = together_s - sync.sync_interval * step_s
     found = [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
@@ -150,7 +152,7 @@ def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int, by_outer: bo
         helps.append(f"let it multiply matrices on {spare}")
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")
-    longer = min(sync.sync_interval * times, MOST_INTERVAL)
+    longer = min(sync.sync_interval * times, MOST_STEPS)
     rounds = []
     if interval_at(sync, worst.version) < sync.sync_interval:
         rounds = ["begin with longer rounds (first_interval), from which short runs learn less"]

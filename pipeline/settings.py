@@ -18,7 +18,16 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
+from diloco.pipeline.messages.wire import (
+    MAX_UPDATES,
+    MOST_STEPS,
+    ORTHOGONALISES,
+    Codec,
+    GlobalCodec,
+    MergeName,
+    OuterName,
+    WeightsName,
+)
 from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
 from diloco.pipeline.units import parse_count, parse_duration, written
 
@@ -126,9 +135,9 @@ class SyncSettings(Settings):
     """The protocol's constants; equal for all parties, kept in the run's spec."""
 
     fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P; unasked, a tensor each at most")
-    sync_interval: int = Field(24, ge=1, le=10**6, description="Inner steps H between two syncs of one fragment")
+    sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
-    overlap_steps: int = Field(2, ge=0, le=10**6, description="Inner steps tau that a sync may hide behind")
+    overlap_steps: int = Field(2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind")
     grace_gamma: float = expert(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
     codec: Codec = Field(
         "bf16",
@@ -171,7 +180,7 @@ class SyncSettings(Settings):
         "are better",
     )
     first_interval: int = expert(
-        2, ge=0, le=10**6, description="H at the start, doubled again and again until it is H; 0: H from the start"
+        2, ge=0, le=MOST_STEPS, description="H at the start, doubled again and again until it is H; 0: H from the start"
     )
     doubling: int = expert(
         8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
@@ -198,7 +207,7 @@ def check_outer(sync: SyncSettings | SyncSpec) -> None:
     Raises:
         UsageError: it could never be orthogonalised.
     """
-    if sync.outer != "nesterov" and not sync.outer_momentum:
+    if sync.outer in ORTHOGONALISES and not sync.outer_momentum:
         raise UsageError(
             f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
             "average only, set outer=nesterov too"

@@ -130,29 +130,6 @@ def nesterov(theta: Float, b: Float, delta: Float, lr: float, mu: float) -> tupl
     return theta - lr * step, b
 
 
-def muon(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
-    """`nesterov` of a matrix whose step is orthogonalised (Jordan et al., Muon, 2024); ours."""
-    b = mu * b + delta
-    return theta - lr * orthogonalised(delta + mu * b), b
-
-
-def halley(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
-    """`muon` with another way to orthogonalise: `halley_iteration`; ours."""
-    b = mu * b + delta
-    return theta - lr * halley_iteration(delta + mu * b), b
-
-
-OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple[Float64, Float64]]]
-OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
-
-
-def orthogonalised(matrix: Float64) -> Float64:
-    """The same singular vectors and Frobenius length; singular values by five steps of `NEWTON_SCHULZ`."""
-    left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    same: Float64 = (left * phi(newton_schulz(values))) @ right * np.linalg.norm(values)
-    return same
-
-
 def newton_schulz(values: Float64, iterations: int = 5) -> Float64:
     """Singular values (n,) after so many iterations, of those of a matrix of any length."""
     a, b, c = NEWTON_SCHULZ
@@ -160,13 +137,6 @@ def newton_schulz(values: Float64, iterations: int = 5) -> Float64:
     for _ in range(iterations):
         turned = a * turned + b * turned**3 + c * turned**5
     return turned
-
-
-def halley_iteration(matrix: Float64) -> Float64:
-    """The same singular vectors and Frobenius length; singular values by one of Halley's iterations."""
-    left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    same: Float64 = (left * phi(halley_values(values))) @ right * np.linalg.norm(values)
-    return same
 
 
 def halley_values(values: Float64) -> Float64:
@@ -179,6 +149,35 @@ def halley_values(values: Float64) -> Float64:
     given = np.sqrt(phi(values**2))
     turned: Float64 = given * (a + b * given**2) / (1 + c * given**2)
     return turned
+
+
+def orthogonalised(matrix: Float64, curve: Callable[[Float64], Float64] = newton_schulz) -> Float64:
+    """The same singular vectors and Frobenius length; singular values, times a number, by `curve`."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    same: Float64 = (left * phi(curve(values))) @ right * np.linalg.norm(values)
+    return same
+
+
+def muon(
+    theta: Float64,
+    b: Float64,
+    delta: Float64,
+    lr: float,
+    mu: float,
+    curve: Callable[[Float64], Float64] = newton_schulz,
+) -> tuple[Float64, Float64]:
+    """`nesterov` of a matrix whose step is orthogonalised (Jordan et al., Muon, 2024); ours."""
+    b = mu * b + delta
+    return theta - lr * orthogonalised(delta + mu * b, curve), b
+
+
+def halley(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
+    """`muon` by one of Halley's iterations; ours."""
+    return muon(theta, b, delta, lr, mu, halley_values)
+
+
+OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple[Float64, Float64]]]
+OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
 
 
 def outer_step(

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, balance
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
+from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES, MergeName, MergeRule
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
@@ -88,7 +88,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     Raises:
         UsageError: as `trained_tensors`; fewer tensors than fragments, or a step that could never be orthogonalised.
     """
-    orthogonal = sync.outer != "nesterov"
+    orthogonal = sync.outer in ORTHOGONALISES
     check_outer(sync)
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)

@@ -13,6 +13,7 @@ from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
     MAX_TENSORS,
     MAX_UPDATES,
+    MOST_STEPS,
     Codec,
     Digest,
     FragmentId,
@@ -47,9 +48,9 @@ class SyncSpec(Message):
     """The protocol's constants, equal for all parties (paper, settings of the experiments; arXiv:2604.21428)."""
 
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
-    sync_interval: Annotated[int, Field(ge=1, le=10**6)]
+    sync_interval: Annotated[int, Field(ge=1, le=MOST_STEPS)]
     quorum: Annotated[int, Field(ge=1, le=MAX_LEARNERS)]
-    overlap_steps: Annotated[int, Field(ge=0, le=10**6)]
+    overlap_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)]
     grace_gamma: Annotated[float, Field(ge=0, lt=1)]
     codec: Codec
     merge: MergeName
@@ -58,7 +59,7 @@ class SyncSpec(Message):
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
-    first_interval: Annotated[int, Field(ge=0, le=10**6)] = 0
+    first_interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """0: sync_interval from the start (`ramps.interval_at`)."""
     doubling: Annotated[int, Field(ge=1, le=10**6)] = 1
     """Outer steps of each fragment after which a growing interval doubles."""

@@ -7,7 +7,7 @@ bytes must keep stands there, as a field constraint. A message is msgpack of its
 defence against forgery.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +23,8 @@ MAX_DIMS = 16
 """Of a tensor."""
 MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
+MOST_STEPS = 10**6
+"""Inner steps between two syncs, or that one may hide behind."""
 MAX_UPDATES = 64
 MAX_CHUNK_BYTES = 16 * 2**20
 CHUNK_EXTRA_BYTES = 256
@@ -59,6 +61,8 @@ MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
 WeightsName = Literal["tokens", "equal"]
 """Merge weights: `syncer.algorithm.WEIGHTS`."""
 OuterName = Literal["nesterov", "muon", "halley"]
+ORTHOGONALISES: Final[frozenset[OuterName]] = frozenset({"muon", "halley"})
+"""Outer optimizers that turn matrices (`syncer.merging.outer.TURNS`): they need a momentum and a second pass."""
 """The outer optimizer: `syncer.algorithm.OUTER`."""
 
 

@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
-from diloco.studies.bench.figures import Spread, check_files, show_machine, shown, table, write_json
+from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
 from diloco.studies.bench.machine import describe
 from diloco.studies.goodput.commands.options import whole
 

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 
 Spread = dict[str, float]
@@ -65,17 +64,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def show_machine(console: Console, machine: Mapping[str, Any]) -> None:
     """One line."""
     console.print("[dim]" + ", ".join(f"{name} {value}" for name, value in machine.items()) + "[/dim]", highlight=False)
-
-
-def check_files(*files: Path | None) -> None:
-    """Before anything is measured: whether its files can be written.
-
-    Raises:
-        UsageError: a folder is not there.
-    """
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UsageError(f"{file}: there is no folder {file.parent}")
 
 
 def write_json(file: Path | None, report: Mapping[str, Any]) -> None:

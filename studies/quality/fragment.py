@@ -43,10 +43,10 @@ class LabFragment(FragmentState):
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
         """As production's; without stale deltas where the run drops them, unless there are no others."""
-        stale = [d.offer.header for d in deltas if self._is_stale(d)]
+        stale = [d.offer.header for d in deltas if self.is_stale(d)]
         taken, dropped = list(deltas), 0
         if self._run.stale == "drop" and len(stale) < len(deltas):
-            taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
+            taken, dropped = [d for d in deltas if not self.is_stale(d)], sum(header.tokens for header in stale)
         if draft is not None and dropped:
             draft.discard_sum()  # they may be in it
         merged = super().merge(taken, before, draft)
@@ -79,6 +79,3 @@ class LabFragment(FragmentState):
         self._memory, stale, dropped = self._next
         self._stale.deltas += stale
         self._stale.dropped_tokens[self.layout.id] += dropped
-
-    def _is_stale(self, delta: Delta) -> bool:
-        return delta.offer.header.base_version < self.version

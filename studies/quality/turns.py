@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.studies.quality.settings import Turned
-from diloco.syncer.algorithm import NEWTON_SCHULZ
-from diloco.syncer.merging.outer import halley_iteration
+from diloco.syncer.merging.outer import halley_iteration, orthogonalised
 
 Float32 = npt.NDArray[np.float32]
 Turn = Callable[[Float32, int], Float32]
@@ -26,16 +25,6 @@ def wide(turn: Callable[[Float32], Float32]) -> Turn:
         return turned.T if tall else turned
 
     return either
-
-
-def three_iterations(x: Float32) -> Float32:
-    """Newton-Schulz as production's `orthogonalised`, which has five."""
-    a, b, c = map(np.float32, NEWTON_SCHULZ)
-    x = x / np.float32(max(1e-30, float(np.linalg.norm(x))))
-    for _ in range(3):
-        gram = x @ x.T
-        x = np.asarray(a * x + (b * gram + c * (gram @ gram)) @ x, np.float32)
-    return x
 
 
 def halves(x: Float32) -> Float32:
@@ -83,7 +72,7 @@ def _alike(x: Float32) -> Float32:
 
 
 TURNS: Mapping[Turned, Turn] = {
-    "muon-3": wide(three_iterations),
+    "muon-3": lambda matrix, number: orthogonalised(matrix, 3),
     "halves": wide(halves),
     "gram-schmidt": wide(gram_schmidt),
     "clipped": wide(clipped(4)),

@@ -306,9 +306,13 @@ class FragmentState:
         known = "" if usual is None else f", the running median {usual:.3g}"
         return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
+    def is_stale(self, delta: Delta) -> bool:
+        """Whether a delta was measured from an older version than this."""
+        return delta.offer.header.base_version < self.version
+
     def rebases(self, delta: Delta) -> bool:
         """Whether a delta is still to be rebased before it is summed: it is stale, and the version before is known."""
-        return self.before is not None and delta.stale is None and delta.offer.header.base_version < self.version
+        return self.before is not None and delta.stale is None and self.is_stale(delta)
 
     def rebased(self, delta: Delta) -> Delta:
         """A delta as it is merged into this version: one that `rebases`, measured from its values, or as it is."""

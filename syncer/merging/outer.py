@@ -128,7 +128,7 @@ def at_length_one(matrix: Float32) -> Float32 | None:
     return np.asarray(x / np.float32(length), np.float32)
 
 
-def orthogonalised(matrix: Float32) -> Float32:
+def orthogonalised(matrix: Float32, iterations: int = NEWTON_SCHULZ_STEPS) -> Float32:
     """A matrix (rows, columns) with about the same singular vectors, and singular values between 0.7 and 1.2.
 
     Those far below the others come out smaller: 1e-3 of the length as 0.5 or so, and 0 as 0. The products of matrices
@@ -138,7 +138,7 @@ def orthogonalised(matrix: Float32) -> Float32:
     if x is None:
         return matrix
     a, b, c = (np.float32(one) for one in NEWTON_SCHULZ)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(iterations):
         gram = x @ x.T
         x = np.asarray(a * x + (b * gram + c * (gram @ gram)) @ x, np.float32)
     return x if x.shape == matrix.shape else x.T

@@ -2,7 +2,8 @@
 
 import pytest
 
-from diloco.pipeline.pacing import MOST_INTERVAL, Pace, least_step_s, outer_room, slow_merges
+from diloco.pipeline.messages.wire import MOST_STEPS
+from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.grace import LastMerges
 from tests import samples
@@ -125,5 +126,5 @@ def test_no_advice_is_beyond_what_can_be_set():
 
 def test_the_advised_interval_is_bounded_as_the_setting_is():
     with pytest.raises(ValueError, match="sync_interval"):
-        SyncSettings(sync_interval=MOST_INTERVAL + 1)
-    assert SyncSettings(sync_interval=MOST_INTERVAL)
+        SyncSettings(sync_interval=MOST_STEPS + 1)
+    assert SyncSettings(sync_interval=MOST_STEPS)

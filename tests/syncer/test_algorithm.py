@@ -98,8 +98,10 @@ def test_halleys_iteration_is_its_formula_with_an_inverse_at_the_same_length(sha
     gram, one = x.T @ x, np.eye(shape[1])
     x = x @ (a * one + b * gram) @ np.linalg.inv(one + c * gram)
     expected = x / np.linalg.norm(x) * np.linalg.norm(matrix)
-    np.testing.assert_allclose(algorithm.halley_iteration(matrix), expected, rtol=1e-9, atol=1e-12)
-    assert not algorithm.halley_iteration(np.zeros((2, 3))).any()
+    np.testing.assert_allclose(
+        algorithm.orthogonalised(matrix, algorithm.halley_values), expected, rtol=1e-9, atol=1e-12
+    )
+    assert not algorithm.orthogonalised(np.zeros((2, 3)), algorithm.halley_values).any()
 
 
 # --- names --------------------------------------------------------------------------------------------------

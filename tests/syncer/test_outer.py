@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.wire import ORTHOGONALISES
 from diloco.syncer import algorithm
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
@@ -119,6 +120,11 @@ def test_an_orthogonalised_step_turns_matrices_at_their_length_and_nothing_else(
     assert at == len(turned.orthogonal)
 
 
+def test_what_the_wire_says_of_an_outer_optimizer_is_what_the_step_does():
+    """Learners, planner and syncer go by one list of those that turn matrices."""
+    assert set(TURNS) == ORTHOGONALISES
+
+
 def test_while_learners_are_averaged_nothing_is_orthogonalised():
     """Rate 1 and no momentum, as in the warm-up and in a run's short last merges: the delta itself."""
     delta = random_vector(4)
@@ -161,7 +167,7 @@ def test_float32_turns_matrices_as_float64_does(shape, steep):
         values = np.arange(1.0, len(values) + 1) ** -steep
         matrix = (left * values) @ right
     single = matrix.astype(np.float32)
-    exact = algorithm.halley_iteration(single.astype(np.float64))
+    exact = algorithm.orthogonalised(single.astype(np.float64), algorithm.halley_values)
     found = halley_iteration(single).astype(np.float64)
     found *= np.linalg.norm(exact) / np.linalg.norm(found)
     assert np.linalg.norm(found - exact) < ORTHOGONAL_TOLERANCE / 5 * np.linalg.norm(exact)

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.units import parse_count
 from diloco.studies.bench.beside.environments import default_folder
-from diloco.studies.bench.figures import check_files, show_machine, shown, table, write_json
+from diloco.studies.bench.figures import show_machine, shown, table, write_json
 from diloco.studies.bench.machine import describe
 
 COLUMNS = {

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.units import Amount
 
@@ -50,11 +51,7 @@ class Files:
         Raises:
             UsageError: naming the file that cannot.
         """
-        for file in (getattr(self, field.name) for field in fields(self)):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise UsageError(f"{file}: there is no folder {file.parent}")
-            if file is not None and file.is_dir():
-                raise UsageError(f"{file}: a folder, not a file")
+        check_files(*(getattr(self, field.name) for field in fields(self)))
 
     def write(self, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
         """The rows; `about` is in the JSON only. Of nested values CSV has a column each."""
