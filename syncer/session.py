@@ -18,10 +18,10 @@ from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
+from diloco.syncer.committing import Committing, LastMerges, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.grace import GraceEstimator, LastMerges, UploadEstimator
-from diloco.syncer.intake import Arrivals, Downloads
+from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals

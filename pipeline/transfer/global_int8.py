@@ -16,20 +16,22 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import (
+    STATE_RULES,
     Float32,
     GlobalFormat,
     GlobalWriter,
     Held,
     Kind,
+    OuterState,
     Published,
     Source,
+    StateRule,
     Step,
     StepWriter,
     alone,
     check,
     published_by,
 )
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, StateRule
 from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, Following, StepCoder, advance, gather
 
 KEPT_UPDATES = 4

@@ -26,7 +26,7 @@ from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.transfer.outer_state import OuterState
+from diloco.pipeline.transfer.global_format import OuterState
 from diloco.studies.bench.figures import Spread, alternate, spread
 from diloco.studies.bench.floor import merge_traffic
 from diloco.studies.bench.machine import need_memory

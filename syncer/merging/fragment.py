@@ -21,9 +21,8 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
-from diloco.pipeline.transfer.global_format import Kind, Published, Step, StepWriter
+from diloco.pipeline.transfer.global_format import STATE_RULES, Kind, OuterState, Published, Step, StepWriter, vectors
 from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vectors
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase

@@ -35,7 +35,7 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
-from diloco.pipeline.transfer.outer_state import OuterState
+from diloco.pipeline.transfer.global_format import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
 from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase

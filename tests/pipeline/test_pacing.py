@@ -4,7 +4,7 @@ import pytest
 
 from diloco.pipeline.pacing import MOST_INTERVAL, Pace, least_step_s, outer_room, slow_merges
 from diloco.pipeline.settings import SyncSettings
-from diloco.syncer.grace import LastMerges
+from diloco.syncer.committing import LastMerges
 from tests import samples
 
 

@@ -11,8 +11,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer import outer_state
-from diloco.pipeline.transfer.outer_state import MomentumState, OuterState, joined, vectors
+from diloco.pipeline.transfer.global_format import STATE_RULES, MomentumState, OuterState, joined, vectors
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from diloco.syncer.merging.fragment import Draft, DraftWriter
@@ -36,7 +35,7 @@ class Summing(MomentumState):
 @pytest.fixture
 def summing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outer optimizer is that one; where globals are no updates, it sums up the values that it went from."""
-    monkeypatch.setitem(outer_state.STATE_RULES, "nesterov", Summing)
+    monkeypatch.setitem(STATE_RULES, "nesterov", Summing)
     begin = Draft.begin
 
     def counted(self: Draft, theta: np.ndarray, before: OuterState, lr: float, mu: float) -> DraftWriter:

@@ -19,9 +19,8 @@ from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.global_format import Held, Published
+from diloco.pipeline.transfer.global_format import Held, MomentumState, Published
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
-from diloco.pipeline.transfer.outer_state import MomentumState
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
 from diloco.syncer.committing import Staging
