@@ -10,5 +10,5 @@ class Ema:
         self.value: float | None = None
 
     def observe(self, value: float) -> None:
-        """Take one observation in."""
+        """One more."""
         self.value = value if self.value is None else self.decay * self.value + (1 - self.decay) * value

@@ -243,7 +243,7 @@ class LastMerges:
         self._outer: tuple[float, ...] = ()
         self._expected_outer_s = expected_outer_s
 
-    def took(self, merge_s: float, outer_s: float | None = None) -> None:
+    def observe(self, merge_s: float, outer_s: float | None = None) -> None:
         """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
         self._took = self._took[1], merge_s
         if outer_s is not None:
@@ -298,7 +298,7 @@ class Committing:
         if not merged.finite:
             return None
         record = self._record(loaded, merge, merged, began)
-        self._merges.took(record.merge_s, outer_s)
+        self._merges.observe(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)

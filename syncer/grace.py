@@ -29,7 +29,7 @@ class GraceEstimator:
         self._quorum.observe(seconds)
 
     def observe_sync(self, seconds: float) -> None:
-        """The syncer's part of a sync time: uploads, merge, outer step and publication of one window."""
+        """The syncer's part of a sync time: uploads, merge, outer step and commit of one window."""
         self._sync.observe(seconds)
 
     def grace_s(

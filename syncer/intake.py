@@ -205,9 +205,9 @@ class Downloads:
                 async for chunks in arriving(self._bus, key, reader):
                     # A cast and a sum take less time here, where what came is in the cache, than in another thread.
                     if sync.codec in DTYPES:
-                        _take_in(reader, norms, chunks)
+                        _feed(reader, norms, chunks)
                     else:
-                        await self._offload(_take_in, reader, norms, chunks)
+                        await self._offload(_feed, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
@@ -223,7 +223,7 @@ class Downloads:
         self._wake.set()
 
 
-def _take_in(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
+def _feed(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
     for chunk in chunks:
         reader.feed(chunk)
         norms.advance(reader.so_far())

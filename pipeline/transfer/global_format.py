@@ -236,8 +236,8 @@ class GlobalWriter(ABC):
         """
 
     @abstractmethod
-    def begin(self, step: Step) -> StepWriter:
-        """Take this step; once for a writer."""
+    def step_writer(self, step: Step) -> StepWriter:
+        """What writes this step; once for a writer."""
 
     def is_alone(self, version: int) -> bool:
         """Whether a version is published such that it needs no other one."""
@@ -330,7 +330,7 @@ class Fp32Writer(GlobalWriter):
     def prepare(self, *, averaged: bool, told: bool) -> None:
         """As `GlobalWriter`: all steps are alike."""
 
-    def begin(self, step: Step) -> StepWriter:
+    def step_writer(self, step: Step) -> StepWriter:
         """As `GlobalWriter`."""
         return self
 

@@ -85,11 +85,11 @@ class _Writer(GlobalWriter):
         if not told and self._gradient is None:
             self._gradient = CodedGradient(self._elements, self._sync.chunk_bytes, self._grown)
 
-    def begin(self, step: Step) -> StepWriter:
+    def step_writer(self, step: Step) -> StepWriter:
         following = None
         if step.rule is not None and self._gradient is None:
             following = Following(step.rule, step.before, step.after)
-        coder = self._step.begin(step.theta, following)
+        coder = self._step.coder(step.theta, following)
         return _StepWriter(self.values, self.exact, coder, self._gradient)
 
     def is_alone(self, version: int) -> bool:

@@ -88,8 +88,8 @@ class Following(NamedTuple):
 class CodedStep(_Coding):
     """An update: a step that is quantized, and taken as its code says."""
 
-    def begin(self, theta: Float32, following: Following | None) -> "StepCoder":
-        """Take it from these values (elements,); following: None where the state does not follow from the update."""
+    def coder(self, theta: Float32, following: Following | None) -> "StepCoder":
+        """What codes it, from these values (elements,); following: None where the update does not tell the state."""
         return StepCoder(self._encoding, self.payload, theta, following)
 
 

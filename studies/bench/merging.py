@@ -186,12 +186,12 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     deltas = sizes.elements * sizes.learners * item
 
     def timed(what: Callable[[], Any]) -> Callable[[], float]:
-        def run() -> float:
+        def seconds() -> float:
             began = time.process_time()
             what()
             return time.process_time() - began
 
-        return run
+        return seconds
 
     def closing() -> float:
         room = work.draft(sizes.learners - 1)

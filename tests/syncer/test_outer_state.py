@@ -36,14 +36,14 @@ class Summing(MomentumState):
 def summing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outer optimizer is that one; where globals are no updates, it sums up the values that it went from."""
     monkeypatch.setitem(STATE_RULES, "nesterov", Summing)
-    begin = Draft.begin
+    step_writer = Draft.step_writer
 
     def counted(self: Draft, theta: np.ndarray, before: OuterState, lr: float, mu: float) -> DraftWriter:
         if mu:  # else it only averages
             np.add(before.get("total", np.float32(0)), theta + 1, out=self.outer_state["total"])
-        return begin(self, theta, before, lr, mu)
+        return step_writer(self, theta, before, lr, mu)
 
-    monkeypatch.setattr(Draft, "begin", counted)
+    monkeypatch.setattr(Draft, "step_writer", counted)
 
 
 def bits(state: OuterState) -> dict[str, bytes]:

@@ -59,7 +59,7 @@ def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int
     for before in ({"momentum": momentum}, {}):
         made, after = steps.copy(), {"momentum": np.empty(elements, np.float32)}
         coded = CodedStep(elements, 1024)
-        coder = coded.begin(theta, Following(rule, before, after))
+        coder = coded.coder(theta, Following(rule, before, after))
         for stop in range(0, elements, 50_000):
             coder.written(made, stop)
         assert coder.written(made, elements) == elements

@@ -13,7 +13,7 @@ sizes = st.lists(st.integers(1, 10**9), min_size=1, max_size=30)
 def after(mean: float, *pulls: tuple[int, float]) -> float:
     times = PullTimes(mean)
     for elements, seconds in pulls:
-        times.took(elements, seconds)
+        times.observe(elements, seconds)
     return times.pull_s
 
 

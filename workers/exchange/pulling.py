@@ -45,7 +45,7 @@ class PullTimes:
         self._mean = mean_elements
         self._elements, self._took_s = Ema(DECAY), Ema(DECAY)
 
-    def took(self, elements: int, seconds: float) -> None:
+    def observe(self, elements: int, seconds: float) -> None:
         """One more pull, of a fragment of so many elements."""
         self._elements.observe(elements)
         self._took_s.observe(seconds)
@@ -126,7 +126,7 @@ class Pulling:
             head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
             if pulled and seen_s is not None:
-                self._times.took(self._member.layout.fragments[p].elements, clock.now() - seen_s)
+                self._times.observe(self._member.layout.fragments[p].elements, clock.now() - seen_s)
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
@@ -193,7 +193,7 @@ class Following:
         cursors = await bus.tape_end()
         self._look_at_all_s = 0.0
         if gap:
-            self._shared.republish = True  # what the bus acknowledged before may be lost with its last second
+            self._shared.offer_again = True  # what the bus acknowledged before may be lost with its last second
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
@@ -203,7 +203,7 @@ class Following:
                 if isinstance(record, Committed):
                     # One that was put back: what was offered on it may be lost with its head.
                     if record.base_digest is None:
-                        self._shared.republish = True
+                        self._shared.offer_again = True
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
             told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}
@@ -227,7 +227,7 @@ class Following:
         if await pulling.look(range(len(member.layout.fragments))):
             if lost is not None:
                 member.log.info("heads_found", after_s=round(now - lost, 1))
-                self._lost_since_s, self._shared.republish = None, True
+                self._lost_since_s, self._shared.offer_again = None, True
             return
         self._look_at_all_s = now + TAPE_BLOCK_S
         if lost is None:
