@@ -159,7 +159,7 @@ class NextWindow:
         """One is refused after all."""
         self._offers = [offer for offer in self._offers if offer.entry_id != entry_id]
 
-    def take_all(self) -> tuple[Offer, ...]:
+    def pop_all(self) -> tuple[Offer, ...]:
         """Empty it: the window opens again."""
         offers, self._offers = tuple(self._offers), []
         return offers

@@ -210,7 +210,7 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
     Args:
         step_time: of a learner's inner step, s.
         quorum_time: from the window's opening to the K-th header, s.
-        sync_time: uploads, merge, outer step, publication and the learners' pulls, s.
+        sync_time: uploads, merge, outer step, commit and the learners' pulls, s.
         tau: inner steps that a sync may hide behind.
         gamma: share of the slack, below 1.
         latency: from a learner's decision to publish to its header at the syncer, s.

@@ -43,7 +43,7 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_TOKENS, Count, Digest, Message, Version
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState
+from diloco.pipeline.transfer.global_format import STATE_RULES, OuterState
 from diloco.pipeline.transfer.payloads import Offload, pull_state, push_global
 from diloco.syncer.merging.merge import all_finite
 from diloco.syncer.scratch import scratch_folder

@@ -27,7 +27,6 @@ from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
-from diloco.syncer.grace import LastMerges
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics
@@ -235,6 +234,37 @@ class Loaded:
         return self.head.version, self.head.digest
 
 
+class LastMerges:
+    """How long the last two merges of one fragment took; the shorter one counts, so that one hold-up is no sign."""
+
+    def __init__(self, expected_outer_s: float = 0.0) -> None:
+        """expected_outer_s: what the outer step should take, as reckoned before the first one."""
+        self._took = (0.0, 0.0)
+        self._outer: tuple[float, ...] = ()
+        self._expected_outer_s = expected_outer_s
+
+    def observe(self, merge_s: float, outer_s: float | None = None) -> None:
+        """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
+        self._took = self._took[1], merge_s
+        if outer_s is not None:
+            self._outer = *self._outer[-1:], outer_s
+
+    @property
+    def merge_s(self) -> float:
+        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
+        return min(self._took)
+
+    @property
+    def measured(self) -> bool:
+        """Whether `outer_s` is what steps took, not what they should."""
+        return len(self._outer) == 2
+
+    @property
+    def outer_s(self) -> float:
+        """As `WindowView.outer_s`: the same of the outer step; what was expected before there are two."""
+        return min(self._outer) if self.measured else self._expected_outer_s
+
+
 def payload_key(bus: Bus, offer: Offer) -> str:
     """Where a delta's payload lies."""
     h = offer.header
@@ -268,7 +298,7 @@ class Committing:
         if not merged.finite:
             return None
         record = self._record(loaded, merge, merged, began)
-        self._merges.took(record.merge_s, outer_s)
+        self._merges.observe(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)

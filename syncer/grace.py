@@ -1,4 +1,4 @@
-"""How long a window may wait, for stragglers and for uploads, and how long merges took. Pure: no clock.
+"""How long a window may wait for stragglers. Pure: no clock.
 
 `algorithm.grace` is the paper's formula; here are the smoothed times that go into it. Nothing here makes a learner
 wait: too long a grace only makes learners train more steps on their old base.
@@ -7,6 +7,7 @@ wait: too long a grace only makes learners train more steps on their old base.
 from collections.abc import Sequence
 from statistics import median_low
 
+from diloco.pipeline.ema import Ema
 from diloco.syncer import algorithm
 
 DECAY = 0.8
@@ -14,27 +15,6 @@ DECAY = 0.8
 
 SLOWEST_FACTOR = 10.0
 """A step time counts up to so many times the median: no learner's word alone stretches a window."""
-
-FIRST_UPLOAD_S = 30.0
-"""Upload deadline before any upload was measured."""
-LEAST_UPLOAD_S = 1.0
-"""Time for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
-UPLOAD_FACTOR = 4.0
-"""The upload deadline is this many times the smoothed upload time."""
-TIMEOUT_FACTOR = 2.0
-"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
-
-
-class Ema:
-    """Exponential moving average that starts at its first observation."""
-
-    def __init__(self, decay: float = DECAY) -> None:
-        self.decay = decay
-        self.value: float | None = None
-
-    def observe(self, value: float) -> None:
-        """Take one observation in."""
-        self.value = value if self.value is None else self.decay * self.value + (1 - self.decay) * value
 
 
 class GraceEstimator:
@@ -49,7 +29,7 @@ class GraceEstimator:
         self._quorum.observe(seconds)
 
     def observe_sync(self, seconds: float) -> None:
-        """The syncer's part of a sync time: uploads, merge, outer step and publication of one window."""
+        """The syncer's part of a sync time: uploads, merge, outer step and commit of one window."""
         self._sync.observe(seconds)
 
     def grace_s(
@@ -86,57 +66,3 @@ class GraceEstimator:
         slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
         return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
-
-
-class UploadEstimator:
-    """Estimate of one fragment's upload time: how long the uploads of a window's fixed set may take."""
-
-    def __init__(self) -> None:
-        self._upload = Ema()
-
-    @property
-    def upload_s(self) -> float:
-        """How long the uploads of a fixed set may take."""
-        measured = self._upload.value
-        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
-
-    def observe(self, seconds: float) -> None:
-        """An upload has ended."""
-        self._upload.observe(seconds)
-
-    def timed_out(self, waited_s: list[float]) -> None:
-        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
-        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
-        for seconds in waited_s:
-            self._upload.observe(min(seconds, most))
-
-
-class LastMerges:
-    """How long the last two merges of one fragment took; the shorter one counts, so that one hold-up is no sign."""
-
-    def __init__(self, expected_outer_s: float = 0.0) -> None:
-        """expected_outer_s: what the outer step should take, as reckoned before the first one."""
-        self._took = (0.0, 0.0)
-        self._outer: tuple[float, ...] = ()
-        self._expected_outer_s = expected_outer_s
-
-    def took(self, merge_s: float, outer_s: float | None = None) -> None:
-        """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
-        self._took = self._took[1], merge_s
-        if outer_s is not None:
-            self._outer = *self._outer[-1:], outer_s
-
-    @property
-    def merge_s(self) -> float:
-        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
-        return min(self._took)
-
-    @property
-    def measured(self) -> bool:
-        """Whether `outer_s` is what steps took, not what they should."""
-        return len(self._outer) == 2
-
-    @property
-    def outer_s(self) -> float:
-        """As `WindowView.outer_s`: the same of the outer step; what was expected before there are two."""
-        return min(self._outer) if self.measured else self._expected_outer_s

@@ -1,4 +1,4 @@
-"""What comes in for one fragment: headers as they arrive, payloads as they are downloaded and judged. asyncio.
+"""What comes in for one fragment: headers as they arrive, payloads as they are downloaded, timed and judged. asyncio.
 
 `session` offers the headers to the window, says which payloads to download, and takes the outcomes; nothing here
 decides about a window.
@@ -12,15 +12,17 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
-from diloco.syncer.grace import UploadEstimator
+from diloco.syncer.grace import DECAY
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.watch import LEAST_UPLOAD_S
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
@@ -32,6 +34,13 @@ MOST_ARRIVED = 1024
 MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 RETRY_S = 0.2
+
+FIRST_UPLOAD_S = 30.0
+"""Upload deadline before any upload was measured."""
+UPLOAD_FACTOR = 4.0
+"""The upload deadline is this many times the smoothed upload time."""
+TIMEOUT_FACTOR = 2.0
+"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
 
 class Arrivals:
@@ -79,6 +88,29 @@ class Arrivals:
                 self._wake.set()
                 await self._arrived.put(entry)
                 self._wake.set()
+
+
+class UploadEstimator:
+    """Estimate of one fragment's upload time: how long the uploads of a window's fixed set may take."""
+
+    def __init__(self) -> None:
+        self._upload = Ema(DECAY)
+
+    @property
+    def upload_s(self) -> float:
+        """How long the uploads of a fixed set may take."""
+        measured = self._upload.value
+        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+
+    def observe(self, seconds: float) -> None:
+        """An upload has ended."""
+        self._upload.observe(seconds)
+
+    def timed_out(self, waited_s: list[float]) -> None:
+        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
+        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
+        for seconds in waited_s:
+            self._upload.observe(min(seconds, most))
 
 
 class Downloads:
@@ -173,9 +205,9 @@ class Downloads:
                 async for chunks in arriving(self._bus, key, reader):
                     # A cast and a sum take less time here, where what came is in the cache, than in another thread.
                     if sync.codec in DTYPES:
-                        _take_in(reader, norms, chunks)
+                        _feed(reader, norms, chunks)
                     else:
-                        await self._offload(_take_in, reader, norms, chunks)
+                        await self._offload(_feed, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
@@ -191,7 +223,7 @@ class Downloads:
         self._wake.set()
 
 
-def _take_in(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
+def _feed(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
     for chunk in chunks:
         reader.feed(chunk)
         norms.advance(reader.so_far())

@@ -18,10 +18,10 @@ from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
+from diloco.syncer.committing import Committing, LastMerges, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.grace import GraceEstimator, LastMerges, UploadEstimator
-from diloco.syncer.intake import Arrivals, Downloads
+from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals
@@ -97,7 +97,7 @@ class Session:
                 decision = self.window.decide(self._clock.now(), conditions)
                 # The window is open again before what it lacks is refused: were it the other way round, an owner that
                 # loses the bus in between would find a window for which nobody is asked again.
-                await self._publish(decision, conditions)
+                await self._show_window(decision, conditions)
                 await self._refuse_left()
                 match decision:
                     case Merge():
@@ -188,7 +188,7 @@ class Session:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
 
-    async def _publish(self, decision: Decision, conditions: Conditions) -> None:
+    async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
         """Write the window's state to the head when it changed; wake followers when it opened."""
         window, before, now = self.window, self._loaded.head.window, self._clock.now()
         until = decision.until if isinstance(decision, Wait) else None
@@ -223,7 +223,7 @@ class Session:
     # --- refusals -----------------------------------------------------------------------------------------
 
     def _leaves(self, offer: Offer, refused: Refused) -> None:
-        """A delta leaves the window now, and is refused once the window is published."""
+        """A delta leaves the window now, and is refused once the window is shown."""
         self.window.refused(offer)
         self._left.append((offer, refused))
 

@@ -12,11 +12,12 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.syncer.admission import Offer, Refused
-from diloco.syncer.grace import LEAST_UPLOAD_S
 from diloco.syncer.window import Conditions, State, Window
 
 WATCH_S = 0.25
 """How often reports are read; also how fine the end of the budget is met."""
+LEAST_UPLOAD_S = 1.0
+"""Time for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
 
 
 @dataclass(slots=True)

@@ -386,7 +386,7 @@ class Window:
         self.attempt += 1
         self._refused.clear()
         self.phase = Collecting(reopened.opened_at)
-        for offer in self.late.take_all():
+        for offer in self.late.pop_all():
             if offer.header.learner in self._members:
                 self.late.put_last(offer)
             else:

@@ -281,7 +281,7 @@ MUTATIONS = [
     Mutation(
         "an owner's momentum is of the step before it was quantized",
         global_int8._Writer,
-        "begin",
+        "step_writer",
         (("if step.rule is not None and self._gradient is None:", "if False:"),),
     ),
     Mutation(

@@ -111,9 +111,9 @@ class VirtualLearner:
                     running.result()
                 self.train()
                 self.adopt()
-                if self.exchange.shared.republish:
-                    self.exchange.shared.republish = False
-                    self.rounds.republish()
+                if self.exchange.shared.offer_again:
+                    self.exchange.shared.offer_again = False
+                    self.rounds.offer_again()
                 for publication in self.rounds.publications(self.exchange.shared.windows):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)

@@ -32,6 +32,7 @@ from torch import nn
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.fragments import RedisPayloadStore
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import mending
 from diloco.workers.exchange import pulling
@@ -81,7 +82,8 @@ class Recorder:
         self._committed: set[int] = set()
         """Threads that have committed."""
         self._named: dict[CodeType, Call | None] = {}
-        self._scripts = {RedisCalls.script.__code__, RedisCalls.scripts.__code__}
+        self._scripts = {RedisCalls.script.__code__: "", RedisPayloadStore._write.__code__: "write_chunk"}
+        """What calls scripts -> which; "": it is given the name."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -111,7 +113,7 @@ class Recorder:
         if (call := self._named[code]) is not None:
             self._calls[call, caller()] = None
         if code in self._scripts:
-            self._calls[(SCRIPTS, name := frame.f_locals["name"]), caller()] = None
+            self._calls[(SCRIPTS, name := self._scripts[code] or frame.f_locals["name"]), caller()] = None
             if name == "commit":
                 self._committed.add(threading.get_ident())
 

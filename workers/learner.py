@@ -176,9 +176,9 @@ class Learner:
         self.times.entered(entered)
         training.rounds.trained(tokens)
         adopted = joined.adopt()
-        if shared.republish:
-            shared.republish = False
-            training.rounds.republish()
+        if shared.offer_again:
+            shared.offer_again = False
+            training.rounds.offer_again()
         joined.hand_over(training.rounds.publications(shared.windows), adopted)
         training.loss = training.loss if loss is None else loss
         training.keeper.stepped(shared, joined.progress, loss)

@@ -110,7 +110,7 @@ class Rounds:
         counters.again = False
         self._count()
 
-    def republish(self) -> None:
+    def offer_again(self) -> None:
         """The bus was away and may have lost what it had acknowledged: offer every delta once more.
 
         One that did arrive is refused as a duplicate, which costs its upload and nothing else.

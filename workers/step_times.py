@@ -7,11 +7,14 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from diloco.pipeline.ema import Ema
+
 STEPS_KEPT = 4096
 """Step times the median is taken over."""
 MEDIAN_S = 1.0
 """It is taken anew so often: sorting takes longer than all else of a report."""
-SMOOTHING = 0.9
+DECAY = 0.9
+"""Of the averages of a learner's measured times."""
 
 
 class StepTimes:
@@ -21,7 +24,7 @@ class StepTimes:
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
         self._median = 0.0, -MEDIAN_S
         """Of step times, and when it was taken."""
-        self._step_s = self._tokens_per_s = 0.0
+        self._step_s, self._tokens_per_s = Ema(DECAY), Ema(DECAY)
         self.blocked_s = 0.0
         """Time inside the library's own calls: not what its other thread costs beside it."""
         self._began = self._returned = 0.0
@@ -33,14 +36,12 @@ class StepTimes:
     def entered(self, now: float) -> None:
         """A step of the user's is done."""
         took = now - self._returned
-        self._step_s = SMOOTHING * self._step_s + (1 - SMOOTHING) * took if self._times else took
+        self._step_s.observe(took)
         self._times.append(took)
 
     def returned(self, entered: float, now: float, tokens: int) -> None:
         """So is what the library does after it."""
-        rate = tokens / max(now - self._returned, 1e-9)
-        first = len(self._times) == 1
-        self._tokens_per_s = rate if first else SMOOTHING * self._tokens_per_s + (1 - SMOOTHING) * rate
+        self._tokens_per_s.observe(tokens / max(now - self._returned, 1e-9))
         self.blocked_s += now - entered
         self._returned = now
 
@@ -50,8 +51,8 @@ class StepTimes:
             times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
             self._median = median(times) if times else 0.0, now
         return {
-            "tokens_per_s": self._tokens_per_s,
-            "step_s": self._step_s,
+            "tokens_per_s": self._tokens_per_s.value or 0.0,
+            "step_s": self._step_s.value or 0.0,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,
             "wall_s": now - self._began if self._began else 0.0,

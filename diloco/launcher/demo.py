@@ -116,8 +116,8 @@ class Demonstration(run.Launcher):
         self._killed: Killed | None = None
         self._restarted: Moment | None = None
 
-    def _take(self, status: Status) -> None:
-        super()._take(status)
+    def _note(self, status: Status) -> None:
+        super()._note(status)
         if status["phase"] == Phase.RUNNING:
             self._steps.add(status["learners"], self._clock.now())
 

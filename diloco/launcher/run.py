@@ -131,7 +131,7 @@ class Launcher:
         while True:
             try:
                 status = await read_status(self._bus, self._clock, self._settings.liveness_s)
-                self._take(status)
+                self._note(status)
                 await self._check(status)
                 if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
                     self._children.kill()  # nothing was merged: there is nothing to wait for
@@ -155,7 +155,7 @@ class Launcher:
                 return
             await _pause(stop)
 
-    def _take(self, status: Status) -> None:
+    def _note(self, status: Status) -> None:
         now = self._clock.now()
         if self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now

@@ -20,98 +20,98 @@ class RunKeys:
         """Group of a fragment."""
         return fragment % self.groups
 
-    def _run(self, name: str) -> str:
+    def _of_run(self, name: str) -> str:
         return f"{PREFIX}{{{self.run}}}:{name}"
 
-    def _group(self, group: int, name: str) -> str:
+    def _of_group(self, group: int, name: str) -> str:
         return f"{PREFIX}{{{self.run}:{group}}}:{name}"
 
     # --- the whole run ---------------------------------------------------------------------------
     @property
     def spec(self) -> str:
         """What all agree on (msgpack `Spec`), set once."""
-        return self._run("spec")
+        return self._of_run("spec")
 
     @property
     def state(self) -> str:
         """Hash: `rank` (position of the phase in `Phase`) and `blob` (msgpack `RunState`)."""
-        return self._run("state")
+        return self._of_run("state")
 
     @property
     def learners(self) -> str:
         """Hash: `learner/incarnation` -> last msgpack `LearnerReport`."""
-        return self._run("learners")
+        return self._of_run("learners")
 
     @property
     def seen(self) -> str:
         """Hash: `learner/incarnation` -> server time of that report, in ms."""
-        return self._run("seen")
+        return self._of_run("seen")
 
     def holder(self, learner: str) -> str:
         """Generation, a blank, incarnation: whose reports are taken of those with this learner's id.
 
         Each learner has its own, so that with a Redis user of its own it cannot be put out by another.
         """
-        return self._run(f"holder:{learner}")
+        return self._of_run(f"holder:{learner}")
 
     @property
     def events(self) -> str:
         """Stream of msgpack `Event`: joins, leaves, failures."""
-        return self._run("events")
+        return self._of_run("events")
 
     @property
     def evaluations(self) -> str:
         """Stream of msgpack `Evaluation`."""
-        return self._run("evaluations")
+        return self._of_run("evaluations")
 
     @property
     def shards(self) -> str:
         """Stream of data shards with the consumer group `learners`."""
-        return self._run("shards")
+        return self._of_run("shards")
 
     @property
     def shard_positions(self) -> str:
         """Hash: shard entry id -> last saved position in that shard."""
-        return self._run("shard-positions")
+        return self._of_run("shard-positions")
 
     @property
     def shard_epoch(self) -> str:
         """Number of epochs put on the queue so far."""
-        return self._run("shard-epoch")
+        return self._of_run("shard-epoch")
 
     @property
     def syncers(self) -> str:
         """Hash: nonce of a syncer -> server time in ms until which it counts as here, a blank, its name."""
-        return self._run("syncers")
+        return self._of_run("syncers")
 
     @property
     def init_claim(self) -> str:
         """Nonce of the learner that may upload version 0; expires."""
-        return self._run("init-claim")
+        return self._of_run("init-claim")
 
     @property
     def initial(self) -> str:
         """msgpack `InitialUpload`: a complete upload of version 0; expires."""
-        return self._run("initial")
+        return self._of_run("initial")
 
     @property
     def moments_wish(self) -> str:
         """msgpack `MomentsWish`: a learner asks for an inner optimizer's moments; expires."""
-        return self._run("moments-wish")
+        return self._of_run("moments-wish")
 
     @property
     def moments_claim(self) -> str:
         """Nonce of the learner that uploads its moments; expires."""
-        return self._run("moments-claim")
+        return self._of_run("moments-claim")
 
     @property
     def moments_offer(self) -> str:
         """msgpack `MomentsOffer`: a complete upload of moments; expires."""
-        return self._run("moments-offer")
+        return self._of_run("moments-offer")
 
     def moments_payload(self, p: int, name: str, nonce: str) -> str:
         """Stream of the chunks of one moment of fragment p; expires."""
-        return self._run(f"moments:{p}:{name}:{nonce}")
+        return self._of_run(f"moments:{p}:{name}:{nonce}")
 
     # --- one fragment (all in the slot of its group) -------------------------------------------------
     def deltas(self, p: int, learner: str) -> str:
@@ -119,52 +119,52 @@ class RunKeys:
 
         Each learner has its own, so that with a Redis user of its own it cannot trim, block or forge another's.
         """
-        return self._group(self.group(p), f"deltas:{p}:{learner}")
+        return self._of_group(self.group(p), f"deltas:{p}:{learner}")
 
     def senders(self, group: int) -> str:
         """Hash: names of the learners that ever offered a header in the group; only ever added to."""
-        return self._group(group, "senders")
+        return self._of_group(group, "senders")
 
     def arrivals(self, group: int) -> str:
         """Stream whose one entry is the last of the `senders` to come: wakes owners, and says nothing else."""
-        return self._group(group, "arrivals")
+        return self._of_group(group, "arrivals")
 
     def delta_payload(self, p: int, learner: str, incarnation: str, serial: int) -> str:
         """Stream of a delta's chunks; expires."""
-        return self._group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{serial}")
+        return self._of_group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{serial}")
 
     def head(self, p: int) -> str:
         """Hash: the truth about fragment p."""
-        return self._group(self.group(p), f"head:{p}")
+        return self._of_group(self.group(p), f"head:{p}")
 
     def lease(self, p: int) -> str:
         """The owner's nonce, with an expiry."""
-        return self._group(self.group(p), f"lease:{p}")
+        return self._of_group(self.group(p), f"lease:{p}")
 
     def global_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of a global fragment's chunks."""
-        return self._group(self.group(p), f"global:{p}:{version}:{nonce}")
+        return self._of_group(self.group(p), f"global:{p}:{version}:{nonce}")
 
     def rest_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of the chunks of what a global lacks of the exact values; no learner reads it."""
-        return self._group(self.group(p), f"rest:{p}:{version}:{nonce}")
+        return self._of_group(self.group(p), f"rest:{p}:{version}:{nonce}")
 
     def update_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of the chunks of the update that led to a version."""
-        return self._group(self.group(p), f"update:{p}:{version}:{nonce}")
+        return self._of_group(self.group(p), f"update:{p}:{version}:{nonce}")
 
     def merged_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of the chunks of the pseudogradient that led to a version, for whoever follows the momentum."""
-        return self._group(self.group(p), f"merged:{p}:{version}:{nonce}")
+        return self._of_group(self.group(p), f"merged:{p}:{version}:{nonce}")
 
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of an outer momentum's chunks."""
-        return self._group(self.group(p), f"momentum:{p}:{version}:{nonce}")
+        return self._of_group(self.group(p), f"momentum:{p}:{version}:{nonce}")
 
     def initial_payload(self, p: int, nonce: str) -> str:
         """Stream of one fragment's chunks of an upload of version 0; expires."""
-        return self._group(self.group(p), f"initial:{p}:{nonce}")
+        return self._of_group(self.group(p), f"initial:{p}:{nonce}")
 
     def tape(self, group: int) -> str:
         """Event tape of a group."""
-        return self._group(group, "tape")
+        return self._of_group(group, "tape")

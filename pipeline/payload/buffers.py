@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
 
 
 class Buffers:
-    """A pool; any thread may take from it."""
+    """A pool, of any thread."""
 
     def __init__(self) -> None:
         self._free: list[_Piece] = []
@@ -48,7 +48,7 @@ class Buffers:
         """Held, and in nobody's use."""
         return _touched((*self._free, *self._back))
 
-    def take(self, nbytes: int) -> Bytes:
+    def empty(self, nbytes: int) -> Bytes:
         """An array (nbytes,) of uint8 with anything in it."""
         if nbytes < LEAST_BYTES:
             return np.empty(nbytes, np.uint8)
@@ -90,4 +90,4 @@ _buffers = Buffers()
 def pooled(elements: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
     """An array (elements,) with anything in it, as `np.empty`."""
     kind = np.dtype(dtype)
-    return _buffers.take(elements * kind.itemsize).view(kind)
+    return _buffers.empty(elements * kind.itemsize).view(kind)

@@ -266,15 +266,15 @@ class Quantized:
         start, stop, step = part.indices(self._elements)
         if step != 1:
             raise ValueError("only whole stretches can be decoded")
-        begin = start - start % BLOCK
-        out = np.empty(_blocks(max(stop - begin, 0)) * BLOCK, np.float32)
-        at = begin
+        origin = start - start % BLOCK
+        out = np.empty(_blocks(max(stop - origin, 0)) * BLOCK, np.float32)
+        at = origin
         while at < stop:
             group = _Group(self.wire, at - at % GROUP, self._elements, self._kind)
             first = at % GROUP // BLOCK
             last = min(first + _blocks(stop - at), len(group.scales))
             group.scales, group.codes = group.scales[first:last], group.codes[first:last]
             to = at + (last - first) * BLOCK
-            _decode(group, self._kind, out[at - begin : to - begin])
+            _decode(group, self._kind, out[at - origin : to - origin])
             at = to
-        return out[start - begin : max(start, stop) - begin]
+        return out[start - origin : max(start, stop) - origin]

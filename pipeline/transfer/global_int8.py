@@ -16,20 +16,22 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import (
+    STATE_RULES,
     Float32,
     GlobalFormat,
     GlobalWriter,
     Held,
     Kind,
+    OuterState,
     Published,
     Source,
+    StateRule,
     Step,
     StepWriter,
     alone,
     check,
     published_by,
 )
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, StateRule
 from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, Following, StepCoder, advance, gather
 
 KEPT_UPDATES = 4
@@ -83,11 +85,11 @@ class _Writer(GlobalWriter):
         if not told and self._gradient is None:
             self._gradient = CodedGradient(self._elements, self._sync.chunk_bytes, self._grown)
 
-    def begin(self, step: Step) -> StepWriter:
+    def step_writer(self, step: Step) -> StepWriter:
         following = None
         if step.rule is not None and self._gradient is None:
             following = Following(step.rule, step.before, step.after)
-        coder = self._step.begin(step.theta, following)
+        coder = self._step.coder(step.theta, following)
         return _StepWriter(self.values, self.exact, coder, self._gradient)
 
     def is_alone(self, version: int) -> bool:

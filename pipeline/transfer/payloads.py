@@ -17,9 +17,19 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
-from diloco.pipeline.transfer.global_format import Float32, Held, Kind, Published, alone, key_of
+from diloco.pipeline.transfer.global_format import (
+    STATE_RULES,
+    Float32,
+    Held,
+    Kind,
+    OuterState,
+    Published,
+    alone,
+    joined,
+    key_of,
+    vectors,
+)
 from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors
 
 PIECE_BYTES = 4 * 2**20
 """Bytes in flight at a time."""

@@ -5,7 +5,7 @@ a version and the updates after it has the later ones bit for bit, and no error 
 loses of a step, at most half a scale, is not made up for: the pseudogradients that come next are measured from the
 values as they are.
 
-The outer state goes with the steps that were taken (`outer_state`), and costs nothing beside them. A step that only
+The outer state goes with the steps that were taken (`StateRule`), and costs nothing beside them. A step that only
 averaged leaves none. An orthogonalised step does not say what it was made from: there the pseudogradient D is
 quantized first, and lies on the bus beside the update, for whoever follows the state.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.payload.quantize import GROUP, Encoding, wire_bytes
-from diloco.pipeline.transfer.outer_state import OuterState, StateRule, part
+from diloco.pipeline.transfer.global_format import OuterState, StateRule, part
 
 Float32 = npt.NDArray[np.float32]
 
@@ -88,8 +88,8 @@ class Following(NamedTuple):
 class CodedStep(_Coding):
     """An update: a step that is quantized, and taken as its code says."""
 
-    def begin(self, theta: Float32, following: Following | None) -> "StepCoder":
-        """Take it from these values (elements,); following: None where the state does not follow from the update."""
+    def coder(self, theta: Float32, following: Following | None) -> "StepCoder":
+        """What codes it, from these values (elements,); following: None where the update does not tell the state."""
         return StepCoder(self._encoding, self.payload, theta, following)
 
 

@@ -154,16 +154,16 @@ async def through_redis(
         async def receive() -> None:
             norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
 
-            def take_in(chunks: Sequence[bytes | memoryview]) -> None:
+            def feed(chunks: Sequence[bytes | memoryview]) -> None:
                 for chunk in chunks:
                     reader.feed(chunk)
                     norms.advance(reader.so_far())
 
             async for chunks in arriving(syncer, key, reader):
                 if codec in DTYPES:
-                    take_in(chunks)
+                    feed(chunks)
                 else:
-                    await asyncio.to_thread(take_in, chunks)
+                    await asyncio.to_thread(feed, chunks)
 
         await asyncio.gather(send(), receive())
         return time.perf_counter() - began

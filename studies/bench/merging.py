@@ -26,7 +26,7 @@ from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.transfer.outer_state import OuterState
+from diloco.pipeline.transfer.global_format import OuterState
 from diloco.studies.bench.figures import Spread, alternate, spread
 from diloco.studies.bench.floor import merge_traffic
 from diloco.studies.bench.machine import need_memory
@@ -186,12 +186,12 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     deltas = sizes.elements * sizes.learners * item
 
     def timed(what: Callable[[], Any]) -> Callable[[], float]:
-        def run() -> float:
+        def seconds() -> float:
             began = time.process_time()
             what()
             return time.process_time() - began
 
-        return run
+        return seconds
 
     def closing() -> float:
         room = work.draft(sizes.learners - 1)

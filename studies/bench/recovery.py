@@ -134,7 +134,7 @@ def differences(folder: Path, asked: Mapping[str, Any]) -> list[str]:
     return [f"{name}={made.get(name)!r}, not {value!r}" for name, value in asked.items() if made.get(name) != value]
 
 
-def run(folder: Path, asked: Mapping[str, Any]) -> None:
+def make_run(folder: Path, asked: Mapping[str, Any]) -> None:
     """One run, unless its report is there, and of the same settings."""
     if (folder / "report.json").is_file():
         if others := differences(folder, asked):
@@ -172,7 +172,7 @@ def main(
     for seed in range(seeds):
         for way in WAYS:
             folder = out / f"{way.replace(', ', '-').replace(' ', '-')}-{seed}"
-            run(folder, {"seed": seed, **settings, **WAYS[way]})
+            make_run(folder, {"seed": seed, **settings, **WAYS[way]})
             trial = read_trial(folder, way, seed, f"learner-{learners - 1}")
             trials.append(trial)
             typer.echo(f"  moments from: {trial.source}; held-out loss at the end {trial.final_loss:.3f}")

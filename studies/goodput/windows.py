@@ -27,7 +27,8 @@ from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.link import Link, link_of
 from diloco.studies.goodput.parties import CODEC, LAYOUT, TOKENS, Party, StepClock, bare, digest_of
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Offer, Refused
-from diloco.syncer.grace import GraceEstimator, UploadEstimator
+from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 

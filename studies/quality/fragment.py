@@ -69,7 +69,7 @@ class LabFragment(FragmentState):
         draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
         for vector in draft.outer_state.values():
             vector.fill(0)  # a rule keeps its own
-        draft.begin(self.theta, self.outer_state, lr, mu).written(self.layout.elements)
+        draft.step_writer(self.theta, self.outer_state, lr, mu).written(self.layout.elements)
         self._next = (memory, 0, 0)
         return Stepped(draft.theta, draft.outer_state, reduced)
 

@@ -104,9 +104,9 @@ class LabLearner:
                 await asyncio.sleep(takes_s)
                 self._train(order, takes_s)
                 adopted = self._adopt()
-                if shared.republish:
-                    shared.republish = False
-                    self._rounds.republish()
+                if shared.offer_again:
+                    shared.offer_again = False
+                    self._rounds.offer_again()
                 published = [self._snapshot(one) for one in self._rounds.publications(shared.windows)]
                 exchange.publishing.queue(published)
                 if adopted:

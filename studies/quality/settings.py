@@ -348,11 +348,11 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any]) -> Iterator[Row]:
     seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
-        runs = [_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]
+        runs = [_lab_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]
         yield Row(variant=variant, swept=chosen, runs=tuple(runs))
 
 
-def _run(where: str, given: Mapping[str, Any]) -> LabRun:
+def _lab_run(where: str, given: Mapping[str, Any]) -> LabRun:
     method = given.get("method", LabRun.model_fields["method"].default)
     preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
     dense = given.get("task", "text") == "text" and given.get("experts") is None

@@ -59,7 +59,7 @@ def sweep(
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
     ):
         doing: dict[Future[Result | DilocoError | None], int] = {
-            pool.submit(_run, number, run, folder, device): number for number, run in enumerate(runs)
+            pool.submit(_train, number, run, folder, device): number for number, run in enumerate(runs)
         }
         while doing:
             done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
@@ -128,7 +128,7 @@ def _begin(stop: Any, news: Any, threads: int) -> None:
     _stop, _news = stop, news
 
 
-def _run(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
+def _train(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
     """One run; None: asked to stop."""
     from diloco.studies.quality.curve import Stopped
     from diloco.studies.quality.engine import train

@@ -56,8 +56,8 @@ class StruckLauncher(Launcher):
     def _url_of(self, name: str) -> str:
         return self._proxy.url(name) if name in self._proxy else self._url
 
-    def _take(self, status: Status) -> None:
-        super()._take(status)
+    def _note(self, status: Status) -> None:
+        super()._note(status)
         learners = self._children.named("learner-")
         if not self.under_way.is_set() and status["outer_steps"] and all(child.under_way for child in learners):
             self.began_s = time.time()

@@ -55,7 +55,7 @@ class Count:
         """Until cancelled."""
         while True:
             with suppress(BusError):  # it is struck
-                self.samples.append(await self._key_usage.take())
+                self.samples.append(await self._key_usage.measure())
             await asyncio.sleep(CENSUS_S)
 
 

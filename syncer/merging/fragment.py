@@ -21,9 +21,8 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
-from diloco.pipeline.transfer.global_format import Kind, Published, Step, StepWriter
+from diloco.pipeline.transfer.global_format import STATE_RULES, Kind, OuterState, Published, Step, StepWriter, vectors
 from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vectors
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
@@ -55,8 +54,8 @@ step at a rate that still warms up, thousands of times shorter than all others, 
 class Draft:
     """The values and the outer state after an outer step, and the digests of what is there already.
 
-    `sum` adds up the contributions where the values will be. Then, in this order: `prepare`, `uploads`, `begin`, and
-    the step is written from front to back.
+    `sum` adds up the contributions where the values will be. Then, in this order: `prepare`, `uploads`,
+    `step_writer`, and the step is written from front to back.
     """
 
     def __init__(self, layout: FragmentLayout, sync: SyncSpec, grown: Grown = nobody) -> None:
@@ -93,10 +92,10 @@ class Draft:
             self.outer_state = vectors(joined, names)
             self._state_payload = Payload(as_bytes(joined), self._sync.chunk_bytes, self._grown)
 
-    def begin(self, theta: Float32, before: OuterState, lr: float, mu: float) -> "DraftWriter":
-        """Take the step from these values (elements,) and this outer state."""
+    def step_writer(self, theta: Float32, before: OuterState, lr: float, mu: float) -> "DraftWriter":
+        """What writes the step from these values (elements,) and this outer state."""
         rule = STATE_RULES[self._sync.outer](lr, mu) if self.outer_state else None
-        step = self._writer.begin(Step(theta, before, self.outer_state, rule))
+        step = self._writer.step_writer(Step(theta, before, self.outer_state, rule))
         return DraftWriter(step, None if self._writer.takes_steps else theta, self._state_payload, len(theta))
 
     def uploads(self, version: int) -> dict[Kind, Payload]:
@@ -225,7 +224,7 @@ def outer_step(
     into = draft or Draft(layout, sync)
     orthogonal = orthogonalises(layout, sync, mu)
     into.prepare(mu, orthogonal)
-    writer = into.begin(theta, outer_state, lr, mu)
+    writer = into.step_writer(theta, outer_state, lr, mu)
     if not mu:  # no state is kept while it has no say: the first step with momentum is as the first of a run
         plain = PlainStep(writer.base, into.theta, lr)
         return Stepped(into.theta, {}, _elementwise(plain, writer, into.sum, deltas, norms, shares, recorded))

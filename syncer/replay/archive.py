@@ -51,7 +51,7 @@ class TapeArchive:
         """Archive until cancelled; what cannot be written is read from the tape again."""
         while True:
             try:
-                await self._take(await self._bus.read_tape(self._cursors, BLOCK_S))
+                await self._append(await self._bus.read_tape(self._cursors, BLOCK_S))
                 self.problem = ""
             except OSError as error:
                 if not self.problem:
@@ -66,14 +66,14 @@ class TapeArchive:
             OSError: it cannot be written.
         """
         while entries := await self._bus.read_tape(self._cursors):
-            await self._take(entries)
+            await self._append(entries)
 
     def close(self) -> None:
-        """Close the files; what was taken is in them."""
+        """Close the files; what was read is in them."""
         for file in self._files.values():
             file.close()
 
-    async def _take(self, entries: list[TapeEntry]) -> None:
+    async def _append(self, entries: list[TapeEntry]) -> None:
         by_group: dict[int, list[TapeEntry]] = {}
         for entry in entries:
             by_group.setdefault(entry.group, []).append(entry)

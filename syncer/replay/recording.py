@@ -30,7 +30,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
-from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors
+from diloco.pipeline.transfer.global_format import STATE_RULES, OuterState, joined, vectors
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.syncer.merging.merge import Float32, Float64
 from diloco.syncer.merging.outer import matrix_elements
@@ -69,7 +69,7 @@ class MergeHeader(Message):
 
 class GlobalHeader(Message):
     """Values at one version. Arrays that follow: theta (elements,), then the outer state's payload unless it is all
-    zeros (`pipeline.transfer.outer_state`), its vectors one after another; all float32."""
+    zeros (`pipeline.transfer.global_format`), its vectors one after another; all float32."""
 
     format: Literal[1] = 1
     fragment: FragmentId

@@ -35,7 +35,7 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
-from diloco.pipeline.transfer.outer_state import OuterState
+from diloco.pipeline.transfer.global_format import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
 from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
@@ -267,7 +267,7 @@ def replay(
                 Difference(p, records[0].version, f"the recorded run has {len(layouts)} fragments: another run's tape?")
             )
             continue
-        _FragmentReplay(directory, spec, layouts[p], records, outcome, progress, before).run()
+        _FragmentReplay(directory, spec, layouts[p], records, outcome, progress, before).replay()
     for p in layouts.keys() - by_fragment.keys():
         outcome.differences.append(
             Difference(p, 0, "the tape has no record of this fragment: is a file of it missing?")
@@ -310,7 +310,7 @@ class _FragmentReplay:
         self._known: set[Node] = set()
         self._tried: set[Committed] = set()
 
-    def run(self) -> None:
+    def replay(self) -> None:
         outcome = self._outcome
         outcome.fragments += 1
         outcome.merges += len(self._merges)
@@ -322,12 +322,12 @@ class _FragmentReplay:
             if node not in self._known and (node in on_tape or node in self._after):
                 if node not in on_tape:
                     self._differs(node[0], "the tape does not have it, but has a merge that was made from it")
-                self._begin(node)
+                self._start_at(node)
         self._tell_gaps()
         self._tell_end(on_tape)
         outcome.unused += sum(len(paths) for node, paths in self._files.items() if node not in on_tape)
 
-    def _begin(self, node: Node) -> None:
+    def _start_at(self, node: Node) -> None:
         """Walk from recorded values; where there are several, they must be equal."""
         if found := self._load(node):
             for other in found[1:]:

@@ -16,11 +16,11 @@ def address(array: np.ndarray) -> int:
 
 def test_what_nobody_refers_to_is_taken_again():
     buffers = Buffers()
-    first = buffers.take(SIZE)
+    first = buffers.empty(SIZE)
     at = address(first)
     del first
     assert buffers.free_bytes == SIZE
-    assert address(buffers.take(SIZE)) == at
+    assert address(buffers.empty(SIZE)) == at
 
 
 def test_a_view_of_it_keeps_it():
@@ -31,11 +31,11 @@ def test_a_view_of_it_keeps_it():
         lambda a: memoryview(a)[10:20],
         lambda a: np.frombuffer(memoryview(a), np.uint8).reshape(2, -1)[1],
     ):
-        taken = buffers.take(SIZE)
+        taken = buffers.empty(SIZE)
         kept = view(taken)
         del taken
         gc.collect()
-        other = buffers.take(SIZE)
+        other = buffers.empty(SIZE)
         other[:] = 1
         assert not np.shares_memory(np.asarray(kept), other)
         del kept, other
@@ -43,14 +43,14 @@ def test_a_view_of_it_keeps_it():
 
 def test_it_does_for_less_but_not_for_much_less():
     buffers = Buffers()
-    taken = buffers.take(SIZE)
+    taken = buffers.empty(SIZE)
     at = address(taken)
     del taken
-    less = buffers.take(int(SIZE / ROOM) + 1)
+    less = buffers.empty(int(SIZE / ROOM) + 1)
     assert len(less) == int(SIZE / ROOM) + 1
     assert address(less) == at
     del less
-    much_less = buffers.take(SIZE // 2)
+    much_less = buffers.empty(SIZE // 2)
     assert much_less.base.obj.nbytes == int(ROOM * (SIZE // 2))
 
 
@@ -58,11 +58,11 @@ def test_arrays_of_nearly_one_size_go_round_in_the_same_memory():
     """As fragments do: whichever comes, nothing new is made, and only what was touched counts as held."""
     buffers = Buffers()
     sizes = [int(SIZE * factor) for factor in (1.0, 1.1, 0.95, 1.15)]
-    first = buffers.take(sizes[0])
+    first = buffers.empty(sizes[0])
     at = address(first)
     del first
     for size in sizes * 3:
-        taken = buffers.take(size)
+        taken = buffers.empty(size)
         assert len(taken) == size
         taken[:] = 1
         assert address(taken) == at
@@ -72,7 +72,7 @@ def test_arrays_of_nearly_one_size_go_round_in_the_same_memory():
 
 def test_small_arrays_are_the_allocators():
     buffers = Buffers()
-    taken = buffers.take(LEAST_BYTES - 1)
+    taken = buffers.empty(LEAST_BYTES - 1)
     del taken
     assert buffers.free_bytes == 0
 
@@ -81,11 +81,11 @@ def test_no_more_is_held_than_a_quarter_above_what_was_in_use_at_once():
     """Sizes that nothing fits, one after the other: what is free goes before new memory is made."""
     buffers = Buffers()
     for step in range(40):
-        taken = buffers.take(SIZE + step * SIZE)
+        taken = buffers.empty(SIZE + step * SIZE)
         most = len(taken)
         del taken
         assert buffers.free_bytes <= ROOM * most
-    few = [buffers.take(SIZE) for _ in range(4)]
+    few = [buffers.empty(SIZE) for _ in range(4)]
     assert buffers.free_bytes <= ROOM * most
     del few
 
@@ -95,7 +95,7 @@ def test_threads_never_get_the_same_memory():
 
     def work(number: int) -> None:
         for _ in range(200):
-            taken = buffers.take(LEAST_BYTES)
+            taken = buffers.empty(LEAST_BYTES)
             taken[::4096] = number
             if not (taken[::4096] == number).all():
                 wrong.append(number)

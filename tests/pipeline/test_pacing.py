@@ -5,7 +5,7 @@ import pytest
 from diloco.pipeline.messages.wire import MOST_STEPS
 from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
 from diloco.pipeline.settings import SyncSettings
-from diloco.syncer.grace import LastMerges
+from diloco.syncer.committing import LastMerges
 from tests import samples
 
 
@@ -48,7 +48,7 @@ def test_what_steps_took_counts_as_soon_as_two_are_made():
     last = LastMerges(expected_outer_s=3.0)
     found = []
     for outer_s in (None, 5.0, None, 4.0, 6.0):
-        last.took(9.0, outer_s)
+        last.observe(9.0, outer_s)
         found.append((last.outer_s, last.measured))
     assert found == [(3.0, False)] * 3 + [(4.0, True)] * 2
 
@@ -90,7 +90,7 @@ def test_one_hold_up_is_no_slow_merge():
     last = LastMerges()
     found = []
     for took in (9.0, 0.1, 9.0, 8.0, 7.0, 0.1):
-        last.took(took)
+        last.observe(took)
         found.append(last.merge_s)
     assert found == [0.0, 0.1, 0.1, 8.0, 7.0, 0.1]
 

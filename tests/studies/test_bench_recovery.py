@@ -11,7 +11,7 @@ import typer
 from diloco.launcher.folder import plain
 from diloco.options import DemoProcess
 from diloco.pipeline.settings import load
-from diloco.studies.bench.recovery import WAYS, Trial, read_trial, run, span_mean, table
+from diloco.studies.bench.recovery import WAYS, Trial, make_run, read_trial, span_mean, table
 from diloco.studies.bench.recovery_plot import draw, mean_curve, smooth
 
 
@@ -68,10 +68,10 @@ def test_a_run_of_other_settings_is_not_taken_for_the_one_asked_for(
     """Its table would be an old one; the same settings again are the same run."""
     path = folder / "report.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "settings": {"tokens": 400, "state_every": 2.0}}))
-    run(folder, {"tokens": 400, "state_every": 2.0})
+    make_run(folder, {"tokens": 400, "state_every": 2.0})
     assert "there already" in capsys.readouterr().out
     with pytest.raises(typer.Exit):
-        run(folder, {"tokens": 800, "state_every": 2.0})
+        make_run(folder, {"tokens": 800, "state_every": 2.0})
     assert "tokens=400, not 800" in capsys.readouterr().err
 
 

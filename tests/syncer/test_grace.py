@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.syncer.grace import Ema, GraceEstimator
+from diloco.pipeline.ema import Ema
+from diloco.syncer.grace import GraceEstimator
 
 times = st.floats(0, 1e4)
 

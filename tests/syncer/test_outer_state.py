@@ -11,8 +11,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer import outer_state
-from diloco.pipeline.transfer.outer_state import MomentumState, OuterState, joined, vectors
+from diloco.pipeline.transfer.global_format import STATE_RULES, MomentumState, OuterState, joined, vectors
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from diloco.syncer.merging.fragment import Draft, DraftWriter
@@ -36,15 +35,15 @@ class Summing(MomentumState):
 @pytest.fixture
 def summing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The outer optimizer is that one; where globals are no updates, it sums up the values that it went from."""
-    monkeypatch.setitem(outer_state.STATE_RULES, "nesterov", Summing)
-    begin = Draft.begin
+    monkeypatch.setitem(STATE_RULES, "nesterov", Summing)
+    step_writer = Draft.step_writer
 
     def counted(self: Draft, theta: np.ndarray, before: OuterState, lr: float, mu: float) -> DraftWriter:
         if mu:  # else it only averages
             np.add(before.get("total", np.float32(0)), theta + 1, out=self.outer_state["total"])
-        return begin(self, theta, before, lr, mu)
+        return step_writer(self, theta, before, lr, mu)
 
-    monkeypatch.setattr(Draft, "begin", counted)
+    monkeypatch.setattr(Draft, "step_writer", counted)
 
 
 def bits(state: OuterState) -> dict[str, bytes]:

@@ -19,9 +19,8 @@ from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.global_format import Held, Published
+from diloco.pipeline.transfer.global_format import Held, MomentumState, Published
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
-from diloco.pipeline.transfer.outer_state import MomentumState
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
 from diloco.syncer.committing import Staging
@@ -60,7 +59,7 @@ def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int
     for before in ({"momentum": momentum}, {}):
         made, after = steps.copy(), {"momentum": np.empty(elements, np.float32)}
         coded = CodedStep(elements, 1024)
-        coder = coded.begin(theta, Following(rule, before, after))
+        coder = coded.coder(theta, Following(rule, before, after))
         for stop in range(0, elements, 50_000):
             coder.written(made, stop)
         assert coder.written(made, elements) == elements

@@ -18,10 +18,10 @@ from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import Offer
-from diloco.syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
-from diloco.syncer.intake import Downloads
+from diloco.syncer.intake import FIRST_UPLOAD_S, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.watch import LEAST_UPLOAD_S
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

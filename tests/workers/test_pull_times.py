@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.pull_times import SMOOTHING, PullTimes
+from diloco.workers.exchange.pulling import PullTimes
+from diloco.workers.step_times import DECAY
 
 sizes = st.lists(st.integers(1, 10**9), min_size=1, max_size=30)
 
@@ -12,7 +13,7 @@ sizes = st.lists(st.integers(1, 10**9), min_size=1, max_size=30)
 def after(mean: float, *pulls: tuple[int, float]) -> float:
     times = PullTimes(mean)
     for elements, seconds in pulls:
-        times.took(elements, seconds)
+        times.observe(elements, seconds)
     return times.pull_s
 
 
@@ -24,7 +25,7 @@ def test_nothing_is_known_before_the_first_pull():
 def test_pulls_are_smoothed():
     """The first one sets the estimate, and a slow one moves it by its share only."""
     assert after(10.0, (10, 2.0)) == pytest.approx(2.0)
-    assert after(10.0, (10, 2.0), (10, 4.0)) == pytest.approx(SMOOTHING * 2.0 + (1 - SMOOTHING) * 4.0)
+    assert after(10.0, (10, 2.0), (10, 4.0)) == pytest.approx(DECAY * 2.0 + (1 - DECAY) * 4.0)
 
 
 @given(sizes, st.floats(1e-9, 1e-3))

@@ -138,9 +138,9 @@ class WorldLearner(Party):
                     world.oracle.read_block(*next(order))
                 self._train(drawn)
                 adopted = self._adopt(shared)
-                if shared.republish:
-                    shared.republish = False
-                    self.rounds.republish()
+                if shared.offer_again:
+                    shared.offer_again = False
+                    self.rounds.offer_again()
                 exchange.publishing.queue([self._made(one) for one in self.rounds.publications(shared.windows)])
                 if adopted:
                     exchange.reporting.soon()

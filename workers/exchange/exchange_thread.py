@@ -119,13 +119,13 @@ class ExchangeThread:
     async def _until_ended(self) -> None:
         if self._ended.is_set():
             return
-        work, ended = asyncio.create_task(self._take_part()), asyncio.create_task(self._ended.wait())
+        work, ended = asyncio.create_task(self._join_and_work()), asyncio.create_task(self._ended.wait())
         await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         with suppress(asyncio.CancelledError):
             await work
 
-    async def _take_part(self) -> None:
+    async def _join_and_work(self) -> None:
         """Join, and work until cancelled."""
         training = self._training
         bus = await reaching.reach(self._url, self._run_name, training.learner)

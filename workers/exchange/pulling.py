@@ -10,6 +10,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
@@ -21,14 +22,39 @@ from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.version_0 import Version0
-from diloco.workers.pull_times import PullTimes
 from diloco.workers.rounds import Base, OpenWindow
+from diloco.workers.step_times import DECAY
 
 Float32 = npt.NDArray[np.float32]
 
 BACKOFF = Backoff(0.05, 2.0)
 SLOW_PULL_S = 60.0
 """A payload that takes several reads is kept for so long from each one on."""
+
+
+class PullTimes:
+    """How long one incarnation's pulls take, s: the delivery in the grace's sync time (paper, adaptive grace window).
+
+    A pull is counted from the learner's first sight of the head to the global in its hands, all by its own clock. The
+    news of the commit is under way for about as long as the commit's answer is, which the syncer has counted by then.
+    So the two together are the time from the fixed set to the pulled global, and no two machines' clocks are compared.
+    """
+
+    def __init__(self, mean_elements: float) -> None:
+        """mean_elements: of the layout's fragments, above 0."""
+        self._mean = mean_elements
+        self._elements, self._took_s = Ema(DECAY), Ema(DECAY)
+
+    def observe(self, elements: int, seconds: float) -> None:
+        """One more pull, of a fragment of so many elements."""
+        self._elements.observe(elements)
+        self._took_s.observe(seconds)
+
+    @property
+    def pull_s(self) -> float:
+        """For a fragment of mean size; 0.0 before the first pull. A large fragment counts by its size."""
+        elements, took_s = self._elements.value, self._took_s.value
+        return 0.0 if elements is None or took_s is None else took_s * self._mean / elements
 
 
 class Pulling:
@@ -100,7 +126,7 @@ class Pulling:
             head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
             if pulled and seen_s is not None:
-                self._times.took(self._member.layout.fragments[p].elements, clock.now() - seen_s)
+                self._times.observe(self._member.layout.fragments[p].elements, clock.now() - seen_s)
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
@@ -167,7 +193,7 @@ class Following:
         cursors = await bus.tape_end()
         self._look_at_all_s = 0.0
         if gap:
-            self._shared.republish = True  # what the bus acknowledged before may be lost with its last second
+            self._shared.offer_again = True  # what the bus acknowledged before may be lost with its last second
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
@@ -177,7 +203,7 @@ class Following:
                 if isinstance(record, Committed):
                     # One that was put back: what was offered on it may be lost with its head.
                     if record.base_digest is None:
-                        self._shared.republish = True
+                        self._shared.offer_again = True
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
             told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}
@@ -201,7 +227,7 @@ class Following:
         if await pulling.look(range(len(member.layout.fragments))):
             if lost is not None:
                 member.log.info("heads_found", after_s=round(now - lost, 1))
-                self._lost_since_s, self._shared.republish = None, True
+                self._lost_since_s, self._shared.offer_again = None, True
             return
         self._look_at_all_s = now + TAPE_BLOCK_S
         if lost is None:

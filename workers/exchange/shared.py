@@ -17,7 +17,7 @@ class Shared:
     """Newest global of each fragment not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     state: RunState | None = None
-    republish: bool = False
+    offer_again: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
     pull_s: float = 0.0
     """As `LearnerReport.pull_s`."""

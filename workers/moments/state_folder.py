@@ -117,7 +117,7 @@ class StateFolder:
         except Exception as error:  # a full disk, moments that are not finite: no reason to end the training
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
 
-    def _take(self) -> None:
+    def _hold(self) -> None:
         """Have the folder to ourselves for as long as this process lives.
 
         Raises:
@@ -138,7 +138,7 @@ class StateFolder:
         state, moments = make()
         check(moments, self._layout)  # what could not be loaded must not take the place of what can
         self.path.mkdir(parents=True, exist_ok=True)
-        self._take()
+        self._hold()
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
         arrays = {

@@ -37,7 +37,6 @@ from diloco.pipeline.errors import (
     PayloadIncomplete,
     UsageError,
 )
-from diloco.pipeline.payload.codec import ChunkParts, whole_chunk
 
 Lane = Literal["control", "bulk", "blocking"]
 Client = Redis | RedisCluster
@@ -52,8 +51,6 @@ BULK_S = 60.0
 _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
-_THERE = re.compile("equal or smaller than the target stream top item")
-"""How XADD refuses an id that is there, or was passed."""
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
 _REMEDIES = {
     "OOM": "its memory is full: raise its maxmemory",
@@ -384,52 +381,8 @@ class RedisCalls:
                 raise translate(reply, self._where) from reply
         return [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in replies]
 
-    async def scripts(
-        self,
-        name: str,
-        calls: Sequence[tuple[Sequence[str], Sequence[Any]]],
-        before: Iterable[tuple[Any, ...]] = (),
-    ) -> None:
-        """Run a script many times, as (keys, arguments), in one round trip on the bulk lane.
-
-        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
-        """
-        code = script(name)
-        commands = list(before)
-        plain = len(commands)
-        for keys, args in calls:
-            cluster_slots.one_slot(keys)
-            commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
-        replies = await self._bulk(commands)
-        if any(isinstance(reply, rx.NoScriptError) for reply in replies):
-            await self.load_scripts()
-            replies = await self._bulk(commands)
-        for reply in replies[:plain]:
-            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
-                raise translate(reply, self._where) from reply
-        for reply in replies[plain:]:
-            self.answer(reply)
-
-    async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """As `pipeline`, for commands with encoded chunks among their arguments."""
-        if self.cluster:  # where the library has to find the node
-            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
-            return await self.pipeline("bulk", BULK_S, joined)
-        async with self.call("bulk", BULK_S) as client:
-            return await bulk.send(client, commands)
-
-    async def read_payload(self, key: str, after: str, limit: int, block_s: float) -> list[bytes | memoryview]:
-        """As `read` of one key with large values: these alone, perhaps in memory that nobody else has."""
-        if self.cluster:
-            found = await self.read({key: after}, limit, block_s, "bulk")
-            return [data for _, entries in found for _, data in entries]
-        command, lane = self._xread({key: after}, limit, block_s, "bulk")
-        async with self.call(lane, BULK_S + block_s) as client:
-            key_then_entries = await bulk.receive(client, command)
-        return list(key_then_entries[3::3])  # id, field, value
-
     @staticmethod
-    def _xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
+    def xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
         """The command, and the lane it belongs to."""
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
@@ -444,7 +397,7 @@ class RedisCalls:
         if self.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
-        command, lane = self._xread(cursors, limit, block_s, lane)
+        command, lane = self.xread(cursors, limit, block_s, lane)
         async with self.call(lane, limit_s + block_s) as client:
             if isinstance(client, RedisCluster):
                 await client.initialize()

@@ -4,11 +4,13 @@ An owner's write is one script, which checks the lease and the head before it ch
 """
 
 import asyncio
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgpack
+import redis.exceptions as rx
 
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
@@ -23,13 +25,17 @@ from diloco.pipeline.bus.ports import (
     Tape,
     TapeEntry,
 )
-from diloco.pipeline.bus.redis.calls import to_ms
+from diloco.pipeline.bus.redis import bulk
+from diloco.pipeline.bus.redis.calls import BULK_S, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.errors import NotPermitted
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
-from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode, whole_chunk
+
+_THERE = re.compile("equal or smaller than the target stream top item")
+"""How XADD refuses an id that is there, or was passed."""
 
 
 class RedisOffers(RedisConnection, Offers):
@@ -67,22 +73,46 @@ class RedisOffers(RedisConnection, Offers):
 
 
 class RedisPayloadStore(RedisConnection, PayloadStore):
-    """A payload is a stream: chunk `i` is the entry `i-0`."""
+    """A payload is a stream: chunk `i` is the entry `i-0`. They go by the bulk lane."""
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         stored_values.check_chunks(first, chunks)
-        calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
+        sha, ms = script("write_chunk").sha, to_ms(ttl_s)
+        calls = [("EVALSHA", sha, 1, key, i, ms, chunk) for i, chunk in enumerate(chunks, first)]
         if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
-            await self._redis.scripts("write_chunk", calls)
+            await self._write(calls)
             return
         # A script copies its arguments three times over, which costs the server twice what the chunk does. So the first
         # chunk finds out whether those before it are here, and the last one whether all between are; these are added
         # plainly, under their ids: one that is here is left alone, and what has expired is not made anew.
-        await self._redis.scripts("write_chunk", calls[:1])
+        await self._write(calls[:1])
         between = [
             ("XADD", key, "NOMKSTREAM", f"{i + 1}-0", "c", chunk) for i, chunk in enumerate(chunks[1:-1], first + 1)
         ]
-        await self._redis.scripts("write_chunk", calls[-1:], between)
+        await self._write(calls[-1:], between)
+
+    async def _write(self, calls: Sequence[Sequence[Any]], before: Sequence[Sequence[Any]] = ()) -> None:
+        """Call `write_chunk` some times, in one round trip.
+
+        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
+        """
+        replies = await self._send([*before, *calls])
+        if any(isinstance(reply, rx.NoScriptError) for reply in replies):
+            await self._redis.load_scripts()
+            replies = await self._send([*before, *calls])
+        for reply in replies[: len(before)]:
+            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
+                self._redis.answer(reply)
+        for reply in replies[len(before) :]:
+            self._redis.answer(reply)
+
+    async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Their replies, errors among them; there are encoded chunks among the arguments."""
+        if self._redis.cluster:  # where the library has to find the node
+            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            return await self._redis.pipeline("bulk", BULK_S, joined)
+        async with self._redis.call("bulk", BULK_S) as client:
+            return await bulk.send(client, commands)
 
     async def count_chunks(self, key: str) -> int:
         return int(await self._redis.command("XLEN", key))
@@ -93,7 +123,14 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
-        return await self._redis.read_payload(key, f"{first}-0", limit, block_s)
+        cursors = {key: f"{first}-0"}
+        if self._redis.cluster:
+            found = await self._redis.read(cursors, limit, block_s, "bulk")
+            return [data for _, entries in found for _, data in entries]
+        command, lane = self._redis.xread(cursors, limit, block_s, "bulk")
+        async with self._redis.call(lane, BULK_S + block_s) as client:
+            key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
+        return list(key_then_entries[3::3])  # id, field, value
 
 
 class RedisHeads(RedisConnection, Heads):

@@ -18,7 +18,7 @@ class RedisKeyUsage:
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self._calls, self._pattern = calls, f"{PREFIX}{{{run}[:}}]*"
 
-    async def take(self) -> KeyUsage:
+    async def measure(self) -> KeyUsage:
         """Count now. Keys that come or go meanwhile may be missed.
 
         Raises:

@@ -77,7 +77,7 @@ def python_of(peer: Peer, folder: Path, python312: str | None, install: bool) ->
     place.parent.mkdir(parents=True, exist_ok=True)
     if not place.exists():
         try:
-            _run([_interpreter(peer, python312), "-m", "venv", str(place)], MAKE_S, "venv")
+            _output([_interpreter(peer, python312), "-m", "venv", str(place)], MAKE_S, "venv")
         except BaseException:
             shutil.rmtree(place, ignore_errors=True)  # half of one would be in the way of the next attempt
             raise
@@ -85,7 +85,7 @@ def python_of(peer: Peer, folder: Path, python312: str | None, install: bool) ->
         raise Unavailable(f"{place} is there, and is no environment: remove it, or give another --environments")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-input", "--quiet"]
     try:
-        _run([*pip, "-c", str(peer.drivers / f"{peer.name}.txt"), *peer.requirements], INSTALL_S, "pip")
+        _output([*pip, "-c", str(peer.drivers / f"{peer.name}.txt"), *peer.requirements], INSTALL_S, "pip")
     except Unavailable as error:
         if f"torch=={TORCH}" not in str(error):
             raise
@@ -102,7 +102,7 @@ def installed(python: Path, package: str) -> str:
     """Version of a package in an environment; empty where there is none."""
     code = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
     try:
-        return _run([str(python), "-P", "-c", code, package], LOOK_S, "python").strip()
+        return _output([str(python), "-P", "-c", code, package], LOOK_S, "python").strip()
     except Unavailable:
         return ""
 
@@ -116,13 +116,13 @@ def _interpreter(peer: Peer, given: str | None) -> str:
     if found is None:
         where = f"{given} is not a program" if given else f"python{least} is not on PATH"
         raise Unavailable(f"{peer.name} wants Python {least}, and {where}: give --python312 PATH")
-    said = _run([found, "-c", "import sys; print(*sys.version_info[:2])"], LOOK_S, found).split()
+    said = _output([found, "-c", "import sys; print(*sys.version_info[:2])"], LOOK_S, found).split()
     if tuple(map(int, said)) < peer.python:
         raise Unavailable(f"{peer.name} wants Python {least}, and {found} is {'.'.join(said)}: give --python312 PATH")
     return found
 
 
-def _run(arguments: Sequence[str], limit_s: float, what: str) -> str:
+def _output(arguments: Sequence[str], limit_s: float, what: str) -> str:
     """Output of a program, which is ended with all that it started when it takes too long or we are told to stop."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     with subprocess.Popen(

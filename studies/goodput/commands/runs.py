@@ -85,7 +85,7 @@ def _all(tasks: Sequence[Task], jobs: int, cache: bool, console: Console) -> lis
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("simulating", total=len(tasks), completed=len(found))
-        for i, data in _run([(i, task) for i, task in enumerate(tasks) if i not in found], jobs):
+        for i, data in _outcomes([(i, task) for i, task in enumerate(tasks) if i not in found], jobs):
             found[i] = data
             if cache:
                 _write(paths[i], data)
@@ -93,7 +93,7 @@ def _all(tasks: Sequence[Task], jobs: int, cache: bool, console: Console) -> lis
     return [found[i] for i in range(len(tasks))]
 
 
-def _run(tasks: Sequence[tuple[int, Task]], jobs: int) -> Iterable[tuple[int, dict[str, Any]]]:
+def _outcomes(tasks: Sequence[tuple[int, Task]], jobs: int) -> Iterable[tuple[int, dict[str, Any]]]:
     # The largest first: the last one to end should be a small one.
     ordered = sorted(tasks, key=lambda item: -item[1].cell.learners * item[1].cell.chips)
     if jobs == 1 or len(ordered) < 2:
