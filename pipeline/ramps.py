@@ -2,11 +2,17 @@
 
 A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
 does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
+The one thing that follows from more than the version is the interval where round trips are long (`stretched`): the
+owner decides it with each merge. The head says it to learners and successors, the tape to replays.
 """
 
+import math
 from collections.abc import Iterable
 
 from diloco.pipeline.messages.spec import SyncSpec
+
+MOST_STEPS = 10**6
+"""The longest interval."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:
@@ -20,7 +26,33 @@ def interval_at(sync: SyncSpec, version: int) -> int:
     return min(sync.sync_interval, sync.first_interval << doubled)
 
 
-def outer_at(sync: SyncSpec, version: int, steps: Iterable[int]) -> tuple[float, float]:
+def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
+    """`interval_at`, made longer where round trips take long.
+
+    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
+    once the interval is H, no greater a share than tau of H.
+
+    Args:
+        sync: tau, and what `interval_at` needs; tau of 0 counts as 1 here.
+        version: of the base.
+        round_trip: steps (`syncer.round_trips`).
+    """
+    interval = interval_at(sync, version)
+    hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
+    return min(MOST_STEPS, max(interval, int(hides * round_trip)))
+
+
+def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
+    """The interval of a base: what its head says, or as planned, if that says 0 (installed, or by an earlier build)."""
+    return told or interval_at(sync, version)
+
+
+def overlap_in_force(sync: SyncSpec, version: int, told: int) -> int:
+    """Tau of a base whose head says this interval: as many times longer as that is, and whole."""
+    return math.ceil(sync.overlap_steps * interval_in_force(sync, version, told) / interval_at(sync, version))
+
+
+def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
     """Outer learning rate and momentum of the step from this version to the next.
 
     For the first `outer_warmup` outer steps learners are averaged: rate 1, no momentum. While the model changes fast, a
@@ -31,7 +63,8 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int]) -> tuple[float,
         sync: outer_lr, outer_momentum, outer_warmup and what `interval_at` needs.
         version: of the base.
         steps: inner steps of each contribution.
+        told: `Head.interval` of the base.
     """
-    if version < sync.outer_warmup or 2 * max(steps) < interval_at(sync, version):
+    if version < sync.outer_warmup or 2 * max(steps) < interval_in_force(sync, version, told):
         return 1.0, 0.0
     return sync.outer_lr, sync.outer_momentum

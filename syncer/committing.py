@@ -15,12 +15,14 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import LastMerges
+from diloco.pipeline.ramps import stretched
 from diloco.pipeline.transfer.global_format import Published
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, orthogonalises
 from diloco.syncer.merging.running_sum import RunningSum
 from diloco.syncer.merging.staging import REPLACED_TTL_S, Staging
+from diloco.syncer.round_trips import RoundTrips
 from diloco.syncer.serving.initial import IDLE_VIEW
 from diloco.syncer.window import Merge
 
@@ -50,8 +52,16 @@ def payload_key(bus: Bus, offer: Offer) -> str:
 class Committing:
     """Makes the next versions of one loaded fragment."""
 
-    def __init__(self, context: SyncerContext, layout: FragmentLayout, staging: Staging, merges: LastMerges) -> None:
-        self._context, self._layout, self._staging, self._merges = context, layout, staging, merges
+    def __init__(
+        self,
+        context: SyncerContext,
+        layout: FragmentLayout,
+        staging: Staging,
+        merges: LastMerges,
+        round_trips: RoundTrips,
+    ) -> None:
+        self._context, self._layout, self._staging = context, layout, staging
+        self._merges, self._round_trips = merges, round_trips
         self._sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
@@ -86,6 +96,7 @@ class Committing:
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)
+        loaded.fragment.interval = commit.interval
         loaded.head = head_after(loaded.head, commit)
         self._context.metrics.merged(record)
         self._log.info(
@@ -126,7 +137,13 @@ class Committing:
             merge_s=self._context.clock.now() - began,
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
+            interval=loaded.head.interval,
         )
+
+    def _interval(self, version: int, merge: Merge) -> int:
+        """Of the version that this merge makes."""
+        sync, step_times = self._context.sync, [offer.header.step_s for offer in merge.contributions]
+        return stretched(sync, version, self._round_trips.steps(step_times, 2 * self._context.watch.latency_s))
 
     def _commit(self, loaded: Loaded, merge: Merge, merged: Merged, published: Published, record: Committed) -> Commit:
         offers = merge.contributions
@@ -143,6 +160,7 @@ class Committing:
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),
             merged=merged.merged,
             record=record,
+            interval=self._interval(merged.version, merge),
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),

@@ -16,6 +16,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.pacing import LastMerges
 from diloco.pipeline.payload import codec
+from diloco.pipeline.ramps import overlap_in_force
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
 from diloco.syncer.committing import Committing, Loaded, payload_key
@@ -27,6 +28,7 @@ from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.merging.staging import Staging
 from diloco.syncer.refusals import Refusals
+from diloco.syncer.round_trips import RoundTrips
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -39,6 +41,7 @@ class OwnerState:
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, context.sync
         self.doubts, self.grace, self.uploads, self.merges = Doubts(), GraceEstimator(), UploadEstimator(), LastMerges()
+        self.round_trips = RoundTrips()
         self.not_finite_times = 0
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
@@ -67,7 +70,7 @@ class Session:
         )
         self.window = self._new_window()
         self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
-        self._committing = Committing(context, layout, state.staging, state.merges)
+        self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
         self._log = structlog.get_logger().bind(fragment=layout.id)
@@ -180,7 +183,8 @@ class Session:
         doubted = state.doubts.learners
         expected = watch.expected(self._p, version)
         steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
-        grace = state.grace.grace_s(steps, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
+        overlap = overlap_in_force(sync, version, self._loaded.head.interval)
+        grace = state.grace.grace_s(steps, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
@@ -261,7 +265,8 @@ class Session:
             await self._not_finite(merge)
             return
         state.grace.observe_quorum(record.quorum_s)
-        state.grace.observe_sync(self._clock.now() - merge.fixed_at)
+        state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
+        state.round_trips.took(record.quorum_s + sync_s)
         state.not_finite_times = 0
         state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.ramps import interval_at
+from diloco.pipeline.ramps import interval_at, interval_in_force
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class Base:
     digest: bytes
     values: Any
     """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device."""
+    interval: int = 0
+    """As `Head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,15 @@ class Rounds:
         self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)
 
     def _due_after(self, counters: _Counters) -> int:
-        interval = self._sync.sync_interval if counters.base is None else interval_at(self._sync, counters.base.version)
-        if counters.rounds or counters.base is None:
+        base = counters.base
+        if base is None:
+            return self._sync.sync_interval
+        interval = interval_in_force(self._sync, base.version, base.interval)
+        if counters.rounds:
             return interval
         # First round. At the start of a run fragments take turns from the first step on. A learner that joins
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
-        return counters.first_due if counters.base.version == 0 else interval + counters.first_due
+        return counters.first_due if base.version == 0 else interval + counters.first_due
 
     def _publication(self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool) -> Publication:
         counters.window_attempt = window.attempt if window else 0

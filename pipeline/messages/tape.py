@@ -71,6 +71,8 @@ class Committed(Message):
     merge_s: Seconds
     syncer: PartyId
     unix_s: UnixSeconds
+    interval: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """Sync interval of the base that was merged into, as its head said it."""
 
     @classmethod
     def installed(

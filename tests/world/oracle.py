@@ -76,6 +76,8 @@ class Oracle:
         self._senders: set[str] = set()
         self._committed: dict[tuple[int, int, bytes], Float64] = {}
         """(fragment, version, digest) -> the values that learners train from."""
+        self._intervals: dict[tuple[int, int, bytes], set[int]] = {}
+        """The same -> what heads said; several, if a bus that went back got the same values once more."""
         self._ever: dict[tuple[int, int, bytes], Surviving] = {}
         """The history up to each commit that ever was."""
         self._tape: list[TapeRecord] = []
@@ -188,8 +190,9 @@ class Oracle:
                 state.due.add(header.base_digest)
             self._windows.changed(p, state)
             self._check_report(header)
-            wrong = reference.wrongly_due(header, len(self.fragments), self._spec.sync)
-            if wrong is not None and not self._ever_drained:
+            told = self._intervals.get((p, header.base_version, header.base_digest), {0})
+            wrong = [reference.wrongly_due(header, len(self.fragments), self._spec.sync, one) for one in sorted(told)]
+            if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
@@ -290,7 +293,8 @@ class Oracle:
         if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
         state.theta = theta
-        state.version = commit.version
+        self._check_interval(p, commit, state)
+        state.version, state.interval = commit.version, commit.interval
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum
@@ -300,6 +304,14 @@ class Oracle:
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in commit.staged):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
+        """Never shorter than planned, and the tape says by which one the merge went."""
+        planned, told = reference.interval(self._spec.sync, commit.version), commit.interval
+        self._intervals.setdefault((p, commit.version, commit.digest), set()).add(told)
+        if commit.expected is not None and (told < planned or commit.record.interval != state.interval):
+            detail = f"{told} where {planned} is planned, merged at {commit.record.interval} of {state.interval}"
+            self.broken("an interval is stretched only", f"fragment {p} version {commit.version}: {detail}")
 
     def _put_back(self, p: int, commit: Commit) -> None:
         """A version that the bus has lost, without a head in its place: the same values, momentum and history."""
@@ -313,7 +325,10 @@ class Oracle:
         theta, _, momentum = found
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
-        state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
+        if commit.interval != was.interval:
+            self.broken("what is put back is the same", f"fragment {p}: interval {commit.interval}")
+        state.version, state.interval = was.version, was.interval
+        state.theta, state.momentum = was.theta, was.momentum
         state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
 
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
@@ -357,7 +372,7 @@ class Oracle:
                 self.broken("the tape tells what was merged", f"{where}: {part}")
             deltas.append(self._published_as(header))
         gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
-        averaged = reference.averages(sync, state.version, [part.steps for part in parts])
+        averaged = reference.averages(sync, state.version, [part.steps for part in parts], state.interval)
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
         if coded:  # Newton-Schulz tells apart what its code does not
