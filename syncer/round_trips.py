@@ -21,8 +21,8 @@ class RoundTrips:
     def steps(self, step_times: Sequence[float], latency_s: float) -> float:
         """The step in which a learner adopts, and what passes besides; 0: not known yet.
 
-        The shorter one of the last two counts, so that one hold-up is no sign. The grace does not: it is for stragglers,
-        and no longer than a step of theirs.
+        The shorter one of the last two counts, so that one hold-up is no sign. The grace does not: it is for
+        stragglers, and no longer than a step of theirs.
 
         Args:
             step_times: of the learners that were merged, s; 0 is not known yet.

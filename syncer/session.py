@@ -232,19 +232,21 @@ class Session:
         for offer, refused in left:
             await self._refuse(offer, refused)
 
-    async def _refuse(self, offer: Offer, refused: Refused) -> None:
+    async def _refuse(self, offer: Offer, refused: Refused, tell: bool = True) -> None:
         key = payload_key(self._bus, offer)
         pending = self.window.pending()
         still_needed = any(payload_key(self._bus, other) == key for other in pending if other is not offer)
         self._downloads.forget([offer.entry_id])
         gone = () if still_needed else (key,)
-        await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone)
+        await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone, tell)
 
     async def _refuse_replaced(self, replaced: Offer, offer: Offer) -> None:
         same = replaced.header.base_version == offer.header.base_version
         reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
-        lost = 0 if same else replaced.header.tokens
-        await self._refuse(replaced, Refused(reason, "a newer delta of the same learner took its place", lost))
+        refused = Refused(
+            reason, "a newer delta of the same learner took its place", 0 if same else replaced.header.tokens
+        )
+        await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
         self._downloads.timed_out(offer.entry_id for offer in overdue)

@@ -13,7 +13,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
 | UPLOADING or MERGING | offer | another learner | unchanged | Late |
 | UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
-| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Refused |
+| COLLECTING or GRACE | offer | a later attempt of a member that has uploaded | unchanged | Accepted |
+| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Late |
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
@@ -264,10 +265,12 @@ class Window:
         if same_delta(header, before):
             return DUPLICATE
         again = same_training(header, before)
-        if again and (member.uploaded is not None or header.attempt < before.attempt):
+        if again and header.attempt < before.attempt:
             return outdone(header, before)
-        # While its payload is awaited too: a learner never uploads what it has outdone.
-        in_its_place = again and not isinstance(self.phase, Merging)
+        # A later attempt holds more. While the payload of a fixed set is awaited too: a learner never uploads what it
+        # has outdone. One that is complete stays; the later one is kept until it is merged, lest it never is.
+        complete = fixed and member.uploaded is not None
+        in_its_place = again and not complete and not isinstance(self.phase, Merging)
         if in_its_place or (not fixed and header.base_version > before.base_version):
             return self._accept(offer, now, member.offer)
         return self._hold(offer, now)

@@ -114,7 +114,8 @@ class VirtualLearner:
                 if self.exchange.shared.republish:
                     self.exchange.shared.republish = False
                     self.rounds.republish()
-                for publication in self.rounds.publications(self.exchange.shared.windows):
+                shared = self.exchange.shared
+                for publication in self.rounds.publications(shared.windows, shared.uploaded):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)
             for publication in list(self.rounds.last(self.exchange.shared.windows, self.over)):

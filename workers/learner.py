@@ -176,7 +176,7 @@ class Learner:
         if shared.republish:
             shared.republish = False
             training.rounds.republish()
-        joined.hand_over(training.rounds.publications(shared.windows), adopted)
+        joined.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
         training.loss = training.loss if loss is None else loss
         training.recovery.stepped(shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)

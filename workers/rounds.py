@@ -3,17 +3,24 @@
 Per fragment: inner steps and tokens since its base was adopted (paper, learner). A fragment is due when it has
 H steps on its base; in the first round at its offset, so that fragments take turns. It follows an open window
 at the next step. One whose steps had no tokens at all (all of their batches masked) waits for some: they are its
-weight. One delta per (base, attempt). Adopting zeroes the counters; what was trained past the last snapshot is
-overwritten, and counted as such.
+weight. One delta per (base, attempt). While nothing is merged, a delta that is on the bus is renewed: a later attempt
+takes its place, so that what is lost is no more than the work since. Adopting zeroes the counters; what was trained
+past the last snapshot is overwritten, and counted as such.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_at, interval_in_force
+
+NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
+RENEWED_BY = 6
+"""A delta is renewed when there is a sixth more of it, if half an interval is less: the longer nothing is merged, the
+less often, so that an upload ends in the end, however slow it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class Publication:
     steps: int
     tokens: int
     due: bool
+    renews: bool = False
+    """It takes the place of one that is on the bus: the payload goes first, so that there is always a whole one."""
 
 
 class Counts(NamedTuple):
@@ -71,6 +80,8 @@ class _Counters:
     steps: int = 0
     tokens: int = 0
     published_tokens: int = 0
+    published_steps: int = 0
+    published_serial: int = 0
     published_attempt: int | None = None
     window_attempt: int = 0
     """The window's attempt when this learner last published into it."""
@@ -106,7 +117,7 @@ class Rounds:
         self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
         counters.rounds += counters.base is not None
         counters.base = base
-        counters.steps = counters.tokens = counters.published_tokens = 0
+        counters.steps = counters.tokens = counters.published_tokens = counters.published_steps = 0
         counters.published_attempt = None
         counters.window_attempt = 0
         counters.again = False
@@ -129,8 +140,13 @@ class Rounds:
             counters.tokens += tokens
         self._count()
 
-    def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
-        """What to publish after this step; each is counted as published once it is taken from here."""
+    def publications(
+        self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED
+    ) -> Iterator[Publication]:
+        """What to publish after this step; each is counted as published once it is taken from here.
+
+        uploaded: fragment -> serial of the last delta of which all is on the bus.
+        """
         for p, counters in enumerate(self._fragments):
             base = counters.base
             if base is None or counters.tokens == 0:
@@ -145,6 +161,8 @@ class Rounds:
                     yield self._publication(counters, base, window, due)
             elif counters.again or reopened:
                 yield self._publication(counters, base, window, due)
+            elif uploaded.get(p) == counters.published_serial and self._renewable(counters):
+                yield self._publication(counters, base, window, due, renews=True)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
@@ -176,13 +194,23 @@ class Rounds:
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
         return counters.first_due if base.version == 0 else interval + counters.first_due
 
-    def _publication(self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool) -> Publication:
+    def _renewable(self, counters: _Counters) -> bool:
+        """Whether so much was trained since the delta that it is worth another upload."""
+        more = counters.steps - counters.published_steps
+        half = max(self._due_after(counters), self._sync.sync_interval) / 2
+        late = more > self._sync.overlap_steps and more >= max(half, counters.published_steps / RENEWED_BY)
+        return late and counters.tokens > counters.published_tokens
+
+    def _publication(
+        self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool, renews: bool = False
+    ) -> Publication:
         counters.window_attempt = window.attempt if window else 0
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
         attempt = max(counters.window_attempt, next_attempt)
         counters.published_attempt, counters.again = attempt, False
         self.published += (counters.tokens - counters.published_tokens) * counters.elements
-        counters.published_tokens = counters.tokens
+        counters.published_tokens, counters.published_steps = counters.tokens, counters.steps
         self._count()
         self.deltas += 1
-        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due)
+        counters.published_serial = self.deltas
+        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due, renews)

@@ -243,6 +243,10 @@ class PayloadStore(Keyed, Protocol):
         """
         ...
 
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        """Let a payload that is about to expire live so long at most; one that a commit made stay, stays."""
+        ...
+
 
 class Heads(Keyed, Protocol):
     """The present truth about every fragment, to read."""

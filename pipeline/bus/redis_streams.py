@@ -199,6 +199,9 @@ class RedisBus(Bus):
                 await self._redis.script("extend", [key], to_ms(extend_s))
         return await self._redis.read_payload(key, f"{first}-0", limit, block_s)
 
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        await self._redis.script("expire_soon", [key], to_ms(ttl_s))
+
     # --- fragments: learners ---------------------------------------------------------------------
     async def offer(self, header: DeltaHeader) -> str:
         p, learner = header.fragment, header.learner

@@ -53,6 +53,11 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self._expire(key, extend_s)
         return [data for _, entries in found for _, data in entries]
 
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        await self._turn()
+        if self.store.expiries.get(key, 0.0) - self._clock.now() > ttl_s:
+            self._expire(key, ttl_s)
+
     async def offer(self, header: DeltaHeader) -> str:
         await self._turn()
         key = self.keys.deltas(header.fragment, header.learner)

@@ -107,7 +107,7 @@ class LabLearner:
                 if shared.republish:
                     shared.republish = False
                     self._rounds.republish()
-                published = [self._snapshot(one) for one in self._rounds.publications(shared.windows)]
+                published = [self._snapshot(one) for one in self._rounds.publications(shared.windows, shared.uploaded)]
                 exchange.queue(published, adopted)
                 if world.run.wait and published:
                     await self._merged({item[0].base.fragment for item in published})

@@ -140,7 +140,8 @@ class WorldLearner(Party):
                 if shared.republish:
                     shared.republish = False
                     self.rounds.republish()
-                exchange.queue([self._made(one) for one in self.rounds.publications(shared.windows)], adopted)
+                publications = self.rounds.publications(shared.windows, shared.uploaded)
+                exchange.queue([self._made(one) for one in publications], adopted)
             due = shared.state is not None and shared.state.phase is not Phase.RUNNING
             exchange.queue([self._made(one) for one in self.rounds.last(shared.windows, due)], False)
             self.left = await exchange.leave(LEAVE_S)

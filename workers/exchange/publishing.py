@@ -1,5 +1,8 @@
 """A learner's deltas on their way: headers first, then payloads, while they are encoded. asyncio.
 
+Of a delta that renews another one the payload goes first: until it is whole, the one before it is there. So a learner
+that dies in between has lost the work since that one, and no window waits for it.
+
 Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded by
 the model's size (one delta a fragment and base).
 """
@@ -10,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from diloco.pipeline.errors import PayloadIncomplete
+from diloco.pipeline.errors import BusError, PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
@@ -27,6 +30,8 @@ Values = Callable[[], Any]
 
 DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
+RENEWED_TTL_S = 10.0
+"""One that was renewed is; who is reading it still can end."""
 
 
 class Publishing:
@@ -39,6 +44,8 @@ class Publishing:
         """Fragment -> (base version, attempt) of its last delta."""
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
+        self._whole: dict[int, tuple[tuple[int, bytes], str]] = {}
+        """Fragment -> (base, key) of the last payload that is on the bus whole."""
         self._header_wake = asyncio.Event()
         self._uploads: asyncio.Queue[tuple[Publication, Values]] = asyncio.Queue()
         self.unsent = 0
@@ -67,7 +74,8 @@ class Publishing:
 
     async def _offer_one(self, item: tuple[Publication, Values]) -> None:
         """A call of its own, as `_upload_one`."""
-        await self._member.outages.retry(self._send_header, item[0])
+        if not item[0].renews:
+            await self._member.outages.retry(self._send_header, item[0])
         self._uploads.put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
@@ -94,15 +102,36 @@ class Publishing:
     async def upload(self) -> None:
         """Upload the payloads of headers that were sent."""
         while True:
-            await self._upload_one(*await self._uploads.get())
+            await self._send_one(*await self._uploads.get())
             self.unsent -= 1
             if not self.unsent:
                 self.all_sent.set()
 
-    async def _upload_one(self, publication: Publication, values: Values) -> None:
+    async def _send_one(self, publication: Publication, values: Values) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
+        whole = await self._upload_one(publication, values)
+        if publication.renews:
+            await self._member.outages.retry(self._send_header, publication)
+        if whole:
+            await self._uploaded(publication)
+
+    async def _uploaded(self, publication: Publication) -> None:
+        """Header and payload are on the bus: what they renew is needed no more."""
+        p, base = publication.base.fragment, (publication.base.version, publication.base.digest)
+        before, self._whole[p] = self._whole.get(p), (base, self._key(publication))
+        self._member.shared.uploaded[p] = publication.serial
+        if publication.renews and before is not None and before[0] == base:
+            with suppress(BusError):  # else it expires later
+                await self._member.bus.expire_soon(before[1], RENEWED_TTL_S)
+
+    def _key(self, publication: Publication) -> str:
+        member, p = self._member, publication.base.fragment
+        return member.bus.keys.delta_payload(p, member.learner, member.incarnation, publication.serial)
+
+    async def _upload_one(self, publication: Publication, values: Values) -> bool:
+        """Whether all of it is on the bus."""
         if not self._is_of_use(publication):
-            return
+            return False
         member, sync, base, loop = self._member, self._sync, publication.base, asyncio.get_running_loop()
         wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
@@ -114,26 +143,29 @@ class Publishing:
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 
-        key = member.bus.keys.delta_payload(base.fragment, member.learner, member.incarnation, publication.serial)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(encode())
-                await self._push(publication, key, payload, more)
+                return await self._push(publication, payload, more)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _push(self, publication: Publication, key: str, payload: Payload, more: asyncio.Event) -> None:
-        """For as long as it is of use."""
-        member, base = self._member, publication.base
+    async def _push(self, publication: Publication, payload: Payload, more: asyncio.Event) -> bool:
+        """For as long as it is of use; whether all of it is there."""
+        member, base, whole = self._member, publication.base, False
 
         async def push() -> None:
+            nonlocal whole
             if self._is_of_use(publication):
+                key = self._key(publication)
                 await push_growing(member.bus, key, payload, self._sync.chunk_bytes, DELTA_TTL_S, more)
                 told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
                 member.log.debug("delta_published", **told)
+                whole = True
 
         with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
             await member.outages.retry(push, unless=PayloadIncomplete)
+        return whole
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
