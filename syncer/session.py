@@ -243,9 +243,8 @@ class Session:
     async def _refuse_replaced(self, replaced: Offer, offer: Offer) -> None:
         same = replaced.header.base_version == offer.header.base_version
         reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
-        refused = Refused(
-            reason, "a newer delta of the same learner took its place", 0 if same else replaced.header.tokens
-        )
+        lost = 0 if same else replaced.header.tokens
+        refused = Refused(reason, "a newer delta of the same learner took its place", lost)
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:

@@ -1,0 +1,147 @@
+"""A delta that nobody merges is renewed: what an outage of all syncers costs is no more than the work since."""
+
+import asyncio
+import itertools
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.pipeline.view.ledger import accounts, totals
+from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.workers.exchange.publishing import RENEWED_TTL_S
+from diloco.workers.rounds import Base, Publication, Rounds
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, spec_of, sync_spec
+
+
+def rounds_of(interval: int) -> Rounds:
+    sync = sync_spec(fragments=1, sync_interval=interval)
+    rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
+    for version in (0, 1):
+        rounds.adopt(Base(0, version, bytes(16), np.zeros(7, np.float32)))
+    return rounds
+
+
+def published(rounds: Rounds, steps: int, uploaded: dict[int, int], uploads: bool = True) -> list[tuple[int, bool]]:
+    """(Step, whether it renews one) of what is published in so many steps; each is uploaded at once, if any is."""
+    found = []
+    for _ in range(steps):
+        rounds.trained(10)
+        for one in rounds.publications({}, uploaded):
+            found.append((one.steps, one.renews))
+            if uploads:
+                uploaded[0] = one.serial
+    return found
+
+
+def test_a_delta_is_renewed_after_half_an_interval_and_less_often_the_longer_it_takes() -> None:
+    """Each holds all of the training on its base; in a minute of outage there are a few, not one a step."""
+    found = published(rounds_of(24), 240, {})
+    assert found[:6] == [(24, False), (36, True), (48, True), (60, True), (72, True), (84, True)]
+    steps = [step for step, _ in found]
+    assert all(later - step <= max(12, step // 6 + 1) for step, later in itertools.pairwise(steps))
+    assert len(found) < 15
+
+
+def test_a_delta_that_is_still_on_its_way_is_not_renewed() -> None:
+    """A slow network would never end an upload."""
+    assert published(rounds_of(24), 240, {}, uploads=False) == [(24, False)]
+
+
+def test_what_was_renewed_counts_once() -> None:
+    """Published is the most of the attempts on one base; what came after the last one is overwritten."""
+    rounds = rounds_of(4)
+    assert published(rounds, 12, {}) == [(4, False), (7, True), (10, True)]
+    assert rounds.published == 10 * 10 * 7
+    rounds.adopt(Base(0, 2, bytes(16), np.zeros(7, np.float32)))
+    assert rounds.overwritten == 2 * 10 * 7
+    assert rounds.counts.tokens * 7 == rounds.published + rounds.overwritten
+
+
+class Noting(VirtualLearner):
+    """Its bus notes what it writes."""
+
+    def connect(self) -> Bus:
+        bus: Any = MemoryBus(RUN, self.world.clock, self.world.store)
+        self.calls: list[tuple[str, str]] = []
+        offer, write = bus.offer, bus.write_chunks
+
+        async def noted_offer(header: Any) -> str:
+            keys = (header.fragment, header.learner, header.incarnation, header.serial)
+            self.calls.append(("header", bus.keys.delta_payload(*keys)))
+            entry: str = await offer(header)
+            return entry
+
+        async def noted_write(key: str, *args: Any) -> None:
+            await write(key, *args)
+            self.calls.append(("payload", key))
+
+        bus.offer, bus.write_chunks = noted_offer, noted_write
+        connected: Bus = bus
+        return connected
+
+    def publish(self, publication: Publication) -> None:
+        self.renewed = getattr(self, "renewed", 0) + publication.renews
+        super().publish(publication)
+
+
+def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> None:
+    """The payload goes before the header, and what is renewed goes soon after: two of a fragment at most stay."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
+        world.start_syncer()
+        learner = Noting("l0", world)
+        learner.start()
+        await world.until_version(2)
+        assert world.syncer is not None
+        world.syncer.cancel()
+        with suppress(asyncio.CancelledError):
+            await world.syncer
+        began = len(learner.calls)
+        await asyncio.sleep(20)
+        assert learner.renewed > 3
+        calls = learner.calls[began:]
+        written = [key for what, key in calls if what == "payload"]
+        for key in written[1:]:
+            assert calls.index(("payload", key)) < calls.index(("header", key))
+        await asyncio.sleep(RENEWED_TTL_S + 1)
+        there = [key for key in dict.fromkeys(written) if await world.bus.count_chunks(key)]
+        assert 1 <= len(there) <= 3, there
+        await end(learner)
+
+    run_virtual(main())
+
+
+async def _merged(outage_s: float) -> float:
+    """Share merged of 300 s with H = 24, steps of 0.4 s, and all syncers away for so long."""
+    world = VirtualRun(sync_spec(sync_interval=24, tokens=2 * 750 * 10))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{i}", world, 0.4, f"{i:016x}").start() for i in range(2)]
+    await asyncio.sleep(119)
+    if outage_s:
+        assert world.syncer is not None
+        world.syncer.cancel()
+        with suppress(asyncio.CancelledError):
+            await world.syncer
+        await asyncio.sleep(outage_s)
+        world.start_syncer(syncer_id="another")
+    await world.finish(*party)
+    layout = layout_of(world.spec.tensors)
+    inputs = await read_ledger_inputs(world.bus, len(layout.fragments), 5.0)
+    found = totals(accounts(await world.tape(), inputs, layout), layout)
+    assert not found.lost["unaccounted"]
+    return found.merged / found.tokens
+
+
+@pytest.mark.timeout(120)
+def test_an_outage_of_all_syncers_for_a_minute_of_five_costs_at_most_five_points() -> None:
+    """Without renewal it cost 18: all that was trained in it."""
+    usual, with_outage = run_virtual(_merged(0.0)), run_virtual(_merged(60.0))
+    assert usual >= 0.92
+    assert with_outage >= usual - 0.05
