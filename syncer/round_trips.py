@@ -15,14 +15,13 @@ class RoundTrips:
         self._took = (0.0, 0.0)
 
     def took(self, seconds: float) -> None:
-        """One more: quorum time and synchronisation time of one window."""
+        """One more: quorum time, grace and synchronisation time of one window."""
         self._took = self._took[1], seconds
 
     def steps(self, step_times: Sequence[float], latency_s: float) -> float:
         """The step in which a learner adopts, and what passes besides; 0: not known yet.
 
-        The shorter one of the last two counts, so that one hold-up is no sign. The grace does not: it is for
-        stragglers, and no longer than a step of theirs.
+        The shorter one of the last two counts, so that one hold-up is no sign.
 
         Args:
             step_times: of the learners that were merged, s; 0 is not known yet.

@@ -33,6 +33,9 @@ from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Wi
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64
+STEPS_VARY = 0.25
+"""Steps take longer than on average by so much, now and then: a straggler's header may come so much later. Who misses
+a merge for it loses an interval."""
 
 
 class OwnerState:
@@ -184,7 +187,8 @@ class Session:
         expected = watch.expected(self._p, version)
         steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
-        grace = state.grace.grace_s(steps, overlap, sync.grace_gamma, 2 * watch.latency_s)
+        late_s = 2 * watch.latency_s + STEPS_VARY * max(steps, default=0.0)
+        grace = state.grace.grace_s(steps, overlap, sync.grace_gamma, late_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
@@ -267,7 +271,7 @@ class Session:
             return
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
-        state.round_trips.took(record.quorum_s + sync_s)
+        state.round_trips.took(record.quorum_s + record.grace_s + sync_s)
         state.not_finite_times = 0
         state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
