@@ -275,8 +275,11 @@ class Tape(Keyed, Protocol):
 class Offers(Keyed, Protocol):
     """Headers of deltas: learners offer them, the fragment's owner reads them."""
 
-    async def offer(self, header: DeltaHeader) -> str:
-        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`."""
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
+        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`.
+
+        renews: name of an earlier one of that stream, which goes in the same step if it is still there.
+        """
         ...
 
     async def read_offers(

@@ -203,11 +203,12 @@ class RedisBus(Bus):
         await self._redis.script("expire_soon", [key], to_ms(ttl_s))
 
     # --- fragments: learners ---------------------------------------------------------------------
-    async def offer(self, header: DeltaHeader) -> str:
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         p, learner = header.fragment, header.learner
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
-        (at,) = await self._redis.script("offer", keys, learner, encode(header))
+        outdone = [entry_ids.parse_offer_id(renews)[1]] if renews else []
+        (at,) = await self._redis.script("offer", keys, learner, encode(header), *outdone)
         return entry_ids.offer_id(learner, at.decode())
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:

@@ -180,11 +180,13 @@ class Oracle:
             lost, strange = sorted(expected - there), sorted(there - expected)
             self.broken("what is pending stays on its stream", f"fragment {p}: lost {lost}, unaccounted {strange}")
 
-    def _offered(self, link: Link, outcome: Any, header: DeltaHeader) -> None:
+    def _offered(self, link: Link, outcome: Any, header: DeltaHeader, renews: str = "") -> None:
         p = header.fragment
         if not isinstance(outcome, Exception):
             state = self.fragments[p]
             self._senders.add(header.learner)
+            if renews:
+                self._renewed(p, header, renews)
             state.pending[outcome] = self._offers[p, outcome] = header
             if header.due:
                 state.due.add(header.base_digest)
@@ -195,6 +197,15 @@ class Oracle:
             if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
+
+    def _renewed(self, p: int, header: DeltaHeader, entry: str) -> None:
+        """An earlier attempt at the same training goes, once all of the later one is on the bus."""
+        before = self._offers[p, entry]
+        same = all(getattr(before, name) == getattr(header, name) for name in ("learner", "incarnation", "base_digest"))
+        if not same or before.tokens > header.tokens or before.attempt >= header.attempt:
+            self.broken("a delta is renewed by more of the same training", f"fragment {p}: {before} by {header}")
+        if self.fragments[p].pending.pop(entry, None) is not None:
+            self._refusals.renewed(p, before)
 
     def _check_report(self, header: DeltaHeader) -> None:
         table = self._store.values.get(self._keys.learners)

@@ -65,6 +65,10 @@ class Refusals:
         for gone, old, new in zip(self._gone, before, after, strict=True):
             gone.extend(Gone(old.pending[e], self._now(), lost=True) for e in old.pending.keys() - new.pending.keys())
 
+    def renewed(self, p: int, header: DeltaHeader) -> None:
+        """Its learner took it off the stream."""
+        self._gone[p].append(Gone(header, self._now(), lost=False))
+
     def refused(
         self, link: Link, p: int, state: Surviving, refusal: Refusal, reading_since_s: float, closing: bool
     ) -> Iterator[str]:

@@ -42,6 +42,8 @@ class Publishing:
         self._reporting, self._pulling, self._feedback = reporting, pulling, feedback
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
+        self._offered: dict[int, tuple[tuple[int, bytes], int, str]] = {}
+        """Fragment -> (base, attempt, entry) of its last header."""
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._whole: dict[int, tuple[tuple[int, bytes], str]] = {}
@@ -97,7 +99,13 @@ class Publishing:
             layout=member.layout.digest,
             step_s=report.step_s,
         )
-        await member.bus.offer(header)
+        p, at, renews = base.fragment, (base.version, base.digest), ""
+        if publication.renews and p in self._offered:
+            before, attempt, entry = self._offered[p]
+            renews = (
+                entry if before == at and attempt < publication.attempt else ""
+            )  # a later one may have overtaken it
+        self._offered[p] = at, publication.attempt, await member.bus.offer(header, renews)
 
     async def upload(self) -> None:
         """Upload the payloads of headers that were sent."""
