@@ -37,7 +37,7 @@ class Deployment:
     """A run, by what decides how much of it is merged."""
 
     learners: int = 4
-    fragments: int = 8
+    fragments: int = 4
     steps: int = 600
     """Of each learner."""
     step_s: float = 0.4
