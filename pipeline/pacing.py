@@ -38,7 +38,7 @@ def slow_merges(
 ) -> str | None:
     """A warning if merges take longer than a round, with what helps; None: they keep up, or it is not known yet.
 
-    A round is the interval in force (`ramps.interval_at`) times the median step time of the live learners. What a
+    A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners. What a
     learner trains between its delta and the merge is overwritten when it adopts that: here, more than it publishes.
 
     Args:
