@@ -76,6 +76,8 @@ class Session:
         self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
+        self._pause_s = 0.0
+        """Once they are: after a merge that was not finite."""
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def _new_window(self) -> Window:
@@ -103,6 +105,9 @@ class Session:
                 # loses the bus in between would find a window for which nobody is asked again.
                 await self._publish(decision, conditions)
                 await self._refuse_left()
+                if self._pause_s:
+                    await pause(self._wake, self._goes_on, self._clock, self._pause_s)
+                    self._pause_s = 0.0
                 match decision:
                     case Merge():
                         await self._merge(decision)
@@ -271,7 +276,8 @@ class Session:
             return
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
-        state.round_trips.took(record.quorum_s + record.grace_s + sync_s)
+        if not merge.overdue:  # an upload that does not come says nothing of those that do
+            state.round_trips.took(record.quorum_s + record.grace_s + sync_s)
         state.not_finite_times = 0
         state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
@@ -287,6 +293,6 @@ class Session:
         pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
-        await pause(self._wake, self._goes_on, self._clock, pause_s)
+        self._pause_s = pause_s
         refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
         self._left += zip(gone, refused, strict=True)

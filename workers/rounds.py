@@ -21,6 +21,8 @@ NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
 RENEWED_BY = 6
 """A delta is renewed when there is a sixth more of it, if half an interval is less: the longer nothing is merged, the
 less often, so that an upload ends in the end, however slow it is."""
+LEAST_RENEWED = 12
+"""Steps: a round trip may take so many where steps are short, and what does not come is refused before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Rounds:
         """Whether so much was trained since the delta that it is worth another upload."""
         more = counters.steps - counters.published_steps
         half = max(self._due_after(counters), self._sync.sync_interval) / 2
-        late = more > self._sync.overlap_steps and more >= max(half, counters.published_steps / RENEWED_BY)
+        late = more >= max(half, LEAST_RENEWED, counters.published_steps / RENEWED_BY)
         return late and counters.tokens > counters.published_tokens
 
     def _publication(

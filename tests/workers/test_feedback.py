@@ -244,7 +244,7 @@ def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkey
     sums = sum_what_is_committed(monkeypatch)
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(codec=kind, tokens=6000))
+        world = VirtualRun(sync_spec(codec=kind, tokens=6000, overlap_steps=0))
         world.start_syncer()
         learners = [Watched(f"l{i}", world, 0.1 + 0.07 * i, f"{i:016x}").start() for i in range(3)]
         await world.finish(*learners)

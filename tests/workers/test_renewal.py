@@ -56,8 +56,8 @@ def test_a_delta_that_is_still_on_its_way_is_not_renewed() -> None:
 def test_what_was_renewed_counts_once() -> None:
     """Published is the most of the attempts on one base; what came after the last one is overwritten."""
     rounds = rounds_of(4)
-    assert published(rounds, 12, {}) == [(4, False), (7, True), (10, True)]
-    assert rounds.published == 10 * 10 * 7
+    assert published(rounds, 30, {}) == [(4, False), (16, True), (28, True)]
+    assert rounds.published == 28 * 10 * 7
     rounds.adopt(Base(0, 2, bytes(16), np.zeros(7, np.float32)))
     assert rounds.overwritten == 2 * 10 * 7
     assert rounds.counts.tokens * 7 == rounds.published + rounds.overwritten
