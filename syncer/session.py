@@ -76,8 +76,6 @@ class Session:
         self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
-        self._pause_s = 0.0
-        """Once they are: after a merge that was not finite."""
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def _new_window(self) -> Window:
@@ -105,9 +103,6 @@ class Session:
                 # loses the bus in between would find a window for which nobody is asked again.
                 await self._publish(decision, conditions)
                 await self._refuse_left()
-                if self._pause_s:
-                    await pause(self._wake, self._goes_on, self._clock, self._pause_s)
-                    self._pause_s = 0.0
                 match decision:
                     case Merge():
                         await self._merge(decision)
@@ -293,6 +288,7 @@ class Session:
         pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
-        self._pause_s = pause_s
         refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
         self._left += zip(gone, refused, strict=True)
+        await self._refuse_left()  # now: a learner that renews its delta meanwhile would take the reason with it
+        await pause(self._wake, self._goes_on, self._clock, pause_s)

@@ -340,7 +340,7 @@ class Oracle:
             self.broken("what is put back is the same", f"fragment {p}: interval {commit.interval}")
         state.version, state.interval = was.version, was.interval
         state.theta, state.momentum = was.theta, was.momentum
-        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
+        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), was.due | state.due
 
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
         """The same values and momentum as before, in other payloads."""
