@@ -48,7 +48,7 @@ lint: $(VENV)/dev.stamp  ## ruff (rules and format) and mypy
 docs: $(VENV)/docs.stamp  ## write the reference pages, and build the site with search in site/; broken links fail
 	$(BIN)/python -m docs.generate
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo 'open site/index.html'
+	@echo 'open site/index.html; its search needs a server: $(BIN)/python -m http.server -d site'
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -72,7 +72,9 @@ def _read(file: Path | None) -> dict[str, str]:
         return {}
     if file.stat().st_mode & 0o077:
         raise UsageError(f"others can read {file}: chmod 600 {file}")
-    lines = (line.partition("=") for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    lines = (
+        line.partition("=") for line in file.read_text("utf-8-sig").splitlines() if line and not line.startswith("#")
+    )
     return {name.strip(): value.strip() for name, _, value in lines}
 
 

@@ -76,7 +76,7 @@ def load_command(name: str) -> typer.Typer:
     if isinstance(found, typer.Typer):
         return found
     made = _typer()
-    made.command()(found)
+    made.command(cls=getattr(found, "cls", None))(found)
     return made
 
 
@@ -103,7 +103,8 @@ def _list() -> typer.Typer:
     made = _typer(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
     made.callback()(_root)
     for name, entry in COMMANDS.items():
-        made.command(name, help=entry.about, hidden=not entry.about)(_listed)
+        if entry.about:  # what is not listed must not be suggested either
+            made.command(name, help=entry.about)(_listed)
     return made
 
 

@@ -14,7 +14,13 @@ from diloco.extras import load_extra
 from diloco.options import takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs
-from diloco.pipeline.settings import NO_FLAG, BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
+
+OF_A_WHOLE_RUN = {
+    "method": "a method is of a whole run (`diloco run`, `demo`, `chaos`). Give each party the settings that it means, "
+    "by flags, variables or the file: docs/reference/settings.md#methods"
+}
+"""Settings that one party cannot obey: a method means a quorum of all learners, or no syncer at all."""
 
 
 def _join(settings: BusSettings, command: str) -> None:
@@ -27,7 +33,7 @@ def _join(settings: BusSettings, command: str) -> None:
     logs.configure(settings.log_level)
 
 
-@takes(LearnerProcess)
+@takes(LearnerProcess, moved=OF_A_WHOLE_RUN)
 def learner(settings: LearnerProcess) -> None:
     """Join a run as a learner, with the built-in trainer.
 
@@ -38,7 +44,7 @@ def learner(settings: LearnerProcess) -> None:
     raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
 
 
-@takes(SyncerProcess, omit=NO_FLAG)
+@takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
     _join(settings, "syncer")
@@ -142,6 +148,8 @@ def acl(
     typer.echo(maker.template() if template else maker.make(run, learner or [], passwords), nl=False)
 
 
+COLDEST, HOTTEST = 1e-3, 1e3
+"""Temperatures beside 0: likelihoods divided by them stay finite, and differ."""
 Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint)")]
 
 
@@ -154,13 +162,26 @@ def export(
     importlib.import_module("diloco.export").export(checkpoint, out, overwrite)
 
 
+def _temperature(value: float) -> float:
+    """A range of numbers lets what is no number pass, and has no room for 0 below it."""
+    if value and not COLDEST <= value <= HOTTEST:
+        raise typer.BadParameter(f"{value}: give 0, or a number from {COLDEST:g} to {HOTTEST:g}")
+    return value
+
+
+def _utf8(value: str) -> str:
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise typer.BadParameter("not UTF-8")
+    return value
+
+
 def sample(
     checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="Start of the text")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.8,
+    prompt: Annotated[str, typer.Option(callback=_utf8, help="Start of the text")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, max=10**9, help="Tokens to generate")] = 200,
+    temperature: Annotated[float, typer.Option(callback=_temperature, help="0: always the likeliest token")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Draw from this many likeliest tokens")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draw")] = 0,
 ) -> None:
     """Generate text with the global parameters of a checkpoint."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

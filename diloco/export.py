@@ -69,7 +69,9 @@ def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or give --overwrite")
     tensors, origin = _tensors(find_checkpoint(checkpoint))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.parent.is_dir():
+        out.parent.mkdir(parents=True)
+        typer.echo(f"{out.parent}: made this folder")
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, temporary)

@@ -6,19 +6,18 @@ TOML file, so a bad value gets the same message wherever it came from.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import (
-    ENV_PREFIX,
-    NO_FLAG,
     PARTIES,
     BusSettings,
     Duration,
@@ -32,21 +31,18 @@ from diloco.pipeline.settings import (
     SyncSettings,
     TrainerSettings,
     allowed,
-    check_variables,
     defaults,
     expert,
-    is_expert,
+    flag_of,
+    has_flag,
     load,
 )
-from diloco.pipeline.units import parse_duration, parse_rate, parse_span
+from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
+from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
 from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
 R = TypeVar("R", bound="RunProcess")
-
-
-_METHODS = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-_UNPUBLISHED = " ".join(f"{name}: {method.unpublished}." for name, method in METHODS.items() if method.unpublished)
 
 
 class RunSettings(Settings):
@@ -56,8 +52,7 @@ class RunSettings(Settings):
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     method: RunMethod = Field(
         "decoupled",
-        description=f"What other settings are where they are not given. {_METHODS}. Learners never wait, whatever the "
-        f"method but data-parallel: what they train while a merge is under way is overwritten. {_UNPUBLISHED}",
+        description="What other settings are where they are not given (docs/reference/settings.md#methods)",
     )
     out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
     overwrite: bool = Field(False, description="Empty an output folder that is in use")
@@ -154,14 +149,15 @@ class ChaosProcess(RunProcess, ChaosSettings):
         return value
 
 
-CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"}) | NO_FLAG
-"""Fields of `RunProcess` that are no flags: the launcher sets them for each process, or they are secret."""
+OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
+"""Settings that `diloco run` once had."""
+
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
+"""Fields of `RunProcess` that nobody gives: the launcher sets them for each process."""
 
 NOT_OF_CHAOS = frozenset(
     {
-        "redis_url",
-        "redis_port",
-        "redis_bind",
+        *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "redis_password"),
         "json_report",
         "prompt",
         "resume",
@@ -196,17 +192,30 @@ def method_notes(settings: RunProcess) -> list[str]:
     method, notes = METHODS[settings.method], []
     wanted = method.settings.get("fragments")
     if method.unpublished:
-        notes.append(f"method {settings.method}: {method.unpublished}")
+        notes.append(f"method {settings.method}: not published: {method.unpublished}")
     if wanted is not None and settings.fragments != wanted:
         notes.append(f"method {settings.method}: P = {settings.fragments} instead of {wanted} (model {settings.model})")
     return notes
 
 
 NOT_OF_BASELINE = (
-    *("redis_url", "redis_port", "syncers", "checkpoint_every", "groups", "record_deltas"),
-    *("recover", "ramp_steps", "log_losses", "state_every", "encode_on"),
+    *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "syncers"),
+    *(name for name in SyncSettings.model_fields if name != "tokens"),
+    *("recover", "ramp_steps", "leave_s", "log_losses", "state_every", "encode_on"),
+    *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
+
+
+def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list[str]:
+    """How those were set that were given, are not as usual, and mean nothing to the data-parallel baseline.
+
+    used: what it has a use for here.
+    """
+    kind = type(settings)
+    usual, told = defaults(kind), settings.model_fields_set - set(used)
+    strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
+    return [way_to_set(kind, name) for name in strange]
 
 
 def check(settings: RunProcess) -> None:
@@ -215,18 +224,18 @@ def check(settings: RunProcess) -> None:
     Raises:
         UsageError: naming them.
     """
-    if settings.resume is not None and settings.method == "data-parallel":
-        raise UsageError("--resume needs another --method than data-parallel")
     if settings.method == "data-parallel":
-        usual = defaults(RunProcess)
-        for name in NOT_OF_BASELINE:
-            if getattr(settings, name) != usual[name]:
-                way = way_to_set(RunProcess, name)
-                raise UsageError(f"{way} needs another --method: the data-parallel baseline has no use for it")
+        if unused := unused_by_baseline(settings):
+            needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
+            ways = "; ".join(unused)
+            raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
+        remedies = ["more --learners"]
+        remedies += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
+        remedies += [] if isinstance(settings, ChaosProcess) else ["--redis-port so that others can join"]
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
-            "cannot join; give more --learners, a smaller --quorum, or --redis-port so that others can join"
+            f"cannot join; give {' or '.join(remedies)}"
         )
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
         raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
@@ -280,22 +289,25 @@ def _panel(kind: type[Settings], name: str) -> str:
     return PANELS[_OWN_PANEL.get(kind, BusSettings)]
 
 
-def flag_of(name: str) -> str:
-    """A setting's flag."""
-    return "--" + name.replace("_", "-")
-
-
 def way_to_set(kind: type[Settings], name: str) -> str:
     """How a setting is set: its flag, or the variable and the key of one that has none."""
-    if name in kind.model_fields and not is_expert(kind, name):
-        return flag_of(name)
-    return f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config,"
+    return flag_of(name) if has_flag(kind, name) else f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config"
+
+
+def as_written(kind: type[Settings], name: str) -> Any:
+    """A field's default as people write it."""
+    info = kind.model_fields[name]
+    read = {rule.func for rule in info.metadata if isinstance(rule, BeforeValidator)}
+    if not read & {parse_count, parse_rate}:
+        return info.default
+    rate = written(info.default, "TGMk") + "bps"
+    return rate if parse_rate in read else written(info.default)
 
 
 def help_of(kind: type[Settings], name: str) -> str:
     """Description, default and allowed values of a field."""
     info = kind.model_fields[name]
-    default = repr(info.default) if str(info.default) != str(info.default).strip() else info.default
+    default = repr(info.default) if str(info.default) != str(info.default).strip() else as_written(kind, name)
     known = default is not None and info.default_factory is None
     notes = [f"default {default}"] if known and info.annotation is not bool else []
     rule = allowed(kind, name)
@@ -317,33 +329,45 @@ def _metavar(kind: type[Settings], name: str) -> str:
     return "NUMBER" if given in (int, float) else "PATH" if given is Path else "TEXT"
 
 
+def _is_switch(kind: type[Settings], name: str) -> bool:
+    return kind.model_fields[name].annotation is bool
+
+
 def _option(kind: type[Settings], name: str) -> inspect.Parameter:
-    is_switch = kind.model_fields[name].annotation is bool
+    is_switch, flag = _is_switch(kind, name), flag_of(name)
     option = typer.Option(
         None,
-        _declaration(kind, name),
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag,
         help=help_of(kind, name),
         metavar=None if is_switch else _metavar(kind, name),
         show_default=False,
         rich_help_panel=_panel(kind, name),
     )
-    return _parameter(kind, name, option)
-
-
-def _former_option(kind: type[Settings], name: str) -> inspect.Parameter:
-    """A flag that an earlier version had: taken so that it can be said where the setting is now."""
-    return _parameter(kind, name, typer.Option(None, _declaration(kind, name), hidden=True))
-
-
-def _declaration(kind: type[Settings], name: str) -> str:
-    info, flag = kind.model_fields.get(name), flag_of(name)
-    return f"{flag}/--no-{flag[2:]}" if info is not None and info.annotation is bool else flag
-
-
-def _parameter(kind: type[Settings], name: str, option: Any) -> inspect.Parameter:
-    info = kind.model_fields.get(name)
-    annotation = (bool if info is not None and info.annotation is bool else str) | None
+    annotation = (bool if is_switch else str) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+class SettingsCommand(TyperCommand):
+    """A command made by `takes`: it knows the settings that are no flags of it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A former flag says where its setting is now, before it is taken for an unknown one.
+
+        Raises:
+            UsageError: there is one.
+        """
+        former: Mapping[str, str] = getattr(self.callback, "former", {})
+        for given in args:
+            flag = given.split("=")[0]
+            if given == "--":
+                break
+            if flag in former:
+                raise UsageError(f"{flag} is no flag: {former[flag]}")
+        return super().parse_args(ctx, args)
+
+
+SAID_ANYWHERE = {"method": "decoupled"}
+"""Of settings of other commands: what is so anyway, and may be said."""
 
 
 def takes(
@@ -351,17 +375,21 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of `function(settings, ...)`: one option per field of `kind`, and --config.
 
-    Expert settings are no options: they come from variables and the file. The function's further parameters keep their
-    own typer declarations.
+    Expert settings and secrets are no options: they come from variables and the file. The function's further
+    parameters keep their own typer declarations. The command is a `SettingsCommand`'s.
 
     Args:
         kind: the settings.
-        omit: fields that are not asked for here at all.
-        moved: former flags of this command, with what to do instead.
+        omit: fields that are the command's own business: given by a variable or the file, they are ignored, with a
+            warning.
+        moved: settings of other commands that this one refuses, with what to do instead.
     """
-    names = [name for name in kind.model_fields if name not in omit]
-    shown = [name for name in names if not is_expert(kind, name)]
-    former = {name: f"set it by {way_to_set(kind, name)}" for name in names if name not in shown} | dict(moved or {})
+    moved = moved or {}
+    shown = [name for name in kind.model_fields if name not in omit and has_flag(kind, name)]
+    unseen = [name for name in kind.model_fields if name not in omit and name not in shown]
+    former = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
+    former |= {f"--no-{flag_of(name)[2:]}": former[flag_of(name)] for name in unseen if _is_switch(kind, name)}
+    former |= {flag_of(name): instead for name, instead in moved.items()}
     config = inspect.Parameter(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
@@ -371,24 +399,31 @@ def takes(
         annotation=Path | None,
     )
 
+    def settle(flags: Mapping[str, Any], file: Path | None) -> S:
+        """The settings, of all sources."""
+        warnings = check_variables(ALL_FIELDS) if kind.from_environment else []
+        outside = given_outside({*omit, *moved}, file) if kind.from_environment else {}
+        for name, given in outside.items():
+            if name in omit:
+                warnings.append(f"{given.where} is ignored: this command chooses it, or has no use for it")
+            elif given.value != SAID_ANYWHERE.get(name):
+                raise UsageError(f"{given.where}: {moved[name]}")
+        for warning in warnings:
+            sys.stderr.write(f"warning: {warning}\n")
+        return load(kind, flags, file, known=ALL_FIELDS, ignored=omit)
+
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         others = list(inspect.signature(function).parameters.values())[1:]
 
         def command(*args: Any, **given: Any) -> None:
-            for name, instead in former.items():
-                if given.pop(name) is not None:
-                    raise UsageError(f"{flag_of(name)} is no flag: {instead.rstrip(',')}")
             flags = {name: given.pop(name) for name in shown}
-            for warning in check_variables(ALL_FIELDS) if kind.from_environment else ():
-                sys.stderr.write(f"warning: {warning}\n")
-            settings = load(kind, flags, given.pop("config"), known=ALL_FIELDS)
-            function(settings, *args, **given)
+            function(settle(flags, given.pop("config")), *args, **given)
 
-        options = [_option(kind, name) for name in shown] + [_former_option(kind, name) for name in former]
-        parameters = [*others, *options, config]
+        parameters = [*others, *(_option(kind, name) for name in shown), config]
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.kind, command.former, command.cls = kind, former, SettingsCommand  # type: ignore[attr-defined]
         return command
 
     return decorate

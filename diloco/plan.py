@@ -13,8 +13,9 @@ from diloco.options import PANELS, RunSettings, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of
+from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of, params_of
 from diloco.pipeline.settings import SyncSettings, defaults
+from diloco.pipeline.units import written
 
 USUAL = defaults(SyncSettings) | defaults(RunSettings)
 
@@ -26,7 +27,9 @@ class PlanSettings(Site):
     overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="Inner steps tau that a sync may hide behind")
     codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
     global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Of the globals that learners pull")
-    outer: OuterName = Field(USUAL["outer"], description="Outer optimizer; muon multiplies matrices on the syncers")
+    outer: OuterName = Field(
+        USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
+    )
 
 
 PANELS[PlanSettings] = "The run"
@@ -43,6 +46,25 @@ def choices(needs: Needs, title: str) -> Table:
     return shown
 
 
+def show(console: Console, needs: Needs) -> None:
+    """What each machine takes, the settings to run with, and what is wrong."""
+    machines = Table(title="each machine")
+    for name in ("", "how many", "cores", "memory", "in and out"):
+        machines.add_column(name, justify="right" if name else "left")
+    for party in needs.parties:
+        rate, memory = f"{party.bytes_per_s / 1e9:.2g} GB/s", f"{party.memory_bytes / 1e9:.3g} GB"
+        machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, rate)
+    console.print(machines)
+    console.print("of a learner: what its exchange adds to training; of a syncer: cores at the busiest moment\n")
+    console.print("settings for all parties (--config FILE):")
+    for name, value in needs.settings.items():
+        console.print(f"  {name} = {dumps(value)}", highlight=False)
+    if needs.threads > 1:
+        console.print(f"and each syncer with OPENBLAS_NUM_THREADS={needs.threads}", highlight=False)
+    for warning in needs.warnings:
+        console.print(f"warning: {warning}")
+
+
 @takes(PlanSettings)
 def command(
     settings: PlanSettings,
@@ -54,17 +76,16 @@ def command(
 
     Example: diloco plan --learners 4 --params 70B --step-time 3s --link 5Gbps --outer nesterov
     """
+    settings = settings.model_copy(update={"params": params_of(settings)})
+    learners, overlap_steps, outer = settings.learners, settings.overlap_steps, settings.outer
     try:
-        pace = pace_of(
-            settings, settings.learners, settings.overlap_steps, settings.codec, settings.global_codec, settings.outer
-        )
-        needs = needs_of(settings, pace, settings.learners, settings.outer)
+        pace = pace_of(settings, learners, overlap_steps, settings.codec, settings.global_codec, outer)
+        needs = needs_of(settings, pace, learners, overlap_steps, outer)
     except OverflowError:
         raise UsageError("no plan has numbers of this size: look at --params, --link and --merge-rate") from None
     console = Console()
-    console.print(choices(needs, f"{needs.learners} learners, {settings.params / 1e9:g}B parameters"))
+    console.print(choices(needs, f"{needs.learners} learners, {written(settings.params)} parameters"))
     console.print(needs.lines())
-    for warning in needs.warnings:
-        console.print(f"warning: {warning}")
+    show(console, needs)
     if json_file is not None:
         json_file.write_text(dumps(asdict(needs), indent=1) + "\n")

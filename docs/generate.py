@@ -8,8 +8,10 @@ from typing import Any
 import typer
 
 from diloco import cli
-from diloco.options import PANELS
-from diloco.pipeline.settings import ENV_PREFIX, NO_FLAG, Settings, allowed
+from diloco.options import PANELS, as_written
+from diloco.pipeline.methods import METHODS
+from diloco.pipeline.settings import NO_FLAG, Settings, allowed, is_expert
+from diloco.pipeline.sources import ENV_PREFIX
 from diloco.syncer.metrics import Metrics
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -84,43 +86,69 @@ def _switch(parameter: Any) -> bool:
     return bool(getattr(parameter, "is_flag", False))
 
 
+Declared = tuple[type[Settings], str]
+"""A setting and the class that has declared it: of one name there may be several, each with a default of its own."""
+
+
+def _declared(kind: type[Settings], name: str) -> Declared:
+    return next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {})), name
+
+
+def _by_panel() -> dict[str, dict[Declared, list[str]]]:
+    """Under each heading of the help: which settings, and which commands have them as flags."""
+    panels: dict[str, dict[Declared, list[str]]] = {title: {} for title in PANELS.values()}
+    for kind, title in PANELS.items():
+        panels[title] |= {(kind, name): [] for name in kind.model_fields if name in kind.__annotations__}
+    for command_name, command in commands().items():
+        kind = getattr(command.callback, "kind", None)  # the others have options of their own, some of the same names
+        for parameter in command.params if kind is not None else ():
+            if parameter.name in kind.model_fields:
+                rows = panels[parameter.rich_help_panel]
+                rows.setdefault(_declared(kind, parameter.name), []).append(command_name)
+    return panels
+
+
 def _settings() -> str:
-    flags: dict[str, list[str]] = {}
-    for name, command in commands().items():
-        shown = [parameter.name for parameter in command.params if not parameter.hidden]
-        for one in shown if "config" in shown else ():  # the others have options of their own, some of the same names
-            flags.setdefault(one, []).append(name)
     lines = [
         *("# Settings", "", "You look up a setting: its variable, its default and which commands have it as a flag."),
         *(GENERATED, "", "A setting comes from its flag, else its variable, else the file that `--config` names, else"),
         *("its default. Names in the file are those of the first column. A flag has `-` in place of `_`.", ""),
         *("Settings without a flag are for experts, secrets, or chosen by the launcher for each process.",),
+        *("A name that stands twice in a table has another meaning or default in some commands.",),
     ]
-    for kind, title in PANELS.items():
-        own = [name for name in kind.model_fields if name in kind.__annotations__]
-        if not own:
-            continue
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            "| setting | variable | default | flag of | meaning |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [_setting(kind, name, flags.get(name, [])) for name in own]
-    return "\n".join(lines) + "\n"
+    for title, rows in _by_panel().items():
+        if rows:
+            head = ("| setting | variable | default | flag of | meaning |", "|---|---|---|---|---|")
+            names = list(dict.fromkeys(name for _, name in rows))
+            ordered = sorted(rows, key=lambda row: names.index(row[1]))
+            lines += ["", f"## {title}", "", *head, *(_setting(*row, rows[row]) for row in ordered)]
+    return "\n".join([*lines, "", *_methods()]) + "\n"
+
+
+def _methods() -> Iterator[str]:
+    yield from ("## Methods", "", "A method is a name for settings. What is set beside it has the last word.")
+    yield from ("Learners never wait, whatever the method but data-parallel: what they train while a merge is under",)
+    yield from ("way is overwritten. A quorum of `all` is one of as many learners as the run has.", "")
+    yield from ("| method | is | settings that it means | not published |", "|---|---|---|---|")
+    for name, method in METHODS.items():
+        means = ", ".join(f"`{key}={value}`" for key, value in method.settings.items())
+        yield f"| `{name}` | {_cell(method.about)} | {means} | {_cell(method.unpublished)} |"
 
 
 def _setting(kind: type[Settings], name: str, users: list[str]) -> str:
     info = kind.model_fields[name]
     rule = allowed(kind, name)
-    default = "follows" if info.default_factory else "" if info.default is None else f"`{_code(str(info.default))}`"
+    default = "follows" if info.default_factory else "" if info.default is None else f"`{_default(kind, name)}`"
     variable = f"`{ENV_PREFIX}{name.upper()}`" if kind.from_environment else ""
-    why = "secret" if name in NO_FLAG else "expert" if (info.json_schema_extra or {}) else ""
+    why = "secret" if name in NO_FLAG else "expert" if is_expert(kind, name) else ""
     return (
         f"| `{name}` | {variable} | {default} | {', '.join(users) or why} "
         f"| {_cell(f'{info.description} ({rule})' if rule else str(info.description))} |"
     )
+
+
+def _default(kind: type[Settings], name: str) -> str:
+    return _code(str(as_written(kind, name)))
 
 
 def _metrics() -> str:

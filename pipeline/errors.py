@@ -5,6 +5,8 @@
 `UsageError`: the person at the command line can mend it; shown without a traceback.
 """
 
+from typing import Any, Self
+
 
 class DilocoError(Exception):
     """Base of all errors raised on purpose by this project."""
@@ -45,6 +47,10 @@ class LearnerReplaced(IdTaken):
         """generation: of the one that holds the id now."""
         super().__init__(message)
         self.generation = generation
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, int], dict[str, Any]]:
+        """An exception is made again from its arguments; this one has two."""
+        return type(self), (str(self), self.generation), vars(self)
 
 
 class BusError(DilocoError):

@@ -50,6 +50,11 @@ class Layout:
         return sum(f.elements for f in self.fragments)
 
 
+def fragments_of(wanted: int, tensors: int) -> int:
+    """How many fragments a model has of which nobody asked for a number: as many as wanted, one a tensor at most."""
+    return min(wanted, tensors)
+
+
 def balance(sizes: Iterable[tuple[str, int]], fragments: int) -> dict[str, int]:
     """Assign tensors (name, elements) to fragments 0..fragments-1: largest first, into the smallest so far.
 

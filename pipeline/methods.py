@@ -6,7 +6,9 @@ the method; the lab can have them wait too (`studies/quality/settings.py`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from diloco.pipeline.fragments import fragments_of
 
 RunMethod = Literal["decoupled", "paper", "streaming", "diloco", "data-parallel"]
 
@@ -41,7 +43,7 @@ METHODS: dict[str, Method] = {
             **{"merge": "rda", "weights": "tokens", "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},
             **{"outer_warmup": 0, "first_interval": 0},
         },
-        "not published: outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), gamma and the averages' decay in the "
+        "outer rate and momentum (taken: DiLoCo's 0.7 and 0.9), gamma and the averages' decay in the "
         "grace (ours), the granularity of RDA (a tensor)",
     ),
     "streaming": Method(
@@ -68,5 +70,17 @@ def settings_of(method: str, learners: int, tensors: int | None = None) -> dict[
     if meant.get("quorum") == ALL:
         meant["quorum"] = learners
     if tensors is not None and "fragments" in meant:
-        meant["fragments"] = min(meant["fragments"], tensors)
+        meant["fragments"] = fragments_of(meant["fragments"], tensors)
     return meant
+
+
+def meant_by(sync: Mapping[str, Any], tensors: int) -> RunMethod:
+    """The method that means what a run's settings are, whatever its quorum; "decoupled" if none does.
+
+    tensors: trained ones of its model.
+    """
+    for name in get_args(RunMethod):
+        meant = settings_of(name, sync["quorum"], tensors)
+        if meant and all(sync[key] == value for key, value in meant.items()):
+            return name  # type: ignore[no-any-return]  # one of them
+    return "decoupled"

@@ -1,8 +1,9 @@
 """What a run needs: sync interval, fragments, codec; memory, bytes and cores of the syncers and of Redis. Pure.
 
-H follows from what the globals take of a learner's link; the codec and P from whether a fragment's round trip hides
-behind tau steps; syncers and Redis nodes from traffic, memory and the operations of merge and outer step. `diloco plan`
-shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many learners the goodput wants.
+H follows from what the globals take of a learner's link; the codec, P and the threads of an outer step from whether a
+fragment's round trip hides behind tau steps; syncers and Redis nodes from traffic, memory and the operations of merge
+and outer step. `diloco plan` shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many
+learners the goodput wants.
 """
 
 import math
@@ -12,20 +13,24 @@ from typing import NamedTuple, get_args
 
 from pydantic import Field
 
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
-from diloco.pipeline.units import Amount, BitRate, Span
+from diloco.pipeline.units import Amount, BitRate, Span, written
 
-INTERVALS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-FRAGMENTS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+USUAL = defaults(SyncSettings)
+"""What a run has if nobody says otherwise: a plan departs from it only where it must."""
+INTERVALS = (USUAL["sync_interval"], 32, 48, 64, 96, 128, 192, 256, 384, 512)
+FRAGMENTS = (USUAL["fragments"], 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 TENSORS_A_LAYER = 7
 LINK_SHARE = 0.7
 """Of a link, a machine's memory and its cores: the rest is for what waits after an outage. Assumed"""
 _MANY = 2**20
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
 """Bytes of an element of a delta."""
-KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
+KEY_FRAMES: int = USUAL["key_frame_interval"]
 
 
 class Global(NamedTuple):
@@ -52,6 +57,11 @@ OFFERED_BYTES = 2 * 2 * 4
 BY_CHOICE = ("bf16", "int8", "e3m0")
 """Codecs that are chosen from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for 36.6);
 Streaming DiLoCo: E3M0 loses nothing."""
+ROUNDING = 1e-9
+"""Of a step: a round trip that is longer by no more has the length that it should have."""
+EXACT = ("fp32", "bf16")
+"""Codecs of deltas without an error that is kept."""
+OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
 REDIS_BYTES_PER_S = 1.1 * 2**30
 """Of one node, through a Python client, measured at 1 MiB a value."""
 REDIS_MEMORY_BYTES = 256e9
@@ -59,8 +69,12 @@ SYNCER_MEMORY_BYTES = 512e9
 """Memory of one machine. Assumed"""
 SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
-OUTER_FLOPS = 120e9
-"""Operations of a core a second in products of matrices. Measured: 241e9 on two (docs/results/performance.md)"""
+LEARNER_S = 3.4e-9
+"""Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
+OF_OUTER: dict[OuterName, dict[str, float]] = {"muon": {}, "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24}}
+"""What goes with an outer step and is not the default (docs/results/quality.md)."""
+MOST_IN_LAYERS = 1.1
+"""Of a model's parameters, as people round them."""
 _LAYERS = ((1e9, 24), (10e9, 48), (100e9, 108))
 """Parameters and layers of the models in arXiv:2501.18512. Assumed for 10B and 100B."""
 
@@ -71,7 +85,14 @@ class Site(Settings):
     from_environment = False
     """Variables of a real run are about something else."""
 
-    params: Amount = Field(70e9, description="Parameters of the model. Assumed")
+    params: Amount = Field(70e9, ge=1e4, le=1e13, description="Parameters of the model. Assumed")
+    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
+    width: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="Its width n, of n x n and n x 4n matrices; 0: from its layers. Assumed",
+    )
     step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     link: BitRate = Field(
         100e9,
@@ -84,7 +105,7 @@ class Site(Settings):
     sync_time: Span = Field(
         0.0,
         description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
-        "merge_rate: outer step, staging, commit. Assumed",
+        "merge_rate: staging, commit. Assumed",
     )
     syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")
 
@@ -97,14 +118,32 @@ def layers_of(params: float) -> int:
     return round(few * math.pow(many / few, share))
 
 
-def outer_operations(params: float, outer: OuterName) -> float:
-    """Operations of one outer step of all fragments, without what is done to each element once.
+def shape_of(site: Site) -> tuple[float, float]:
+    """Width and layers of a site's model, the ones that are not told from 12 n^2 parameters a layer.
 
-    Muon's take 30 n^3 for a matrix of n x n (ARCHITECTURE.md), and 90 n^3 for one of n x 4 n: 25 n a parameter where a
-    layer has 12 n^2 of them.
+    Raises:
+        UsageError: so many layers of that width have more parameters than the model.
     """
-    width = math.sqrt(params / 12 / layers_of(params))
-    return 25 * width * params if outer == "muon" else 0.0
+    layers = site.layers or (site.params / 12 / site.width**2 if site.width else layers_of(site.params))
+    width = site.width or math.sqrt(site.params / 12 / layers)
+    if layers < 1 or 12 * width**2 * layers > MOST_IN_LAYERS * site.params:
+        raise UsageError(
+            f"{max(1, layers):g} layers of width {width:g} have {written(12 * width**2 * max(1, layers))} parameters "
+            f"(12 n^2 each), and the model {written(site.params)}: change --params, or leave --layers or --width out"
+        )
+    return width, layers
+
+
+def params_of(site: Site) -> float:
+    """Parameters of a site's model: as told, else those of its layers, where these and their width are told."""
+    if "params" in site.model_fields_set or not (site.layers and site.width):
+        return site.params
+    return 12.0 * site.width**2 * site.layers
+
+
+def outer_operations(site: Site, outer: OuterName) -> float:
+    """Operations of one outer step of all fragments, without what is done to each element once."""
+    return transformer_operations(*shape_of(site), outer)
 
 
 def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> float:
@@ -114,7 +153,7 @@ def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> 
 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
     """Memory of all syncers together: values, momentum, what a merge makes, and two windows of M + 2 fragments."""
-    windows = 2 * (learners + 2) + (outer == "muon")
+    windows = 2 * (learners + 2) + (outer != "nesterov")
     return params * (4 + 4 + 4) + windows * 4 * params / fragments
 
 
@@ -125,15 +164,17 @@ class Pace(NamedTuple):
     fragments: int
     codec: str
     global_codec: str
+    threads: int
+    """Of a syncer's products of matrices."""
+    outer_s: float
+    """Outer step of one fragment on these."""
     trip_s: float
     """Of one fragment: upload, merge, pull."""
     why: dict[str, str]
     warnings: list[str]
 
 
-def pace_of(
-    site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName = "nesterov"
-) -> Pace:
+def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName) -> Pace:
     """H, P and codec for a site.
 
     Args:
@@ -161,17 +202,19 @@ def pace_of(
         )
     most = min(interval, TENSORS_A_LAYER * layers_of(site.params))
     hidden_s = overlap_steps * site.step_time
+    alone_s = outer_operations(site, outer) / CORE_FLOPS
+    step_s = alone_s / site.syncer_cores
 
     def fragmented(name: str) -> tuple[int, str, float]:
         """The fewest fragments whose round trip is hidden; if none, the most."""
         fitting = [p for p in FRAGMENTS if p <= most]
-        trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, outer) for p in fitting}
-        fragments = next((p for p, trip_s in trips.items() if trip_s <= hidden_s), fitting[-1])
+        trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, step_s / p) for p in fitting}
+        fragments = next((p for p, trip_s in trips.items() if not beyond(trip_s)), fitting[-1])
         return fragments, name, trips[fragments]
 
     def beyond(trip_s: float) -> int:
         """Steps of each round that are trained in vain."""
-        return max(0, math.ceil((trip_s - hidden_s) / site.step_time))
+        return max(0, math.ceil((trip_s - hidden_s) / site.step_time - ROUNDING))
 
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
@@ -179,6 +222,17 @@ def pace_of(
         warnings.append(
             f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may "
             f"hide behind: {beyond(trip_s)} more steps of each round of {interval} are overwritten"
+        )
+    # Threads that wait for each other are lost to other fragments: no more than it takes.
+    rest_s = hidden_s - (trip_s - step_s / fragments)
+    needed = alone_s / fragments / rest_s if rest_s > 0 else math.inf
+    threads = max(1, min(site.syncer_cores, math.ceil(min(needed, site.syncer_cores))))
+    outer_s = alone_s / fragments / threads
+    trip_s += outer_s - step_s / fragments
+    if beyond(trip_s) and outer_s > trip_s / 2:
+        warnings.append(
+            f"{outer_s:.1f} s of it are the outer step on {threads} cores (--syncer-cores): more of them help, or "
+            f"{CHEAPER[outer]}"
         )
     _, first, first_s = tried[0]
     why = {
@@ -198,19 +252,38 @@ def pace_of(
         why["codec"] = f"the paper's main setting; fewer bits would save no step of a round: globals are {global_codec}"
     else:
         why["codec"] = "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
-    return Pace(interval, fragments, chosen, global_codec, trip_s, why, warnings)
+    if alone_s:
+        why["threads"] = (
+            f"OPENBLAS_NUM_THREADS of each syncer: a fragment's outer step is {alone_s / fragments:.1f} s of a core at "
+            f"{CORE_FLOPS / 1e9:g} GFLOP/s, {outer_s:.1f} s on so many; a round trip may take {hidden_s:.1f} s"
+        )
+    return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
 
 
-def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer: OuterName) -> float:
+def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
     """Of a fragment: its upload, the merge of so many learners, the outer step, and the pull.
 
-    wire, pulled: bytes of an element, of a delta and of a global.
+    Args:
+        site: what there is.
+        learners, fragments: M and P.
+        wire, pulled: bytes of an element, of a delta and of a global.
+        outer_s: its outer step.
     """
     elements = site.params / fragments
     merge_s = learners * elements * wire / site.merge_rate / site.syncer_cores
-    outer_s = outer_operations(site.params, outer) / fragments / OUTER_FLOPS / site.syncer_cores
     transfer_s = 8 * elements * (wire + pulled) / site.link
     return 2 * site.latency + transfer_s + merge_s + outer_s + site.sync_time
+
+
+class Party(NamedTuple):
+    """What machines of one kind take, each of them."""
+
+    name: str
+    machines: int
+    cores: float
+    memory_bytes: float
+    bytes_per_s: float
+    """In and out together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,31 +295,40 @@ class Needs:
     fragments: int
     codec: str
     global_codec: str
+    outer: OuterName
+    threads: int
+    """Of a syncer's products of matrices (OPENBLAS_NUM_THREADS)."""
     syncers: int
     redis_nodes: int
     link_load: float
     """Of the busier direction of a learner's link."""
     round_trip_s: float
+    outer_s: float
+    """Of it, the outer step."""
     syncer_cores: float
     """All syncers together, merging and stepping without a pause."""
     syncer_memory_bytes: float
     """All syncers together."""
     redis_memory_bytes: float
     redis_bytes_per_s: float
+    parties: tuple[Party, ...]
+    settings: dict[str, str | int | float]
+    """For a settings file of all parties."""
     why: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> str:
         """What it comes to, for people."""
         return (
-            f"link of a learner: {self.link_load:.0%} busy, a fragment's round trip {self.round_trip_s:.1f} s\n"
+            f"link of a learner: {self.link_load:.0%} busy, a fragment's round trip {self.round_trip_s:.1f} s, the "
+            f"outer step {self.outer_s:.1f} s of it\n"
             f"syncers together: {self.syncer_cores:.2f} cores merging, {self.syncer_memory_bytes / 1e9:.0f} GB; "
             f"Redis: {self.redis_memory_bytes / 1e9:.0f} GB, {self.redis_bytes_per_s / 1e9:.2f} GB/s"
         )
 
 
-def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov") -> Needs:
-    """Memory, bytes and cores of a run at this pace."""
+def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: OuterName) -> Needs:
+    """Memory, bytes and cores of a run at this pace; the other arguments as `pace_of` had them."""
     wire, shown = CODECS[pace.codec], GLOBALS[pace.global_codec]
     round_s = pace.interval * site.step_time
     up_bytes_per_s, down_bytes_per_s = (b * site.params / round_s for b in (wire, shown.pulled))
@@ -257,7 +339,7 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
     memory = syncer_bytes(site.params, learners, pace.fragments, outer)
-    outer_cores = outer_operations(site.params, outer) / round_s / OUTER_FLOPS
+    outer_cores = outer_operations(site, outer) / round_s / CORE_FLOPS
     cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
     syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
     syncers = {
@@ -267,9 +349,9 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
     }
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
-        warnings.append(
-            f"Muon's products of matrices take {outer_cores:.0f} cores all the time: outer = nesterov has none"
-        )
+        said = any(CHEAPER[outer] in warning for warning in warnings)
+        cheaper = "" if said else f"; less has {CHEAPER[outer]}"
+        warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
         f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas, 2 offers of "
@@ -279,20 +361,41 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
         + f" ({memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s, "
         f"{cores:.2f} cores)",
     }
+    count, nodes = max(2, *syncers.values()), max(1, by_traffic, by_memory)
+    held = 4 + 4 / pace.fragments + (0 if pace.codec in EXACT else 4)  # base, a fragment in flight, what codecs lost
     return Needs(
         learners=learners,
         sync_interval=pace.interval,
         fragments=pace.fragments,
         codec=pace.codec,
         global_codec=pace.global_codec,
-        syncers=max(2, *syncers.values()),
-        redis_nodes=max(1, by_traffic, by_memory),
+        outer=outer,
+        threads=pace.threads,
+        syncers=count,
+        redis_nodes=nodes,
         link_load=max(up_bytes_per_s, down_bytes_per_s) * 8 / site.link,
         round_trip_s=pace.trip_s,
+        outer_s=pace.outer_s,
         syncer_cores=cores,
         syncer_memory_bytes=memory,
         redis_memory_bytes=redis_memory,
         redis_bytes_per_s=traffic,
+        parties=(
+            Party(
+                "learner",
+                learners,
+                LEARNER_S * site.params / round_s,
+                held * site.params,
+                up_bytes_per_s + down_bytes_per_s,
+            ),
+            Party("syncer", count, max(cores / count, pace.threads), memory / count, syncer_traffic / count),
+            Party("Redis node", nodes, 1, redis_memory / nodes, traffic / nodes),
+        ),
+        settings={
+            **{"fragments": pace.fragments, "sync_interval": pace.interval, "overlap_steps": overlap_steps},
+            **{"codec": pace.codec, "global_codec": pace.global_codec, "grace_gamma": USUAL["grace_gamma"]},
+            **{"outer": outer, **{name: OF_OUTER[outer].get(name, USUAL[name]) for name in OUTER_SETTINGS}},
+        },
         why=pace.why | why,
         warnings=warnings,
     )
@@ -300,6 +403,6 @@ def needs_of(site: Site, pace: Pace, learners: int, outer: OuterName = "nesterov
 
 CHOSEN = {
     **{"learners": "M", "sync_interval": "H", "fragments": "P", "codec": "codec"},
-    **{"syncers": "syncers", "redis_nodes": "Redis nodes"},
+    **{"threads": "threads", "syncers": "syncers", "redis_nodes": "Redis nodes"},
 }
 """Fields of a plan that are choices, each with its `why`, and their names for people."""

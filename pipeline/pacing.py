@@ -1,11 +1,22 @@
-"""Whether merges keep up with the learners, and what helps where they do not. Pure."""
+"""Whether merges keep up with the learners, and what helps where they do not. Pure.
 
+A learner trains H steps on a base, publishes, and adopts what became of it once it is merged. What it trains in between
+is overwritten: of a round of H steps and a merge of m steps, m / (H + m). So a merge has room for `ROOM` of a round; in
+any case for the tau steps that a run plans with; and never for more than the interval in force while that grows.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.outer_cost import CHEAPER
 from diloco.pipeline.ramps import interval_at
+
+LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
+ROOM = 1 / 3
+"""Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
 
 class Pace(NamedTuple):
@@ -15,59 +26,114 @@ class Pace(NamedTuple):
     version: int
     merge_s: float
     """`WindowView.merge_s`."""
-
-
-class LastMerges:
-    """How long the last two merges of one fragment took."""
-
-    def __init__(self) -> None:
-        self._took = (0.0, 0.0)
-
-    def took(self, seconds: float) -> None:
-        """One more."""
-        self._took = self._took[1], seconds
+    outer_s: float = 0.0
+    """`WindowView.outer_s`."""
 
     @property
-    def merge_s(self) -> float:
-        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
-        return min(self._took)
+    def takes_s(self) -> float:
+        """Of a merge, as far as it is known."""
+        return max(self.merge_s, self.outer_s)
+
+
+class Room(NamedTuple):
+    """How the outer step of the fragment that is worst off fits into its round."""
+
+    outer_s: float
+    room_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the room; above 1 it does not fit."""
+        return self.outer_s / self.room_s
+
+
+def room_steps(sync: SyncSpec, version: int) -> float:
+    """Inner steps that a merge into this version may take."""
+    return min(interval_at(sync, version), full_room_steps(sync))
+
+
+def full_room_steps(sync: SyncSpec) -> float:
+    """The same once the interval is H."""
+    return max(sync.overlap_steps, ROOM * sync.sync_interval)
+
+
+def least_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
+    """Inner steps that take at least so long leave room for an outer step, once the interval is H.
+
+    Args:
+        sync: the run's.
+        outer_s: of the fragment whose outer step takes longest.
+        together_s: as `slow_merges`.
+    """
+    return max(outer_s / full_room_steps(sync), together_s / (sync.sync_interval + full_room_steps(sync)))
+
+
+def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> Room | None:
+    """How the outer step fits, judged by the full interval; None: nothing is known yet.
+
+    Args:
+        sync, fragments, step_times: as `slow_merges`.
+    """
+    known, steps = [one.outer_s for one in fragments if one.outer_s], [s for s in step_times if s > 0]
+    if not known or not steps:
+        return None
+    return Room(max(known), full_room_steps(sync) * median(steps))
 
 
 def slow_merges(
-    sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], syncers: int, allowed: float = 1.0
+    sync: SyncSpec,
+    fragments: Iterable[Pace],
+    step_times: Sequence[float],
+    syncers: int,
+    allowed: float = 1.0,
+    together_s: float = 0.0,
 ) -> str | None:
-    """A warning if merges take longer than a round, with what helps; None: they keep up, or it is not known yet.
+    """A warning if merges take longer than they have room, with what helps; None: they fit, or it is not known yet.
 
-    A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners. What a
-    learner trains between its delta and the merge is overwritten when it adopts that: here, more than it publishes.
+    A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners.
 
     Args:
         sync: the run's.
         fragments: those whose merges are looked at.
         step_times: of live learners, s; 0 is not known yet.
         syncers: how many serve the run.
-        allowed: rounds that a merge may take.
+        allowed: times its room that a merge may take.
+        together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
     """
     known = [s for s in step_times if s > 0]
     if not known:
         return None
     step_s = median(known)
-    found = [(one.merge_s / (interval_at(sync, one.version) * step_s), one) for one in fragments]
+    # What a round cannot take in of all fragments, the last of them waits for.
+    queue_s = together_s - sync.sync_interval * step_s
+    found = [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
     slow = [(ratio, one) for ratio, one in found if ratio > allowed]
     if not slow:
         return None
     ratio, worst = max(slow)
-    interval = interval_at(sync, worst.version)
-    longer = "--sync-interval" if interval == sync.sync_interval else "first_interval"
+    takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
+    round_s = interval * step_s
+    outer = f", outer step {worst.outer_s:.1f} s" if worst.outer_s > takes_s / 2 else ""
+    return (
+        f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
+        f"fragment {worst.fragment} {takes_s:.1f} s{outer}, its round of {interval} steps {round_s:.1f} s, room "
+        f"{takes_s / ratio:.1f} s), and what is trained meanwhile is overwritten, about "
+        f"{takes_s / (takes_s + round_s):.0%}: {'; or '.join(_helps(sync, worst, ratio, syncers))}"
+    )
+
+
+def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int) -> list[str]:
+    """What makes a merge fit that takes so many times its room, and what that costs."""
+    times = math.ceil(ratio)
     helps = ["give the syncer more cores, or fewer neighbours"]
+    if sync.outer in CHEAPER:
+        helps.append(f"let it multiply matrices on {times} cores that nobody else needs (OPENBLAS_NUM_THREADS={times})")
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")
-    if sync.outer == "muon":
-        helps.append("take --outer nesterov, which multiplies no matrices, or where the syncer has cores to spare ")
-        helps[-1] += "let it use N of them (OPENBLAS_NUM_THREADS=N)"
-    helps.append(f"make rounds longer ({longer})")
-    return (
-        f"merges take longer than a round of the learners ({len(slow)} of {len(found)} fragments; fragment "
-        f"{worst.fragment} {worst.merge_s:.1f} s, its round of {interval} steps {worst.merge_s / ratio:.1f} s), "
-        f"and what is trained meanwhile is overwritten: {'; or '.join(helps)}"
-    )
+    if interval_at(sync, worst.version) < sync.sync_interval:
+        helps.append("begin with longer rounds (first_interval), from which short runs learn less")
+    else:
+        helps.append(f"start the run with longer rounds (--sync-interval {sync.sync_interval * times}; {LONGER_COSTS})")
+    if sync.outer in CHEAPER:
+        helps.append(f"start the run with {CHEAPER[sync.outer]}")
+    return helps

@@ -1,4 +1,4 @@
-"""What changes in the course of a run, each as a function of a fragment's version. Pure.
+"""How long the interval is in the course of a run, as a function of a fragment's version. Pure.
 
 A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
 does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
@@ -7,7 +7,6 @@ owner decides it with each merge. The head says it to learners and successors, t
 """
 
 import math
-from collections.abc import Iterable
 
 from diloco.pipeline.messages.spec import SyncSpec
 
@@ -35,7 +34,7 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
     Args:
         sync: tau, and what `interval_at` needs; tau of 0 counts as 1 here.
         version: of the base.
-        round_trip: steps (`syncer.round_trips`).
+        round_trip: steps (`syncer.grace.RoundTrips`).
     """
     interval = interval_at(sync, version)
     hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
@@ -50,21 +49,3 @@ def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
 def overlap_in_force(sync: SyncSpec, version: int, told: int) -> int:
     """Tau of a base whose head says this interval: as many times longer as that is, and whole."""
     return math.ceil(sync.overlap_steps * interval_in_force(sync, version, told) / interval_at(sync, version))
-
-
-def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
-    """Outer learning rate and momentum of the step from this version to the next.
-
-    For the first `outer_warmup` outer steps learners are averaged: rate 1, no momentum. While the model changes fast, a
-    step beyond what the learners agree on is a step too far. So it is with what learners leave behind when a run ends:
-    where no delta holds half an interval, momentum would repeat a whole one's way.
-
-    Args:
-        sync: outer_lr, outer_momentum, outer_warmup and what `interval_at` needs.
-        version: of the base.
-        steps: inner steps of each contribution.
-        told: `Head.interval` of the base.
-    """
-    if version < sync.outer_warmup or 2 * max(steps) < interval_in_force(sync, version, told):
-        return 1.0, 0.0
-    return sync.outer_lr, sync.outer_momentum

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Never, TypeVar
+
+from diloco.pipeline.errors import BusError, BusUnavailable, PeerError, SpecMismatch, outage_event
 
 T = TypeVar("T")
 Errors = type[BaseException] | tuple[type[BaseException], ...]
@@ -90,3 +92,43 @@ async def retry(
             wait_s = waits.after(loop.time() - began_s)
             failed(error, wait_s)
             await asyncio.sleep(wait_s)
+
+
+class Outages:
+    """What one party asks of the bus is asked again until it answers; failed calls are logged and counted."""
+
+    BACKOFF = Backoff(0.1, 2.0)
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self.count = 0
+        """Calls that found no bus, since joining."""
+        self.gap = False
+        """Work was broken off by one: what was told meanwhile is not known. Reset by whoever reads all anew."""
+
+    async def retry(self, call: Callable[..., Awaitable[Any]], *args: Any, unless: Errors = ()) -> Any:
+        """Call until the bus answers.
+
+        Raises:
+            unless: these are not for trying again.
+        """
+        return await retry(lambda: call(*args), self.BACKOFF.waits(), BusError, self._failed, unless)
+
+    async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
+        """Do a work of which there is always more; begin it again whenever the bus or a peer breaks it off.
+
+        Raises:
+            SpecMismatch: the run is another one by now.
+        """
+
+        def failed(error: BaseException, wait_s: float) -> None:
+            self.gap |= isinstance(error, BusUnavailable)
+            self._failed(error, wait_s, task=work.__name__)
+
+        waits = self.BACKOFF.waits()
+        while True:
+            await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
+
+    def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:
+        self.count += isinstance(error, BusUnavailable)
+        self._log.warning(outage_event(error), error=str(error), retry_s=wait_s, **where)

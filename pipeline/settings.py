@@ -7,11 +7,8 @@ Each setting is declared once, with its default: lab, simulator and benchmarks t
 An `expert` setting has no flag: it is set by a variable or in the file (`is_expert`).
 """
 
-import os
-import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -22,9 +19,8 @@ from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import MAX_UPDATES, Codec, GlobalCodec, MergeName, OuterName, WeightsName
-from diloco.pipeline.units import parse_count, parse_duration
-
-ENV_PREFIX = "DILOCO_"
+from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
+from diloco.pipeline.units import parse_count, parse_duration, written
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -50,6 +46,8 @@ def _following(lease: float, least_s: float) -> Any:
 
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
+_ignored: ContextVar[Collection[str]] = ContextVar("ignored", default=())
+"""Settings of which variables do not count."""
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
@@ -93,7 +91,12 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment if it counts, then the TOML file."""
         from_file = InitSettingsSource(settings_cls, init_kwargs=dict(_file_values.get() or {}))
-        return (init_settings, *((env_settings,) if cls.from_environment else ()), from_file)
+        if not cls.from_environment:
+            return init_settings, from_file
+        if not (ignored := _ignored.get()):
+            return init_settings, env_settings, from_file
+        variables = {name: value for name, value in env_settings().items() if name not in ignored}
+        return init_settings, InitSettingsSource(settings_cls, init_kwargs=variables), from_file
 
 
 class BusSettings(Settings):
@@ -122,7 +125,7 @@ class BusSettings(Settings):
 class SyncSettings(Settings):
     """The protocol's constants; equal for all parties, kept in the run's spec."""
 
-    fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P")
+    fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P; unasked, a tensor each at most")
     sync_interval: int = Field(24, ge=1, le=10**6, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
     overlap_steps: int = Field(2, ge=0, le=10**6, description="Inner steps tau that a sync may hide behind")
@@ -137,6 +140,8 @@ class SyncSettings(Settings):
         description="Globals as learners pull them: fp32; bf16 (half of the bytes), and the syncer's stay fp32; int8 "
         "(a quarter, and the syncer puts as little on the bus): as updates of the version before",
     )
+    # Nobody decides this one and `chunk_bytes`. They stay settings: tests, worlds and benches run with others, and
+    # a run's spec says both: what is on the bus, in checkpoints and in recorded deltas was made with these.
     key_frame_interval: int = expert(
         8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two whole ones"
     )
@@ -149,9 +154,10 @@ class SyncSettings(Settings):
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     outer: OuterName = Field(
-        "muon",
-        description="Outer optimizer. nesterov: SGD with Nesterov momentum; muon: its step orthogonalised, each matrix "
-        "by itself and at its own length, which costs the syncer products of matrices (docs/results/performance.md)",
+        "halley",
+        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "
+        "matrix by itself and at its own length, which costs the syncer products of matrices "
+        "(docs/results/outer-step.md); muon: the same by Newton-Schulz iterations, at five times the cost",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(
@@ -354,6 +360,16 @@ NO_FLAG = frozenset({"http_token", "redis_password"})
 """Secrets that are no flags, since every user of a machine can read a process's arguments."""
 
 
+def flag_of(name: str) -> str:
+    """A setting's flag."""
+    return "--" + name.replace("_", "-")
+
+
+def has_flag(kind: type[Settings], name: str) -> bool:
+    """Whether a setting may be a flag: it is neither for experts nor secret."""
+    return name in kind.model_fields and name not in NO_FLAG and not is_expert(kind, name)
+
+
 def allowed(kind: type[Settings], name: str) -> str:
     """What a field takes, in words, for messages and help."""
     info = kind.model_fields[name]
@@ -361,58 +377,11 @@ def allowed(kind: type[Settings], name: str) -> str:
         return "one of " + ", ".join(map(str, get_args(info.annotation)))
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     return ", ".join(
-        f"{text} {getattr(rule, attr)}"
+        f"{text} {written(bound) if isinstance(bound := getattr(rule, attr), float) else bound}"
         for rule in info.metadata
         for attr, text in words.items()
         if getattr(rule, attr, None) is not None
     )
-
-
-_NO_SETTINGS = ("launcher_pid", "test_")
-"""Beginnings of the names of other `DILOCO_*` variables of this project."""
-_MISSPELT = 0.82
-"""Names that have so much in common differ by a slip; `difflib` counts."""
-_NEAR = 0.7
-"""So much, and it is worth naming."""
-
-
-def _nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    return next(iter(get_close_matches(name.lower(), sorted(known), 1, cutoff)), None)
-
-
-def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
-    """Look for `DILOCO_*` variables that are no setting of any party.
-
-    One that may be meant for other programs is a warning, for instance what Kubernetes says of a service `diloco-...`,
-    or a name of one's own for compose; one that is nearly the name of a setting is taken for that, misspelt.
-
-    Args:
-        known: settings of all parties.
-        wanted: only what is nearly one of these counts, and is a warning then.
-
-    Returns: warnings.
-
-    Raises:
-        UsageError: a variable is misspelt, and nothing is `wanted`.
-    """
-    warnings = []
-    for variable in sorted(os.environ):
-        if not variable.upper().startswith(ENV_PREFIX) or not os.environ[variable]:
-            continue
-        name = variable[len(ENV_PREFIX) :].lower()
-        if name in known or name.startswith(_NO_SETTINGS):
-            continue
-        misspelt = _nearest(name, known if wanted is None else wanted, _MISSPELT)
-        if misspelt:
-            said = f"unknown variable {variable}: is {ENV_PREFIX}{misspelt.upper()} meant?"
-            if wanted is None:
-                raise UsageError(f"{said} Rename it, or unset it")
-            warnings.append(said)
-        elif wanted is None:
-            near = _nearest(name, known, _NEAR)
-            hint = f"; the nearest is {ENV_PREFIX}{near.upper()}" if near else ""
-            warnings.append(f"the variable {variable} is no setting{hint}")
-    return warnings
 
 
 def load(
@@ -420,6 +389,7 @@ def load(
     flags: Mapping[str, Any] | None = None,
     config: Path | None = None,
     known: frozenset[str] = frozenset(),
+    ignored: Collection[str] = (),
 ) -> S:
     """Settings of one party.
 
@@ -428,34 +398,34 @@ def load(
         flags: values given on the command line; None means not given.
         config: TOML file, flat keys.
         known: further keys allowed in the file, of other parties.
+        ignored: settings that neither variables nor the file give.
 
     Raises:
         UsageError: naming the field, the value and what is allowed.
     """
     fields = kind.model_fields
-    table: dict[str, Any] = {}
-    if config is not None:
-        try:
-            table = tomllib.loads(config.read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"cannot read settings file {config}: {error}") from error
-        unknown = sorted(set(table) - set(fields) - known)
-        if unknown:
-            near = _nearest(unknown[0], {*fields, *known}, _NEAR)
-            meant = f" (is {near!r} meant?)" if near else ""
-            raise UsageError(
-                f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted({*fields, *known}))}"
-            )
-    token = _file_values.set({name: table[name] for name in fields if name in table})
+    table = read_file(config)
+    unknown = sorted(set(table) - set(fields) - known)
+    if unknown:
+        near = nearest(unknown[0], {*fields, *known}, NEAR)
+        meant = f" (is {near!r} meant?)" if near else ""
+        raise UsageError(
+            f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted({*fields, *known}))}"
+        )
+    flags = flags or {}
+    file_token = _file_values.set({name: table[name] for name in fields if name in table and name not in ignored})
+    ignored_token = _ignored.set(ignored)
     try:
-        return kind(**{name: value for name, value in (flags or {}).items() if value is not None})
+        return kind(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise UsageError("\n".join(_complaints(kind, error))) from error
+        raise UsageError("\n".join(_complaints(kind, error, flags))) from error
     finally:
-        _file_values.reset(token)
+        _file_values.reset(file_token)
+        _ignored.reset(ignored_token)
 
 
-def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
+def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[str]) -> list[str]:
+    """What is wrong, a line for each setting; `flags`: what the command has flags for."""
     lines = []
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
@@ -464,11 +434,12 @@ def _complaints(kind: type[Settings], error: ValidationError) -> list[str]:
         takes = allowed(kind, name) if name in kind.model_fields else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
         hint = f" (allowed: {takes})" if takes else ""
-        ways = "" if name in kind.model_fields and is_expert(kind, name) else "--" + name.replace("_", "-")
+        ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
         if kind.from_environment:
-            ways += ", " * bool(ways) + f"{ENV_PREFIX}{name.upper()}"
+            ways.append(f"{ENV_PREFIX}{name.upper()}")
+        ways.append("the settings file")
         what = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}={shown}: {what}{hint}; set it with {ways} or the settings file")
+        lines.append(f"{name}={shown}: {what}{hint}; set it with {' or '.join(ways)}")
     return lines
 
 

@@ -66,6 +66,14 @@ def parse_rate(value: Any) -> Any:
     return scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
 
 
+def written(amount: float, suffixes: str = "TBMk") -> str:
+    """A number as people write it, and as `parse_count` reads it: '70B', '3.3B', '150k', '0.5'; with TGMk of a rate."""
+    for suffix, unit in zip(suffixes, (1e12, 1e9, 1e6, 1e3), strict=True):
+        if abs(amount) >= unit:
+            return f"{amount / unit:g}{suffix}"
+    return f"{amount:g}"
+
+
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0, allow_inf_nan=False)]
 """Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'."""
 Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_nan=False)]

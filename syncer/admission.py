@@ -1,6 +1,7 @@
 """Which deltas may be in a window: by the head, the run's format, and what waits for the next window. Pure.
 
-An offer is a delta's header with its stream entry. `window` asks here before it takes one as a member.
+An offer is a delta's header with its stream entry. `window` asks here before it takes one as a member. `Doubts` says of
+which learners nobody waits for one, because of what they sent.
 """
 
 from collections.abc import Sequence
@@ -162,3 +163,52 @@ class NextWindow:
         """Empty it: the window opens again."""
         offers, self._offers = tuple(self._offers), []
         return offers
+
+
+# --- doubted learners ---------------------------------------------------------------------------------
+
+DOUBTED_AFTER = 3
+"""Refusals in a row."""
+BAD = frozenset(
+    {
+        RefusalReason.WRONG_LAYOUT,
+        RefusalReason.NON_FINITE,
+        RefusalReason.ABSURD_NORM,
+        RefusalReason.NOT_POSITIVE,
+        RefusalReason.BAD_PAYLOAD,
+        RefusalReason.UPLOAD_TIMEOUT,
+        RefusalReason.FLOOD,
+    }
+)
+"""Reasons that no fault between a learner and its syncer explains, three times in a row."""
+
+
+class Doubts:
+    """Which learners of one fragment are not waited for, because of what they sent.
+
+    A learner whose deltas were refused several times in a row for what was in them, or did not come, costs the others
+    time with each new one: the quorum counts its header, and falls short again. So from then on it counts only once its
+    delta is here and sound, and nobody waits for it. One sound delta ends the doubt. It is no punishment: whoever
+    forges another learner's name only makes the others not wait for that one.
+
+    At most as many learners as a run may have are remembered, the longest silent one goes.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}
+
+    def refused(self, learner: str, reason: RefusalReason) -> None:
+        """A delta of this learner was refused."""
+        if reason in BAD:
+            self._in_a_row[learner] = self._in_a_row.pop(learner, 0) + 1
+            if len(self._in_a_row) > MAX_LEARNERS:
+                del self._in_a_row[next(iter(self._in_a_row))]
+
+    def sound(self, learner: str) -> None:
+        """A delta of it is here, and can be merged."""
+        self._in_a_row.pop(learner, None)
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Those that nobody waits for."""
+        return frozenset(learner for learner, times in self._in_a_row.items() if times >= DOUBTED_AFTER)

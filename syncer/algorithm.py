@@ -30,6 +30,9 @@ CANCELLED = 1e-6
 """Directions whose weighted mean is shorter than this cancel: it is rounding noise."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """a, b, c of x -> a x + b x^3 + c x^5, which takes singular values up to 1 towards 1 (Jordan et al., Muon, 2024)."""
+HALLEY = (86.2, 1814.76, 1899.96)
+"""a, b, c of x -> x (a + b x^2) / (1 + c x^2), which takes singular values from 0.005 to 1 to between 0.41 and 1
+(Nakatsukasa, Bai and Gygi, Optimizing Halley's iteration for computing the matrix polar decomposition, 2010)."""
 
 
 # --- merge weights ----------------------------------------------------------------------------------------
@@ -118,19 +121,49 @@ def muon(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tu
     return theta - lr * orthogonalised(delta + mu * b), b
 
 
+def halley(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
+    """`muon` with another way to orthogonalise: `halley_iteration`; ours."""
+    b = mu * b + delta
+    return theta - lr * halley_iteration(delta + mu * b), b
+
+
 OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple[Float64, Float64]]]
-OUTER = {"nesterov": nesterov, "muon": muon}
+OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
 
 
 def orthogonalised(matrix: Float64) -> Float64:
     """The same singular vectors and Frobenius length; singular values by five steps of `NEWTON_SCHULZ`."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    same: Float64 = (left * phi(newton_schulz(values))) @ right * np.linalg.norm(values)
+    return same
+
+
+def newton_schulz(values: Float64, iterations: int = 5) -> Float64:
+    """Singular values (n,) after so many iterations, of those of a matrix of any length."""
     a, b, c = NEWTON_SCHULZ
     turned = phi(values)
-    for _ in range(5):
+    for _ in range(iterations):
         turned = a * turned + b * turned**3 + c * turned**5
-    same: Float64 = (left * phi(turned)) @ right * np.linalg.norm(values)
+    return turned
+
+
+def halley_iteration(matrix: Float64) -> Float64:
+    """The same singular vectors and Frobenius length; singular values by one of Halley's iterations."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    same: Float64 = (left * phi(halley_values(values))) @ right * np.linalg.norm(values)
     return same
+
+
+def halley_values(values: Float64) -> Float64:
+    """Singular values (n,) after one iteration, of those of a matrix of any length.
+
+    They are scaled so that their fourth powers add up to 1, as the squares of the Gram matrix do. Then none is above 1,
+    and the largest is nearer to 1 than by the Frobenius length of the matrix: the more so, the wider the matrix is.
+    """
+    a, b, c = HALLEY
+    given = np.sqrt(phi(values**2))
+    turned: Float64 = given * (a + b * given**2) / (1 + c * given**2)
+    return turned
 
 
 def outer_step(
@@ -163,7 +196,7 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
     Args:
         step_time: of a learner's inner step, s.
         quorum_time: from the window's opening to the K-th header, s.
-        sync_time: uploads, merge, outer step and publication, s.
+        sync_time: uploads, merge, outer step, publication and the learners' pulls, s.
         tau: inner steps that a sync may hide behind.
         gamma: share of the slack, below 1.
         latency: from a learner's decision to publish to its header at the syncer, s.

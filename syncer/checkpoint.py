@@ -43,9 +43,9 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_TOKENS, Count, Digest, Message, Version
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
-from diloco.pipeline.transfer.globals import Offload, pull_state, push_global
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState
-from diloco.syncer.merging.norms import all_finite
+from diloco.pipeline.transfer.payloads import Offload, pull_state, push_global
+from diloco.syncer.merging.merge import all_finite
 from diloco.syncer.scratch import scratch_folder
 
 KEPT = 3

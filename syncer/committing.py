@@ -1,30 +1,223 @@
-"""From a decided merge to the next version: the sum, the outer step, its payloads, the commit. asyncio.
+"""From a window's deltas to the next version: their sum, the outer step, its payloads, the commit. asyncio.
 
-Nothing that is cached here changes before the commit has succeeded.
+Deltas are summed as they complete while others are still awaited, so that closing a window costs about one more of
+them, not all. Nothing that is cached here changes before the commit has succeeded.
 """
 
-from collections.abc import Sequence
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
-from diloco.pipeline.bus.commits import Commit
-from diloco.pipeline.bus.head_hash import head_after
-from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Staged
+from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
+from diloco.pipeline.bus.stored_values import head_after
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.pacing import LastMerges
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.ramps import stretched
-from diloco.pipeline.transfer.global_format import Published
+from diloco.pipeline.transfer.global_format import Kind, Published, key_of
+from diloco.pipeline.transfer.global_formats import FORMATS
+from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
-from diloco.syncer.context import SyncerContext
-from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, orthogonalises
-from diloco.syncer.merging.running_sum import RunningSum
-from diloco.syncer.merging.staging import REPLACED_TTL_S, Staging
-from diloco.syncer.round_trips import RoundTrips
+from diloco.syncer.context import RandomHex, SyncerContext
+from diloco.syncer.grace import LastMerges, RoundTrips
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
+from diloco.syncer.merging.merge import merge_shares
+from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial import IDLE_VIEW
 from diloco.syncer.window import Merge
+
+REPLACED_BYTES = 256 * 2**20
+"""Replaced globals of one fragment live until they are as old as `REPLACED_TTL_S`, or together this large."""
+
+
+# --- payloads: staged for a commit, and replaced ones until they must go -------------------------------
+
+
+class Uploads:
+    """The payloads of a draft on their way to the bus."""
+
+    def __init__(self, head: Head, draft: Draft, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
+        self._head, self._draft, self._tasks = head, draft, tasks
+
+    async def published(self) -> Published:
+        """What the next head names, once all of it is there; the draft must be written in full by now.
+
+        Raises:
+            BusError: as the bus.
+        """
+        await asyncio.gather(*self._tasks.values())
+        return self._draft.published(self._head, {kind: task.result() for kind, task in self._tasks.items()})
+
+
+class Staging:
+    """What an owner has uploaded of its fragment."""
+
+    def __init__(
+        self,
+        bus: PayloadStore,
+        clock: Clock,
+        layout: FragmentLayout,
+        sync: SyncSpec,
+        random_hex: RandomHex = secrets.token_hex,
+    ) -> None:
+        self._bus, self._clock, self._layout = bus, clock, layout
+        self._sync, self._random_hex = sync, random_hex
+        self._more = asyncio.Event()
+        """Set when more of a draft is written."""
+        self._replaced: deque[tuple[tuple[str, ...], float, int]] = deque()
+
+    def draft(self) -> Draft:
+        """Memory for a merge, of which `uploads` learns when another thread has written some."""
+        tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._more.set)
+        return Draft(self._layout, self._sync, tell)
+
+    @asynccontextmanager
+    async def uploads(self, head: Head, draft: Draft) -> AsyncIterator[Uploads]:
+        """Upload a prepared draft under fresh keys while the block writes it; they expire unless a commit keeps them.
+
+        Args:
+            head: of the version that is merged into.
+            draft: from `draft`.
+        """
+        version = head.version + 1
+        tasks = {
+            kind: asyncio.create_task(self._push(kind, version, payload))
+            for kind, payload in draft.uploads(version).items()
+        }
+        try:
+            yield Uploads(head, draft, tasks)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _push(self, kind: Kind, version: int, payload: Payload) -> Staged:
+        key = key_of(self._bus.keys, kind, self._layout.id, version, self._random_hex(8))
+        return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
+
+    def retire(self, head: Head, published: Published) -> tuple[str, ...]:
+        """Keys of replaced globals that must go before their time, oldest first (byte cap).
+
+        head: what is replaced. After a rewind it may name again what was replaced before.
+        """
+        kept, now = published.keys, self._clock.now()
+        named = FORMATS[self._sync.global_codec].sizes(head, self._layout.elements)
+        sizes = {key: size for key, size in named.items() if key not in kept}
+        self._replaced.append((tuple(sizes), now, nbytes := sum(sizes.values())))
+        while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
+            self._replaced.popleft()
+        retired: list[str] = []
+        while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
+            retired += self._replaced.popleft()[0]
+        return tuple(key for key in retired if key not in kept)
+
+
+# --- the running sum -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A draft with some contributions in its sum."""
+
+    draft: Draft
+    entries: tuple[str, ...] = ()
+    """Their header entries, in order."""
+    shares: tuple[float, ...] = ()
+    """What each was multiplied by."""
+
+
+class RunningSum:
+    """A window's contributions, summed as they complete.
+
+    The sum is of the window's sound deltas in the order in which they completed, and so is the merge: what was summed
+    before does not show in any bit. `session` says which those are. One that has left the window since (its learner has
+    published on a newer base) is in the sum already, so that is begun anew from the deltas, which are all kept until
+    the commit.
+    """
+
+    def __init__(
+        self, fragment: int, sync: SyncSpec, new_draft: Callable[[], Draft], offload: Offload, metrics: Metrics
+    ) -> None:
+        """new_draft: makes memory for a merge (`Staging.draft`)."""
+        self._sync, self._new_draft, self._offload, self._metrics = sync, new_draft, offload, metrics
+        self._log = structlog.get_logger().bind(fragment=fragment)
+        self._begun: _Begun | None = None
+        self._wanted: Sequence[Delta] = ()
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, deltas: Sequence[Delta]) -> None:
+        """Have these summed: all sound ones of the window, in order. One alone is left as it is."""
+        self._wanted = deltas
+        if self._task is not None and self._task.done():
+            self._task.result()  # raises what ended it
+            self._task = None
+        if self._task is None and self._behind():
+            self._task = asyncio.create_task(self._add_wanted())
+
+    async def draft(self, deltas: Sequence[Delta]) -> Draft:
+        """A draft for the merge of these, with some of them in its sum already; the next sum is another window's."""
+        self._wanted = ()
+        if self._task is not None:
+            await self._task
+        draft = self._fitting(deltas).draft
+        self.close()
+        return draft
+
+    def close(self) -> None:
+        """Forget all; what is being added in another thread goes nowhere."""
+        if self._task is not None:
+            self._task.cancel()
+        self._begun, self._task, self._wanted = None, None, ()
+
+    def _behind(self) -> bool:
+        """Whether there is something to sum."""
+        wanted, begun = tuple(delta.offer.entry_id for delta in self._wanted), self._begun
+        if len(wanted) < 2:
+            return False
+        return begun is None or wanted != begun.entries or not self._continues(begun, self._wanted)
+
+    def _fitting(self, deltas: Sequence[Delta]) -> _Begun:
+        """What was begun, if these continue it; else a new one."""
+        begun = self._begun
+        if begun is not None and self._continues(begun, deltas):
+            return begun
+        if begun is not None and begun.entries:
+            self._log.info("sum_begun_anew", summed=len(begun.entries))
+            self._metrics.sums_begun_anew.inc()
+        self._begun = begun = _Begun(self._new_draft())
+        return begun
+
+    def _continues(self, begun: _Begun, deltas: Sequence[Delta]) -> bool:
+        """Whether the sum is of the first of these, each multiplied by what it is multiplied by among all of them."""
+        count, shares = len(begun.entries), self._shares_of(deltas)
+        same = begun.entries == tuple(delta.offer.entry_id for delta in deltas[:count])
+        return same and begun.shares == shares[:count]
+
+    def _shares_of(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
+        headers = [delta.offer.header for delta in deltas]
+        return merge_shares([(h.steps, h.tokens) for h in headers], self._sync.weights)
+
+    async def _add_wanted(self) -> None:
+        while self._behind():
+            deltas = tuple(self._wanted)
+            begun, shares = self._fitting(deltas), self._shares_of(deltas)
+            done = len(begun.entries)
+            rest = deltas[done:]
+            new = [delta.values for delta in rest], [delta.norms for delta in rest], shares[done:]
+            await self._offload(begun.draft.sum.add, *new)
+            begun.entries, begun.shares = tuple(delta.offer.entry_id for delta in deltas), shares
+
+
+# --- the commit ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -62,16 +255,8 @@ class Committing:
     ) -> None:
         self._context, self._layout, self._staging = context, layout, staging
         self._merges, self._round_trips = merges, round_trips
-        self._sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
+        self.sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=layout.id)
-
-    def add_up(self, deltas: Sequence[Delta]) -> None:
-        """Sum these, which are complete, while others are awaited."""
-        self._sum.follow(deltas)
-
-    def close(self) -> None:
-        """Forget what was summed."""
-        self._sum.close()
 
     async def commit(self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float) -> Committed | None:
         """Merge, take the outer step and commit; `loaded` is at the new version then.
@@ -88,17 +273,17 @@ class Committing:
         Raises:
             LeaseLost, HeadMoved, PayloadIncomplete, BusError: nothing has changed, as far as is known.
         """
-        merged, published = await self._step(loaded, deltas)
+        merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
             return None
         record = self._record(loaded, merge, merged, began)
-        self._merges.took(record.merge_s)
+        self._merges.took(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)
         loaded.fragment.interval = commit.interval
         loaded.head = head_after(loaded.head, commit)
-        self._context.metrics.merged(record)
+        self._context.metrics.merged(record, outer_s)
         self._log.info(
             "fragment_merged",
             version=merged.version,
@@ -110,17 +295,23 @@ class Committing:
         )
         return record
 
-    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published]:
-        """Merge and take the outer step, while what is ready of the outcome goes to the bus."""
+    async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published, float | None]:
+        """Merge and take the outer step, while what is ready of the outcome goes to the bus.
+
+        Returns:
+            The outcome, its payloads, and how long the step took by itself (s); None if it only averaged.
+        """
         context, fragment, head = self._context, loaded.fragment, loaded.head
-        draft = await self._sum.draft(deltas)
+        draft = await self.sum.draft(deltas)
         outer_momentum = fragment.outer(deltas)[1]
         draft.prepare(outer_momentum, orthogonalises(self._layout, context.sync, outer_momentum))
         async with self._staging.uploads(head, draft) as uploads:
+            began = context.clock.now()
             merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
+            outer_s = context.clock.now() - began if outer_momentum else None
             if context.recorder is not None and merged.finite:
                 await context.offload(context.recorder.merge, fragment, deltas, merged)
-            return merged, await uploads.published()
+            return merged, await uploads.published(), outer_s
 
     def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(
@@ -157,7 +348,7 @@ class Committing:
             momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
-            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s}),
+            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
             interval=self._interval(merged.version, merge),

@@ -1,5 +1,6 @@
 """What all fragments of one syncer are served with: the agreed spec, and the syncer itself."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.pipeline.agreement import differences
@@ -7,13 +8,16 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import MakeFragment
-from diloco.syncer.merging.staging import RandomHex
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.watch import RunWatch
+
+RandomHex = Callable[[int], str]
+"""`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""
 
 
 class AgreedSpec:
@@ -59,6 +63,8 @@ class SyncerContext:
     random_hex: RandomHex
     make_fragment: MakeFragment
     recorder: Recorder | None
+    speed: Speed
+    """Of its products of matrices."""
 
     @property
     def sync(self) -> SyncSpec:

@@ -10,25 +10,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadPayload, BusError
-from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import UploadEstimator
-from diloco.syncer.merging.fragment import Delta
-from diloco.syncer.merging.norms import DeltaNorms, Float64
+from diloco.syncer.merging.fragment import Delta, FragmentState
+from diloco.syncer.merging.merge import DeltaNorms
 
 Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
-Judge = Callable[[Offer, Any, Float64], Outcome]
-"""As `FragmentState.judge`."""
 
 BLOCK_S = 1.0
 MOST_ARRIVED = 1024
@@ -92,14 +88,13 @@ class Downloads:
         self,
         bus: PayloadStore,
         clock: Clock,
-        layout: FragmentLayout,
-        sync: SyncSpec,
+        fragment: FragmentState,
         wake: asyncio.Event,
         offload: Offload,
         uploads: UploadEstimator,
     ) -> None:
-        """`uploads`: learns how long they take. `wake` is set whenever a download ends."""
-        self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
+        """`fragment`: judges them. `uploads`: learns how long they take. `wake` is set whenever a download ends."""
+        self._bus, self._clock, self._fragment = bus, clock, fragment
         self._wake, self._offload, self._uploads = wake, offload, uploads
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
@@ -108,7 +103,7 @@ class Downloads:
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
 
-    def start(self, offers: Iterable[Offer], judge: Judge) -> None:
+    def start(self, offers: Iterable[Offer]) -> None:
         """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
         for offer in offers:
             if offer.entry_id in self.deltas:
@@ -116,7 +111,7 @@ class Downloads:
                 self._wake.set()
             elif offer.entry_id not in self._tasks:
                 self._began[offer.entry_id] = self._heard[offer.entry_id] = self._clock.now()
-                self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer, judge))
+                self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer))
 
     def ended(self) -> Iterator[tuple[Offer, Outcome]]:
         """Those that ended, oldest first, once each; a sound delta stays in `deltas`, unless it is forgotten by now."""
@@ -157,12 +152,13 @@ class Downloads:
         self.deltas.clear()
         self.outcomes.clear()
 
-    async def _download(self, offer: Offer, judge: Judge) -> None:
-        h, sync, began = offer.header, self._sync, self._clock.now()
+    async def _download(self, offer: Offer) -> None:
+        h, began = offer.header, self._clock.now()
+        layout, sync = self._fragment.layout, self._fragment.sync
         key = self._bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
         outcome: Outcome
         while True:
-            norms, reader = DeltaNorms(self._layout), PayloadReader(self._layout.elements, sync.codec, sync.chunk_bytes)
+            norms, reader = DeltaNorms(layout), PayloadReader(layout.elements, sync.codec, sync.chunk_bytes)
             try:
                 async for chunks in arriving(self._bus, key, reader):
                     # A cast and a sum take less time here, where what came is in the cache, than in another thread.
@@ -172,7 +168,7 @@ class Downloads:
                         await self._offload(_take_in, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
-                outcome = await self._offload(judge, offer, reader.vector(), norms.norms())
+                outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
                 self._uploads.observe(self._clock.now() - began)
                 break
             except BadPayload as error:

@@ -41,12 +41,25 @@ class Metrics:
         self.grace_seconds = self._seconds("grace", "From a quorum to the fixed set of contributions")
         self.upload_seconds = self._seconds("upload", "From the fixed set to its last upload")
         self.merge_seconds = self._seconds("merge", "Merge, outer step and staging")
+        self.outer_seconds = self._seconds("outer_step", "Of these, sum and outer step alone, where it is no mean")
+        self.outer_room = Gauge(
+            "diloco_outer_step_room_seconds",
+            "How long an outer step may take, so that no more than a quarter of what is trained is overwritten",
+            registry=registry,
+        )
+        self.outer_share = Gauge(
+            "diloco_outer_step_share",
+            "The longest outer step of a fragment over that: above 1 it does not fit",
+            registry=registry,
+        )
+        for one in (self.outer_room, self.outer_share):
+            one.set(math.nan)
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return Histogram(f"diloco_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
-    def merged(self, record: Committed) -> None:
-        """A merge was committed."""
+    def merged(self, record: Committed, outer_s: float | None = None) -> None:
+        """A merge was committed. outer_s: of its sum and outer step; None: it only averaged."""
         fragment = str(record.fragment)
         self.merges.labels(fragment=fragment).inc()
         self.contributions.inc(len(record.contributions))
@@ -55,3 +68,5 @@ class Metrics:
         self.grace_seconds.observe(record.grace_s)
         self.upload_seconds.observe(record.upload_s)
         self.merge_seconds.observe(record.merge_s)
+        if outer_s is not None:
+            self.outer_seconds.observe(outer_s)

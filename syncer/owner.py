@@ -22,7 +22,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.retry import Backoff
-from diloco.pipeline.transfer.globals import pull_state
+from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
 from diloco.syncer.context import SyncerContext
@@ -58,8 +58,8 @@ class FragmentOwner:
     @property
     def pace(self) -> Pace | None:
         """How long merges take; None before the fragment is loaded."""
-        loaded = self.loaded
-        return None if loaded is None else Pace(self.id, loaded.head.version, self.state.merges.merge_s)
+        loaded, merges = self.loaded, self.state.merges
+        return None if loaded is None else Pace(self.id, loaded.head.version, merges.merge_s, merges.outer_s)
 
     @property
     def doubted(self) -> frozenset[str]:

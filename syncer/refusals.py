@@ -24,10 +24,8 @@ class Refusals:
         self._p, self._nonce = fragment, nonce
         self._log = structlog.get_logger().bind(fragment=fragment)
         self._told: Counter[str] = Counter()
-
-    def new_window(self) -> None:
-        """All is told again."""
-        self._told.clear()
+        self._at: tuple[int, bytes] | None = None
+        """Of the head whose window they were told in."""
 
     async def refuse(
         self,
@@ -55,6 +53,8 @@ class Refusals:
         reason, detail, lost_tokens = refused.reason, refused.detail, refused.lost_tokens
         self._metrics.refusals.labels(reason=reason.value).inc()
         records: tuple[Rejected, ...] = ()
+        if at != self._at:  # another window: all is told again
+            self._told, self._at = Counter(), at
         self._told[learner] += tell
         if tell and (told := self._told[learner]) <= TOLD_A_WINDOW:
             self._log.warning("delta_rejected", learner=learner, reason=reason.value, detail=detail)

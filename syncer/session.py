@@ -7,6 +7,7 @@ who is given up and when to merge is decided elsewhere (`window`, `watch`); this
 
 import asyncio
 from collections.abc import Callable
+from statistics import median_low
 
 import structlog
 
@@ -14,21 +15,18 @@ from diloco.pipeline.bus.ports import Offered
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
-from diloco.pipeline.pacing import LastMerges
+from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import overlap_in_force
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import Accepted, DeltaFormat, Late, Offer, Refused
-from diloco.syncer.committing import Committing, Loaded, payload_key
+from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
+from diloco.syncer.committing import Committing, Loaded, Staging, payload_key
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.doubts import Doubts
-from diloco.syncer.grace import GraceEstimator, UploadEstimator
+from diloco.syncer.grace import GraceEstimator, LastMerges, RoundTrips, UploadEstimator
 from diloco.syncer.intake import Arrivals, Downloads
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
-from diloco.syncer.merging.staging import Staging
 from diloco.syncer.refusals import Refusals
-from diloco.syncer.round_trips import RoundTrips
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -43,8 +41,9 @@ class OwnerState:
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, context.sync
-        self.doubts, self.grace, self.uploads, self.merges = Doubts(), GraceEstimator(), UploadEstimator(), LastMerges()
-        self.round_trips = RoundTrips()
+        self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
+        operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
+        self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
         self.not_finite_times = 0
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
@@ -67,12 +66,14 @@ class Session:
         """`wake`: set to have the window decide anew. `goes_on`: whether a merge may begin; asked when woken."""
         self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
+        self._size = layout.elements * len(context.layout.fragments) / context.layout.elements
+        """Of the fragment, where the mean one has 1."""
         sync = context.sync
         self._format = DeltaFormat(
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._downloads = Downloads(self._bus, self._clock, layout, sync, wake, context.offload, state.uploads)
+        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
         self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -115,7 +116,7 @@ class Session:
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
-            self._committing.close()
+            self._committing.sum.close()
             await self._downloads.close()
 
     async def _mend(self) -> None:
@@ -152,7 +153,7 @@ class Session:
 
     def _download(self) -> None:
         """Fetch what the window awaits and is not on its way yet."""
-        self._downloads.start(self.window.awaited(), self._loaded.fragment.judge)
+        self._downloads.start(self.window.awaited())
 
     def _downloaded(self) -> None:
         """Payloads that are here, and those that cannot be used."""
@@ -167,7 +168,7 @@ class Session:
 
     def _add_up(self) -> None:
         """Sum what is complete while the rest is awaited."""
-        self._committing.add_up([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+        self._committing.sum.follow([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
@@ -183,15 +184,19 @@ class Session:
 
     def _conditions(self) -> Conditions:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
-        doubted = state.doubts.learners
-        expected = watch.expected(self._p, version)
-        steps = [s.report.step_s for s in expected if s.report.learner not in doubted]
+        steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
         late_s = 2 * watch.latency_s + STEPS_VARY * max(steps, default=0.0)
-        grace = state.grace.grace_s(steps, overlap, sync.grace_gamma, late_s)
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, late_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
+
+    def _reported(self) -> tuple[list[float], list[float]]:
+        """Step times and pull times of the learners that are expected and not doubted, s."""
+        expected, doubted = self._context.watch.expected(self._p, self.window.version), self._state.doubts.learners
+        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _publish(self, decision: Decision, conditions: Conditions) -> None:
         """Write the window's state to the head when it changed; wake followers when it opened."""
@@ -204,6 +209,7 @@ class Session:
             expected=len(conditions.expected),
             doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
             merge_s=self._state.merges.merge_s,
+            outer_s=self._state.merges.outer_s,
             reason=decision.reason[:500],
             deadline_unix_s=None if until is None else self._clock.unix() + until - now,
         )
@@ -272,9 +278,9 @@ class Session:
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
         if not merge.overdue:  # an upload that does not come says nothing of those that do
-            state.round_trips.took(record.quorum_s + record.grace_s + sync_s)
+            pull_s = median_low(self._reported()[1] or [0.0])
+            state.round_trips.took(record.quorum_s + record.grace_s + sync_s + pull_s)
         state.not_finite_times = 0
-        state.refusals.new_window()
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from rich.progress import Progress
 
-from diloco.pipeline.bus import head_hash
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
@@ -33,7 +33,7 @@ from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, delta_norms
 from tests import samples
 from tests.samples import encode_chunks
 
@@ -76,7 +76,7 @@ EXAMPLES: dict[type[Message], Message] = {
         ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
-        head_hash.MergedBases(merged=(BASE, BASE)),
+        stored_values.MergedBases(merged=(BASE, BASE)),
         InitialUpload(learner="l0", nonce="ab" * 8, chunks=(3, 1)),
         samples.moments_offer().kind,
         samples.moments_wish(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from diloco.pipeline.bus import head_hash
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.transfer import global_int8
@@ -21,9 +21,8 @@ from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.serving.leases import Leases
 from diloco.syncer.session import Session
 from diloco.syncer.window import Window
-from diloco.workers.exchange.following import Following
 from diloco.workers.exchange.publishing import Publishing
-from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.rounds import Rounds
 
 
@@ -193,6 +192,18 @@ MUTATIONS = [
         (("now + given.upload_s", "now"),),
     ),
     Mutation(
+        "a learner's report tells of no pull",
+        Pulling,
+        "pull_wanted",
+        (("if pulled and seen_s is not None:", "if False:"),),
+    ),
+    Mutation(
+        "pulls are added up instead of smoothed",
+        Pulling,
+        "pull_wanted",
+        (("self._member.shared.pull_s = self._times.pull_s", "self._member.shared.pull_s += self._times.pull_s"),),
+    ),
+    Mutation(
         "a grace never ends early",
         Window,
         "_next",
@@ -231,7 +242,7 @@ MUTATIONS = [
     Mutation(
         "the momentum is of orthogonalised steps",
         fragment,
-        "muon_blocks",
+        "matrix_blocks",
         (
             (
                 "yield slot.stop",
@@ -313,7 +324,7 @@ MUTATIONS = [
     ),
     Mutation(
         "updates that a head names no more stay",
-        head_hash,
+        stored_values,
         "replaced_by",
         (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),

@@ -17,7 +17,7 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenRep
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.transfer.globals import push_global
+from diloco.pipeline.transfer.payloads import push_global
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
@@ -68,6 +68,7 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
         "left": False,
         "host": "host",
         "device": "cpu",
+        "pull_s": 0.02,
     }
     return LearnerReport(**{**values, **given})
 
@@ -128,6 +129,26 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
     return DeltaHeader(**values)
 
 
+def committed(**given: Any) -> Committed:
+    """A record of the tape: version 0 of fragment 0, merged of nothing, unless told otherwise."""
+    values: dict[str, Any] = {
+        "fragment": 0,
+        "version": 0,
+        "digest": bytes(16),
+        "base_digest": None,
+        "contributions": (),
+        "reason": "test",
+        "norm": 0.0,
+        "quorum_s": 0.0,
+        "grace_s": 0.0,
+        "upload_s": 0.0,
+        "merge_s": 0.0,
+        "syncer": "s",
+        "unix_s": 0.0,
+    }
+    return Committed(**{**values, **given})
+
+
 async def commit(
     bus: Bus,
     fragment: int,
@@ -147,21 +168,7 @@ async def commit(
     state = {} if momentum is None else {"momentum": momentum}
     published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, state)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
-    record = Committed(
-        fragment=fragment,
-        version=version,
-        digest=digest,
-        base_digest=None,
-        contributions=(),
-        reason="test",
-        norm=0.0,
-        quorum_s=0.0,
-        grace_s=0.0,
-        upload_s=0.0,
-        merge_s=0.0,
-        syncer="s",
-        unix_s=0.0,
-    )
+    record = committed(fragment=fragment, version=version, digest=digest)
     await bus.commit(
         Commit(
             nonce=nonce,

@@ -155,11 +155,11 @@ class VirtualLearner:
             base = self.exchange.shared.adoptions.pop(p)
             self.values[p][:] = base.values
             self.rounds.adopt(base)
-            self.exchange.queue([], True)
+            self.exchange.reporting.soon()
 
     def publish(self, publication: Publication) -> None:
         snapshot = self.values[publication.base.fragment].copy()
-        self.exchange.queue([(publication, lambda: snapshot)], False)
+        self.exchange.publishing.queue([(publication, lambda: snapshot)])
 
     def start(self) -> "VirtualLearner":
         self.task = asyncio.create_task(self.live())

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
-from diloco.workers.feedback import grown
+from diloco.workers.encoding import grown
 
 PIECE = 64 * GROUP
 """Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""
@@ -136,7 +136,7 @@ class OnDevice:
         kind: Codec,
         residual: torch.Tensor | None,
         out: npt.NDArray[np.uint8],
-        written: Callable[[int], object],
+        grow_to: Callable[[int], object],
     ) -> torch.Tensor | None:
         """As `Encoder.encode`; it waits for the device, in this stream only."""
         host, done = torch.from_numpy(out), 0
@@ -150,7 +150,7 @@ class OnDevice:
                 for wire in encoded(delta, kind):
                     host[done : done + len(wire)].copy_(wire)
                     done += len(wire)
-                written(done)
+                grow_to(done)
         return None if kind == "bf16" or kind == "fp32" else current
 
     def grown(self, error: torch.Tensor, now: torch.Tensor | None, fed: torch.Tensor | None) -> torch.Tensor:

@@ -40,20 +40,21 @@ from diloco.pipeline.settings import (
     BusSettings,
     EncodeOn,
     SyncSettings,
-    check_variables,
     load,
 )
+from diloco.pipeline.sources import check_variables
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.exchange import reaching
-from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.work_queue import read_blocks
-from diloco.workers.joined import JoinedLearner
-from diloco.workers.moments.recovery import Recover, Recovery, RecoveryOptions, Source
+from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
+from diloco.workers.moments.recovery import Recovery, Source
 from diloco.workers.parameters import FragmentParameters, tensor_table
-from diloco.workers.proposal import proposal
+from diloco.workers.proposal import fitting, proposal
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
@@ -92,7 +93,8 @@ class Learner:
             run: name of the run.
             redis_url: default: the environment's DILOCO_REDIS_URL.
             learner_id: unique among live learners; default: host, process id and a random part.
-            sync: the protocol's constants, if this learner is the first; default: the run's, else defaults.
+            sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
+                of fragments that is not given is no more than the model has trained tensors.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
@@ -125,11 +127,12 @@ class Learner:
         )
         if given.log_losses and given.state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
-        if not structlog.is_configured():
-            logs.configure("warning")  # in somebody else's program, only what needs attention
+        settings = load(BusSettings, {"redis_url": given.redis_url or None})
+        if not structlog.is_configured():  # in somebody else's program that leaves it to us
+            logs.configure(settings.log_level)
         for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
             structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = load(BusSettings, {"redis_url": given.redis_url or None}).bus_url()
+        url = settings.bus_url()
         if not url:
             raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
         self.model, self.optimizer, self._url = model, optimizer, url
@@ -137,7 +140,7 @@ class Learner:
         self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
         if given.sync is not None:
-            tensor_table(model, given.sync)
+            tensor_table(model, fitting(given.sync, model))
         self._inner_optimizer = check_optimizer(model, optimizer)
         if given.same_frozen:
             check_frozen(model)
@@ -178,7 +181,7 @@ class Learner:
             training.rounds.republish()
         joined.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
         training.loss = training.loss if loss is None else loss
-        training.recovery.stepped(shared, joined.progress, loss)
+        training.keeper.stepped(shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
 
@@ -195,12 +198,12 @@ class Learner:
     @property
     def recovered(self) -> Source:
         """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
-        return self._joined.training.recovery.source if self._joined else "start"
+        return self._joined.training.keeper.source if self._joined else "start"
 
     @property
     def earlier_steps(self) -> int:
         """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
-        return self._joined.training.recovery.earlier_steps if self._joined else 0
+        return self._joined.training.keeper.earlier_steps if self._joined else 0
 
     @property
     def spec(self) -> Spec:
@@ -279,9 +282,9 @@ class Learner:
         training = self._training(self._proposal())
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
-            exchange = thread.join_run(self._stopping.leave_if_asked)
+            exchange, found = thread.join_run(self._stopping.leave_if_asked)
             joined = JoinedLearner(training, exchange, thread)
-            training.recovery.restore()
+            training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             self.times.training_begins(time.perf_counter())
             self._joined, self._in_run = joined, True
@@ -302,7 +305,12 @@ class Learner:
         if held is not None:
             sync_spec, trainer = held.sync, trainer or held.trainer
         else:
-            sync_spec = (sync or SyncSettings()).sync_spec()
+            usual = sync or load(SyncSettings)
+            fitted = fitting(usual, self.model)
+            if fitted.fragments < usual.fragments:
+                detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
+                structlog.get_logger().info("fragments_reduced", fragments=fitted.fragments, detail=detail)
+            sync_spec = fitted.sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
 
@@ -310,20 +318,20 @@ class Learner:
         given, layout = self._given, layout_of(spec.tensors)
         rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
         folder = None if given.state_dir is None else Path(given.state_dir)
-        recovery = Recovery(
+        moments = own_moments(
             self.model,
             self._inner_optimizer,
             layout,
-            rounds,
             run=given.run,
             learner=self.id,
             incarnation=self.incarnation,
             options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
         )
+        recovery, keeper = Recovery(moments), Keeper(moments, rounds)
         on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
         watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
         return Training(
-            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, self.times
+            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, self.times
         )
 
     def __exit__(

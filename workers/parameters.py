@@ -82,16 +82,17 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
     """The model's trained tensors as the spec lists them, in `named_parameters` order.
 
-    With a Muon outer step it says which tensors that takes for matrices: those of two dimensions, with several rows and
-    columns, that are no embeddings, since a row of an embedding is a vector of its own.
+    With an orthogonalised outer step it says which tensors that takes for matrices: those of two dimensions, with
+    several rows and columns, that are no embeddings, since a row of an embedding is a vector of its own.
 
     Raises:
-        UsageError: as `trained_tensors`; fewer tensors than fragments, or a Muon outer step that could never happen.
+        UsageError: as `trained_tensors`; fewer tensors than fragments, or a step that could never be orthogonalised.
     """
-    if sync.outer == "muon" and not sync.outer_momentum:
+    orthogonal = sync.outer != "nesterov"
+    if orthogonal and not sync.outer_momentum:
         raise UsageError(
-            "outer=muon needs an outer momentum above 0: a step without momentum is never orthogonalised. To average "
-            "only, set outer=nesterov too"
+            f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
+            "average only, set outer=nesterov too"
         )
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
@@ -103,7 +104,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
             dtype=_DTYPES[tensor.dtype],
             rule=_rule(sync.merge, rules[name], tensor),
             fragment=fragment[name],
-            matrix=sync.outer == "muon" and tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name],
+            matrix=orthogonal and tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name],
         )
         for name, tensor in trained.items()
     )

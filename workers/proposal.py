@@ -6,9 +6,22 @@ from pydantic import ValidationError
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import fragments_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.settings import SyncSettings
 from diloco.workers.checks.frozen_digests import frozen_digests
-from diloco.workers.parameters import tensor_table
+from diloco.workers.parameters import tensor_table, trained_tensors
+
+
+def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
+    """The settings with no more fragments than the model has trained tensors, if nobody asked for a number of them.
+
+    Raises:
+        UsageError: as `trained_tensors`.
+    """
+    if "fragments" in sync.model_fields_set:
+        return sync
+    return sync.model_copy(update={"fragments": fragments_of(sync.fragments, len(trained_tensors(model)))})
 
 
 def proposal(

@@ -11,6 +11,7 @@ from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
 from diloco.workers.checks.model_watch import ModelWatch
+from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Rounds
@@ -19,10 +20,10 @@ from diloco.workers.step_times import StepTimes
 
 @dataclass(slots=True)
 class Training:
-    """One incarnation's side of the model. The training thread writes all of it.
+    """One incarnation's side of the model. The training thread writes all of it but `recovery`.
 
-    The exchange thread reads counters for reports, and has its own half of `recovery`; while the learner joins, and the
-    training thread waits, it reads the parameters.
+    The exchange thread reads counters for reports; while the learner joins, and the training thread waits, it reads the
+    parameters.
     """
 
     learner: str
@@ -36,6 +37,8 @@ class Training:
     """Deltas are encoded where the model is."""
     watch: ModelWatch
     recovery: Recovery
+    """The exchange thread's."""
+    keeper: Keeper
     times: StepTimes
     loss: float | torch.Tensor | None = None
     """Of the last step that told it."""

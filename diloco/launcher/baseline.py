@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco.launcher.display import Screen
-from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, plain
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
 from diloco.launcher.locate import RunFile
@@ -80,6 +79,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         "syncers": [],
         "fragments": [],
         "evaluation": evaluation,
+        "outer_step": None,
         "warnings": [],
     }
 
@@ -198,20 +198,11 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
     )
 
 
-def run_baseline(settings: RunProcess, folder: Folder) -> int:
-    """Train with all ranks and conclude as any run; the exit status.
+async def run_baseline(settings: RunProcess, folder: Folder) -> Outcome | None:
+    """Train with all ranks; None if the run was stopped before its first step.
 
     Raises:
         DilocoError: a rank died.
     """
-    try:
-        began_unix_s, stopped = asyncio.run(_supervise(settings, folder))
-    except asyncio.CancelledError as error:
-        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
-    outcome = _outcome(settings, folder, began_unix_s, stopped)
-    if outcome is None:
-        print("stopped before the first step: there is nothing to save")
-        return 0
-    lifecycle.ignore_hangup()
-    conclude(outcome, settings, folder)
-    return 0
+    began_unix_s, stopped = await _supervise(settings, folder)
+    return _outcome(settings, folder, began_unix_s, stopped)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.pipeline.view.shares import MergedShare
-from diloco.pipeline.view.status import LearnerStatus, Status
+from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status
 
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
@@ -192,6 +192,11 @@ def refusals(by_reason: dict[str, int]) -> str:
     return f"{total} delta{'s' if total > 1 else ''} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
 
 
+def _outer_step(found: OuterStep) -> str:
+    """'2.6 s, 130% of its room'."""
+    return f"{found['outer_s']:.2g} s, {found['share']:.0%} of its room"
+
+
 def _summary(status: Status) -> Columns:
     gone = status["tokens_lost"]
     lost = gone["overwritten"] + gone["rejected"] + gone["died"]
@@ -202,6 +207,8 @@ def _summary(status: Status) -> Columns:
         ("lost", f"{count(lost)} tokens"),
         ("global validation loss", _loss(evaluation["loss"] if evaluation else None)),
     ]
+    if status["outer_step"] is not None:
+        facts.append(("outer step", _outer_step(status["outer_step"])))
     if len(status["syncers"]) > 1:
         facts.append(("syncers", _syncers(status)))
     return Columns([Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in facts], padding=(0, 3))
@@ -260,6 +267,7 @@ def plain_line(status: Status) -> str:
         f"outer steps {status['outer_steps']}",
         f"merged {merged_share(status['merged_share'])}",
         *([f"refused {refusals(status['refused'])}"] if status["refused"] else []),
+        *([f"outer step {_outer_step(status['outer_step'])}"] if status["outer_step"] is not None else []),
         *([f"syncers {_syncers(status)}"] if len(status["syncers"]) > 1 else []),
         f"{duration(status['elapsed_s'])} gone",
         f"{duration(time_left(status))} left",

@@ -22,11 +22,13 @@ from pydantic import SecretStr
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
 from diloco.launcher.report import Origin
-from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
+from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
+    NO_FLAG,
     BusSettings,
     EvaluatorSettings,
     LearnerSettings,
@@ -37,7 +39,7 @@ from diloco.pipeline.settings import (
     agree,
 )
 from diloco.pipeline.view.ledger import share_of_tokens
-from diloco.syncer.checkpoint import find_checkpoint, load_checkpoint
+from diloco.syncer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 
 SETTINGS_FILE = "settings.toml"
 PICTURE_FILE = "loss.png"
@@ -52,7 +54,7 @@ SHARED: tuple[type[Settings], ...] = (
     EvaluatorSettings,
 )
 """Settings that the children read from the file."""
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | {"threads", "resume", "record_deltas", "redis_url", *OPTIONS}
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {"threads", "resume", "record_deltas", "redis_url", *OPTIONS}
 """Not in the file: they differ from child to child, or are a part of the URL in its environment."""
 
 
@@ -194,7 +196,8 @@ def _check_writable(path: Path, flag: str) -> None:
 
 
 def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
-    """Settings with those of the checkpoint where nothing else was asked for, and what the run begins with.
+    """Settings with those of the checkpoint, its method too, where nothing else was asked for, and what the run begins
+    with. Before the method has added settings that nobody gave.
 
     Raises:
         UsageError: no sound checkpoint, or its budget is used up.
@@ -205,6 +208,8 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     checkpoint = load_checkpoint(settings.resume)
     trained = checkpoint.state.tokens
     told = settings.model_fields_set
+    method = method_of(checkpoint)
+    settings = agree(settings, {"method": method}, RunSettings)
     sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
     trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name != "data" or "data" not in told}
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
@@ -216,6 +221,13 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     merged = share_of_tokens([fragment.merged_tokens for fragment in checkpoint.fragments], checkpoint.spec.tensors)
     origin = Origin(str(checkpoint.path), trained, min(trained, merged))
     return settings.model_copy(update={"resume": checkpoint.path}), origin
+
+
+def method_of(checkpoint: Checkpoint) -> RunMethod:
+    """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
+    folder = checkpoint.path.parent.parent
+    recorded = RunFile.read(folder).method if (folder / RUN_FILE).is_file() else None
+    return recorded or meant_by(checkpoint.spec.sync.model_dump(), len(checkpoint.spec.tensors))
 
 
 def plain(settings: RunProcess) -> dict[str, Any]:

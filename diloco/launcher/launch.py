@@ -20,7 +20,7 @@ from typing import Protocol
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import die_with_parent
-from diloco.pipeline.settings import ENV_PREFIX
+from diloco.pipeline.sources import ENV_PREFIX
 
 LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 
@@ -52,7 +52,7 @@ def environment(threads: int, redis_url: str | None) -> dict[str, str]:
     The launcher has read all `DILOCO_*` variables already and hands its settings on in a file, which the
     variables would override: so they stay behind, but for the Redis URL, whose place is the environment.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     kept |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", LAUNCHER_PID: str(os.getpid())}
     if redis_url is not None:
         kept[f"{ENV_PREFIX}REDIS_URL"] = redis_url
@@ -205,4 +205,5 @@ class Children:
     def kill(self) -> None:
         """SIGKILL to all groups at once."""
         for child in self._by_name.values():
+            child.expected_end = child.expected_end or child.alive
             child.kill_group()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings
 
 RUNS = Path("runs")
@@ -70,6 +71,7 @@ class RunFile(BaseModel):
 
     redis_url: str | None = None
     run: str = "run"
+    method: RunMethod | None = None
     budget_tokens: int = 0
     pids: dict[str, PositiveInt]
 

@@ -27,7 +27,7 @@ from diloco.launcher.locate import open_bus
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
-    DemoSettings,
+    OF_DEMO,
     RunProcess,
     check,
     method_notes,
@@ -249,8 +249,9 @@ class Launcher:
             for left in await _gone(children, stopping_s):
                 self._warn(f"{left.name} did not end after SIGTERM: SIGKILL")
                 left.kill_group()
+                left.expected_end = True
         for child in (*self._children.named("syncer"), self._children["evaluator"]):
-            if child.status != 0 and not child.reported:
+            if child.status != 0 and not (child.reported or child.expected_end):
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
@@ -371,18 +372,20 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     """
     need_extras("run")
     logs.configure("warning")
+    settings, origin = resume(settings)
     settings = with_preset(settings)
     check(settings)
-    settings, origin = resume(settings)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
     if settings.method == "data-parallel":
         from diloco.launcher.baseline import run_baseline
 
         folder.make(settings)
-        return run_baseline(settings, folder)
+        run = run_baseline(settings, folder)
+    else:
+        run = _run(settings, folder, origin, kind)
     try:
-        outcome = asyncio.run(_run(settings, folder, origin, kind))
+        outcome = asyncio.run(run)
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
@@ -393,9 +396,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     return 0
 
 
-@takes(
-    RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=dict.fromkeys(DemoSettings.model_fields, "it is one of `diloco demo`")
-)
+@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO)
 def command(settings: RunProcess) -> None:
     """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
     raise typer.Exit(main(settings))

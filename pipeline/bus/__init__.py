@@ -1,1 +1,1 @@
-"""What the core asks of the bus (small protocols), Redis' adapter with its Lua scripts, keys, access rights, TLS."""
+"""What the core asks of the bus (small protocols), keys, access rights, TLS; `redis_streams`, of parts in `redis`."""

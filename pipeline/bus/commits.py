@@ -9,6 +9,11 @@ from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 
+STAGED_TTL_S = 120.0
+"""A payload staged for a commit that never came is gone after this."""
+REPLACED_TTL_S = 120.0
+"""What a head names no more lives on for so long, for those who are reading it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Staged:
@@ -67,7 +72,7 @@ class Commit:
     updates: tuple[Update, ...] = ()
     behind: int = 0
     """As `Head`. What the head named before may be named again: it stays."""
-    replaced_ttl_s: float = 120.0
+    replaced_ttl_s: float = REPLACED_TTL_S
     """How long the global payload, rest and updates live on that the head names no more."""
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
@@ -75,11 +80,6 @@ class Commit:
     """As `Head`."""
     lost: Head | None = None
     """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay: those that the head will name."""
-        return named(self.payload, self.rest, self.momentum, self.updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +95,10 @@ class Republication:
     payload: Staged
     rest: Rest | None
     momentum: Staged | None
-    replaced_ttl_s: float = 120.0
+    replaced_ttl_s: float = REPLACED_TTL_S
     updates: ClassVar[tuple[Update, ...]] = ()
     behind: ClassVar[int] = 0
     """It is a key frame."""
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        """All payloads that it makes stay."""
-        return named(self.payload, self.rest, self.momentum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How much of each kind of key a run has on its bus. Pure; `redis_key_usage` counts."""
+"""How much of each kind of key a run has on its bus. Pure; `redis.key_usage` counts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
-from diloco.pipeline.payload.chunks import Encoded
+from diloco.pipeline.payload.codec import Encoded
 
 START = "0"
 """Cursor before the first entry of any stream."""

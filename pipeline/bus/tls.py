@@ -25,7 +25,7 @@ def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
         return url
     try:
         parts = urlsplit(url)
-    except ValueError:  # `redis_calls.parse` says what is wrong with it
+    except ValueError:  # `redis.calls.parse` says what is wrong with it
         return url
     if parts.scheme != "rediss":
         names = ", ".join(name for name, path in files.items() if path is not None)

@@ -36,6 +36,8 @@ class WindowView(Message):
     """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
     merge_s: Seconds = 0.0
     """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
+    outer_s: Seconds = 0.0
+    """The same of sum and outer step alone; before it made two, what its matrices should take (`outer_cost`)."""
 
 
 class MergedBase(Message):
@@ -59,7 +61,7 @@ class Head(Message):
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
     """Key of the outer momentum payload, or "" for all zeros: of this version, or where it follows from the updates of
-    the key frame's (`globals`)."""
+    the key frame's (`global_int8`)."""
     previous_digest: Digest | None
     """Digest of version - 1: the base on which a stale delta is still on record."""
     window: WindowView

@@ -65,6 +65,9 @@ class LearnerReport(Message):
     """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
     generation: Count = 0
     """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
+    pull_s: Seconds = 0.0
+    """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
+    window; 0: it has pulled none since it joined."""
 
 
 class SeenReport(Message):
@@ -129,3 +132,5 @@ class RunState(Message):
     manifest: Annotated[tuple[tuple[int, bytes], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Once finished: (version, digest) of every fragment."""
     samples: Samples = ()
+    liveness_s: Seconds | None = None
+    """A learner not heard from for this long is not waited for; None: an earlier build has not said."""

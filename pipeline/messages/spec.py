@@ -35,7 +35,7 @@ class TensorSpec(Message):
     rule: MergeRule
     fragment: FragmentId
     matrix: bool = False
-    """Whether a Muon outer step orthogonalises it (`workers.parameters.tensor_table`)."""
+    """Whether an outer step orthogonalises it (`workers.parameters.tensor_table`)."""
 
     @property
     def elements(self) -> int:
@@ -63,7 +63,7 @@ class SyncSpec(Message):
     doubling: Annotated[int, Field(ge=1, le=10**6)] = 1
     """Outer steps of each fragment after which a growing interval doubles."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Outer steps of each fragment (`ramps.outer_at`)."""
+    """Outer steps of each fragment that only average (`syncer.merging.outer.outer_at`)."""
     weights: WeightsName = "tokens"
     global_codec: GlobalCodec = "fp32"
     """What learners pull (`pipeline.transfer.global_formats`)."""

@@ -56,7 +56,7 @@ MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
 """Which tensor has which rule: `workers.parameters.tensor_table`."""
 WeightsName = Literal["tokens", "equal"]
 """Merge weights: `syncer.algorithm.WEIGHTS`."""
-OuterName = Literal["nesterov", "muon"]
+OuterName = Literal["nesterov", "muon", "halley"]
 """The outer optimizer: `syncer.algorithm.OUTER`."""
 
 

@@ -21,13 +21,17 @@ class _Lasting(io.FileIO):
     """A descriptor that is never closed, and to which writing never fails."""
 
     def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # what is written
+        left = memoryview(data).cast("B")
         for refuge in (_refuge, _NOWHERE):
             try:
-                return super().write(data) or len(data)  # None: a descriptor that must not block, and is full
+                written = super().write(left)
+                return len(data) if written is None else len(data) - len(left) + written  # None: it is full
             except OSError as error:
                 if error.errno not in _GONE:
                     break  # a full disk: these bytes are lost, later ones may not be
                 _redirect(self.fileno(), refuge)
+                while left and left[0] & 0xC0 == 0x80:  # the reader had the first bytes of this character
+                    left = left[1:]
         return len(data)
 
 

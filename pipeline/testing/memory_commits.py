@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from diloco.pipeline.bus import cluster_slots, entry_ids, head_hash, stored_values
+from diloco.pipeline.bus import cluster_slots, stored_values
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
@@ -36,19 +36,19 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
 
     def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
         sums = {name: stored_values.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
-        if max(sums.values()) >= head_hash.COUNTER_LIMIT:
+        if max(sums.values()) >= stored_values.COUNTER_LIMIT:
             raise BadMessage("a total of the head is out of bounds")
         return {name: b"%d" % total for name, total in sums.items()}
 
     def _room(self, head: Hash, lost_tokens: int) -> int:
         """A refusal is never refused for what a peer says that it lost."""
         have = stored_values.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
-        return lost_tokens if have + lost_tokens < head_hash.COUNTER_LIMIT else 0
+        return lost_tokens if have + lost_tokens < stored_values.COUNTER_LIMIT else 0
 
     def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
         """Streams and the entries named of each."""
-        found = entry_ids.by_learner(entries)
-        return {self.keys.deltas(p, learner): list(map(entry_ids.entry_id, ids)) for learner, ids in found.items()}
+        found = stored_values.by_learner(entries)
+        return {self.keys.deltas(p, learner): list(map(stored_values.entry_id, ids)) for learner, ids in found.items()}
 
     def _delete(self, headers: Mapping[str, list[EntryId]], keys: Iterable[str]) -> None:
         for deltas, entries in headers.items():
@@ -59,9 +59,9 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.delete(key)
 
     async def commit(self, commit: Commit) -> None:
-        p = head_hash.fragment_of(commit)
+        p = stored_values.fragment_of(commit)
         keys = self.keys
-        staged = commit.staged
+        staged = stored_values.staged_by(commit)
         headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
         cluster_slots.one_slot((keys.head(p), *(s.key for s in staged), *gone))
@@ -70,17 +70,17 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._expect(p, head, commit.expected)
         replaced, old_momentum = self._replaced(head, commit)
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
-        lost = {name.encode(): total for name, total in head_hash.lost_totals(commit).items()}
+        lost = {name.encode(): total for name, total in stored_values.lost_totals(commit).items()}
         sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
         self._keep(staged)
-        self.store.hset(keys.head(p), {**head_hash.head_fields(commit), **sums})
+        self.store.hset(keys.head(p), {**stored_values.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(headers, (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
-        return head_hash.replaced_by(of, [head.get(name.encode(), b"") for name in head_hash.NAMED])
+        return stored_values.replaced_by(of, [head.get(name.encode(), b"") for name in stored_values.NAMED])
 
     def _keep(self, staged: Iterable[Staged]) -> None:
         """Make payloads stay that are whole, all of them or none."""
@@ -91,14 +91,14 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.expiries.pop(s.key, None)
 
     async def republish(self, fragment: int, anew: Republication) -> None:
-        key, staged = self.keys.head(fragment), anew.staged
+        key, staged = self.keys.head(fragment), stored_values.staged_by(anew)
         cluster_slots.one_slot((key, *(s.key for s in staged)))
         await self._turn()
         head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))
         self._expect(fragment, head, anew.expected)
         replaced, old_momentum = self._replaced(head, anew)
         self._keep(staged)
-        self.store.hset(key, head_hash.payload_fields(anew))
+        self.store.hset(key, stored_values.payload_fields(anew))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete({}, (old_momentum,))
@@ -110,7 +110,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         await self._turn()
         head = self._owner_checks(fragment, refusal.nonce, *headers)
         self._expect(fragment, head, refusal.expected)
-        counts = {head_hash.refused_field(reason): n for reason, n in refusal.counts().items()}
+        counts = {stored_values.refused_field(reason): n for reason, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
         if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
             return  # refused before; counted and recorded then

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from diloco.pipeline.bus import entry_ids, head_hash, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import (
     START,
     FragmentLeases,
@@ -18,8 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.payload.chunks import Encoded, whole
-from diloco.pipeline.payload.codec import decode_tape, encode
+from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
 
@@ -36,7 +35,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
                 raise PayloadIncomplete(f"{key} has {have} chunks, so chunk {index} cannot be next")
             if index == have:
                 self.store.need_room()
-                self._xadd(key, whole(chunk), (index + 1, 0))
+                self._xadd(key, whole_chunk(chunk), (index + 1, 0))
             if not kept:
                 self._expire(key, ttl_s)
 
@@ -67,16 +66,16 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         self.store.need_room()
         at = self._xadd(key, encode(header))
         if renews:
-            self._stream(key).delete(entry_ids.entry_id(entry_ids.parse_offer_id(renews)[1]))
+            self._stream(key).delete(stored_values.entry_id(stored_values.parse_offer_id(renews)[1]))
         if header.learner.encode() not in known:
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())
             self.store.stream(arrivals).keep_last()
-        return entry_ids.offer_id(header.learner, at)
+        return stored_values.offer_id(header.learner, at)
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         await self._turn()
-        return [head_hash.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
+        return [stored_values.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
 
     async def tape_end(self) -> dict[int, str]:
         await self._turn()
@@ -90,7 +89,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def trim_tape(self, group: int, before: str) -> None:
         await self._turn()
-        tape, limit = self._stream(self.keys.tape(group)), entry_ids.entry_id(before)
+        tape, limit = self._stream(self.keys.tape(group)), stored_values.entry_id(before)
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
 
@@ -135,7 +134,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         group = self.keys.group(fragment)
 
         def cursors() -> dict[str, str]:
-            return entry_ids.cursors(self._hash(self.keys.senders(group)), after)
+            return stored_values.offer_cursors(self._hash(self.keys.senders(group)), after)
 
         arrivals = self._stream(self.keys.arrivals(group))
         known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
@@ -143,5 +142,5 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         return [
             stored_values.decode_offer(fragment, name, at, data)
             for name, cursor in cursors().items()
-            for at, data in self._stream(self.keys.deltas(fragment, name)).after(entry_ids.entry_id(cursor), limit)
+            for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored_values.entry_id(cursor), limit)
         ]

@@ -1,8 +1,8 @@
-"""The data work queue of the bus in memory. `choose` is the twin of `bus/lua/claim_shard.lua`, and pure."""
+"""The data work queue of the bus in memory. `choose` is the twin of `bus/redis/lua/claim_shard.lua`, and pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco.pipeline.bus import entry_ids, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
@@ -74,7 +74,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         return self._queue()[2]
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        known_ids = {entry_ids.entry_id(at) for at in known}
+        known_ids = {stored_values.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
         seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
@@ -85,13 +85,13 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         if not found:
             return None
         at, blob = found[0]
-        stream.delivered = max(stream.delivered, entry_ids.entry_id(at))
-        stream.held[entry_ids.entry_id(at)] = (consumer, now_ms)
+        stream.delivered = max(stream.delivered, stored_values.entry_id(at))
+        stream.held[stored_values.entry_id(at)] = (consumer, now_ms)
         position = stored_values.decode_count("shard position", positions.get(at.encode()))
         return ClaimedShard(entry_id=at, shard=stored_values.decode_shard(blob), position=position)
 
     def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
-        return stream.held.get(entry_ids.entry_id(entry_id), ("", 0))[0] == consumer
+        return stream.held.get(stored_values.entry_id(entry_id), ("", 0))[0] == consumer
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         await self._turn()
@@ -105,8 +105,8 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         await self._turn()
         stream, positions, _ = self._queue()
         if self._holds(stream, consumer, entry_id):
-            del stream.held[entry_ids.entry_id(entry_id)]
-            stream.delete(entry_ids.entry_id(entry_id))
+            del stream.held[stored_values.entry_id(entry_id)]
+            stream.delete(stored_values.entry_id(entry_id))
             positions.pop(entry_id.encode(), None)
 
     async def release_shards(self, consumer: str) -> None:

@@ -12,10 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.payload.chunks import Grown, Payload
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.transfer.global_format import Float32, GlobalFormat, GlobalWriter, Held, Kind, Source, check
-from diloco.pipeline.transfer.global_fp32 import Fp32Writer
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_digest
+from diloco.pipeline.transfer.global_format import (
+    Float32,
+    Fp32Writer,
+    GlobalFormat,
+    GlobalWriter,
+    Held,
+    Kind,
+    Source,
+    check,
+)
 from diloco.pipeline.transfer.halves import Halves, complete, split, widened
 
 

@@ -1,7 +1,7 @@
 """How a run's globals lie on the bus: what every format is asked, by those who publish and those who read. Pure.
 
-Formats are `global_fp32`, `global_bf16` and `global_int8`; `global_formats` is their table. A new one is a file and a
-line there.
+The plainest, fp32, stands here; `global_bf16` and `global_int8` are the others, and `global_formats` is their table. A
+new one is a file and a line there.
 
 A published version has payloads of these kinds, which are also the names of their keys:
 
@@ -28,8 +28,7 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload
-from diloco.pipeline.payload.codec import PayloadReader, as_bytes, chunk_count
+from diloco.pipeline.payload.codec import Grown, Payload, PayloadReader, as_bytes, chunk_count
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, StateRule
 
 Float32 = npt.NDArray[np.float32]
@@ -228,3 +227,51 @@ class GlobalFormat(ABC):
     def sizes(self, head: Head, elements: int) -> dict[str, int]:
         """Bytes of each payload of values that a head names; what goes together counts as one."""
         return {head.payload: 4 * elements} | ({head.rest: 0} if head.rest else {})
+
+
+# --- fp32: the payload has the values, and there is nothing beside it ------------------------------------
+
+
+class Fp32Writer(GlobalWriter):
+    """As `GlobalWriter`."""
+
+    def prepare(self, *, averaged: bool, told: bool) -> None:
+        """As `GlobalWriter`: all steps are alike."""
+
+    def begin(self, step: Step) -> StepWriter:
+        """As `GlobalWriter`."""
+        return self
+
+    def reduced(self) -> None:
+        """As `StepWriter`."""
+
+    def written(self, stop: int) -> int:
+        """As `StepWriter`."""
+        self.exact.grow_to(self.values.itemsize * stop)
+        return stop
+
+    def uploads(self, version: int) -> dict[Kind, Payload]:
+        """As `GlobalWriter`."""
+        return {"global": self.exact}
+
+
+class Fp32Globals(GlobalFormat):
+    """As `GlobalFormat`."""
+
+    def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
+        """As `GlobalFormat`."""
+        return Fp32Writer(fragment, elements, sync, grown)
+
+    def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
+        """As `GlobalFormat`."""
+        return {"global": values}
+
+    async def exact(self, source: Source) -> Float32:
+        """As `GlobalFormat`."""
+        reader = await source.pull(source.head.payload, "fp32")
+        check(source.head, reader.digest, source.head.digest)
+        return reader.array()
+
+    async def shown(self, source: Source, held: Held | None) -> Float32:
+        """As `GlobalFormat`."""
+        return await self.exact(source)

@@ -11,8 +11,7 @@ from typing import Final
 
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.transfer.global_bf16 import Bf16Globals
-from diloco.pipeline.transfer.global_format import GlobalFormat
-from diloco.pipeline.transfer.global_fp32 import Fp32Globals
+from diloco.pipeline.transfer.global_format import Fp32Globals, GlobalFormat
 from diloco.pipeline.transfer.global_int8 import Int8Globals
 
 FORMATS: Final[Mapping[GlobalCodec, GlobalFormat]] = {

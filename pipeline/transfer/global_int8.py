@@ -14,8 +14,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.payload.chunks import Grown, Payload
-from diloco.pipeline.payload.codec import as_bytes, payload_bytes, payload_digest
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import (
     Float32,
     GlobalFormat,

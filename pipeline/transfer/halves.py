@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload, nobody
-from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, nobody
 
 Float32 = npt.NDArray[np.float32]
 Half = npt.NDArray[np.uint16]

@@ -44,13 +44,13 @@ class StateRule(Protocol):
 
 
 class MomentumState:
-    """Nesterov's and Muon's: one momentum, b' = mu b + D.
+    """One momentum, as all of them have, b' = mu b + D.
 
     With Nesterov's step s = lr (D + mu b') (`syncer.merging.outer`), the momentum follows from the step too:
 
         D = (s/lr - mu^2 b) / (1 + mu)   so   b' = (mu b + s/lr) / (1 + mu)
 
-    A matrix that Muon orthogonalised does not tell D, so there D itself must be known.
+    A matrix that was orthogonalised does not tell D, so there D itself must be known.
     """
 
     names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -79,7 +79,11 @@ class MomentumState:
         np.add(out, pseudogradient, out=out)
 
 
-STATE_RULES: Final[Mapping[OuterName, type[StateRule]]] = {"nesterov": MomentumState, "muon": MomentumState}
+STATE_RULES: Final[Mapping[OuterName, type[StateRule]]] = {
+    "nesterov": MomentumState,
+    "muon": MomentumState,
+    "halley": MomentumState,
+}
 
 
 def part(state: OuterState, piece: slice) -> OuterState:

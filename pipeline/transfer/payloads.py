@@ -1,17 +1,25 @@
-"""Whole payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline."""
+"""Payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline. asyncio.
+
+Those of deltas, and global fragments in the run's format (`global_formats`).
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
 from diloco.pipeline.bus.commits import Staged
-from diloco.pipeline.bus.ports import PayloadStore
+from diloco.pipeline.bus.ports import Bus, PayloadStore
 from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.chunks import Payload
-from diloco.pipeline.payload.codec import PayloadReader, as_bytes
+from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
+from diloco.pipeline.transfer.global_format import Float32, Held, Kind, Published, alone, key_of
+from diloco.pipeline.transfer.global_formats import FORMATS
+from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors
 
 PIECE_BYTES = 4 * 2**20
 """Bytes in flight at a time."""
@@ -85,3 +93,122 @@ async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_
     batch = [payload.encoded(index) for index in range(first, min(first + piece, payload.chunks))]
     await bus.write_chunks(key, first, batch, ttl_s)
     return first + len(batch)
+
+
+Offload = Callable[..., Awaitable[Any]]
+KEPT_S = 60.0
+"""What a pull needs lives on for so long at least."""
+
+
+# --- globals, published ------------------------------------------------------------------------------
+
+
+async def push_global(
+    bus: Bus,
+    fragment: int,
+    version: int,
+    nonce: str,
+    values: Float32,
+    sync: SyncSpec,
+    ttl_s: float,
+    state: OuterState | None = None,
+) -> Published:
+    """Upload a version that is here in full, such that it needs no other one, for a commit.
+
+    Args:
+        bus, fragment, version: where to.
+        nonce: the same one and the same values may be uploaded again.
+        values: (elements,) exact.
+        sync: has the format.
+        ttl_s: it is gone after this, unless a commit makes it stay.
+        state: the outer optimizer's; None or empty: all zeros.
+    """
+    staged: dict[Kind, Staged] = {}
+    whole = FORMATS[sync.global_codec].whole(values)
+    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in whole.items()}
+    for kind, payload in payloads.items():
+        key = key_of(bus.keys, kind, fragment, version, nonce)
+        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
+    if state:
+        staged["momentum"] = await push_state(bus, fragment, version, nonce, state, sync, ttl_s)
+    return alone(staged, payloads)
+
+
+async def push_state(
+    bus: Bus, fragment: int, version: int, nonce: str, state: OuterState, sync: SyncSpec, ttl_s: float
+) -> Staged:
+    """Upload an outer state that is not empty; as `push_global`."""
+    key = key_of(bus.keys, "momentum", fragment, version, nonce)
+    return await push(bus, key, joined(state, STATE_RULES[sync.outer].names), sync.chunk_bytes, ttl_s)
+
+
+# --- globals, read -----------------------------------------------------------------------------------
+
+
+async def pull_state(
+    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
+) -> tuple[Float32, OuterState]:
+    """The values (elements,) and the outer state (empty: all zeros) at a head, as they were merged.
+
+    offload: runs heavy work.
+
+    Raises:
+        BadPayload: as `pull`, or the values do not have the head's digest. The head may have moved: read it again.
+    """
+    return await FORMATS[sync.global_codec].state(_Source(bus, head, elements, sync, offload))
+
+
+async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
+    """The values (elements,) at a head, bit for bit as they were merged.
+
+    offload: as `pull_state`.
+
+    Raises:
+        BadPayload: as `pull_state`.
+    """
+    return await FORMATS[sync.global_codec].exact(_Source(bus, head, elements, sync, offload))
+
+
+async def pull_shown(
+    bus: Bus,
+    head: Head,
+    elements: int,
+    sync: SyncSpec,
+    offload: Offload,
+    extend_s: float = KEPT_S,
+    held: Held | None = None,
+) -> Float32:
+    """The values (elements,) that learners train from at a head, in an array that nobody else has.
+
+    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is.
+
+    Raises:
+        BadPayload: as `pull_state`.
+    """
+    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """As `global_format.Source`, of a bus."""
+
+    bus: Bus
+    head: Head
+    elements: int
+    sync: SyncSpec
+    work: Offload
+    extend_s: float = KEPT_S
+
+    async def pull(self, key: str, codec: Codec) -> PayloadReader:
+        """As `Source`."""
+        return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
+
+    async def pull_state(self) -> OuterState:
+        """As `Source`."""
+        if not self.head.momentum:
+            return {}
+        names, chunk_bytes = STATE_RULES[self.sync.outer].names, self.sync.chunk_bytes
+        reader = await pull(
+            self.bus, self.head.momentum, self.elements * len(names), "fp32", chunk_bytes, self.extend_s
+        )
+        return vectors(reader.array(), names)

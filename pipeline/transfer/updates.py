@@ -6,7 +6,7 @@ loses of a step, at most half a scale, is not made up for: the pseudogradients t
 values as they are.
 
 The outer state goes with the steps that were taken (`outer_state`), and costs nothing beside them. A step that only
-averaged leaves none. An orthogonalised step (Muon) does not say what it was made from: there the pseudogradient D is
+averaged leaves none. An orthogonalised step does not say what it was made from: there the pseudogradient D is
 quantized first, and lies on the bus beside the update, for whoever follows the state.
 """
 
@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Grown, Payload, nobody
-from diloco.pipeline.payload.codec import Vector, as_bytes
+from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.payload.quantize import GROUP, Encoding, wire_bytes
 from diloco.pipeline.transfer.outer_state import OuterState, StateRule, part
 

@@ -19,12 +19,12 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MOST_TOKENS
-from diloco.pipeline.pacing import Pace, slow_merges
+from diloco.pipeline.pacing import Pace, outer_room, slow_merges
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
-"""A learner not heard from for this long is not live."""
+"""A learner not heard from for this long is not live, where the run has not said otherwise."""
 
 _RECENT_S = 3600.0
 
@@ -64,6 +64,7 @@ class WindowStatus(TypedDict):
     doubted: list[str]
     deadline_in_s: float | None
     merge_s: float
+    outer_s: float
 
 
 class FragmentStatus(TypedDict):
@@ -99,6 +100,15 @@ class EvaluationStatus(TypedDict):
     final: bool
 
 
+class OuterStep(TypedDict):
+    """How the outer step of the fragment that is worst off fits into a round (`pipeline.pacing`)."""
+
+    outer_s: float
+    room_s: float
+    share: float
+    """Of the room; above 1 it does not fit."""
+
+
 class TokensLost(TypedDict):
     """Tokens of the whole model that are not merged, by cause."""
 
@@ -129,6 +139,8 @@ class Status(TypedDict):
     syncers: list[SyncerStatus]
     fragments: list[FragmentStatus]
     evaluation: EvaluationStatus | None
+    outer_step: OuterStep | None
+    """None: not known yet."""
     warnings: list[str]
 
 
@@ -179,6 +191,7 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> FragmentStatus:
             "doubted": list(window.doubted),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
             "merge_s": window.merge_s,
+            "outer_s": window.outer_s,
         },
     }
 
@@ -302,10 +315,12 @@ def build_status(
     doubted = sorted({learner for head in present for learner in head.window.doubted})
     if doubted and (state is None or state.phase is not Phase.FINISHED):
         warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")
+    room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         here = [seen for seen in reports if _is_live(seen, live_s)]
-        paces = [Pace(head.fragment, head.version, head.window.merge_s) for head in present]
-        slow = slow_merges(spec.sync, paces, [seen.report.step_s for seen in here], len(syncers or {}))
+        paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
+        steps = [seen.report.step_s for seen in here]
+        slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
         warnings += [slow] if slow else []
         warnings += _crowded(here)
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
@@ -338,6 +353,7 @@ def build_status(
             "elapsed_s": evaluation.elapsed_s,
             "final": evaluation.final,
         },
+        "outer_step": None if room is None else OuterStep(outer_s=room.outer_s, room_s=room.room_s, share=room.share),
         "warnings": warnings,
     }
 
@@ -354,8 +370,21 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
     return last
 
 
-async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
+def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
+    """Who is live, as the run's syncers go by."""
+    live_s = _liveness(state, None)
+    return {seen.report.learner for seen in reports if _is_live(seen, live_s)}
+
+
+def _liveness(state: RunState | None, live_s: float | None) -> float:
+    said = None if state is None else state.liveness_s
+    return live_s or said or LIVE_S
+
+
+async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> Status:
     """The status of the bus's run.
+
+    live_s: a learner not heard from for this long is not live; None: what the run's syncers go by, as its state says.
 
     Raises:
         BusError: the bus cannot be read.
@@ -383,7 +412,7 @@ async def read_status(bus: Bus, clock: Clock, live_s: float = LIVE_S) -> Status:
         evaluation,
         info.warnings,
         clock.unix(),
-        live_s,
+        _liveness(state, live_s),
         syncers,
         holders,
     )

@@ -40,12 +40,11 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Payload
-from diloco.pipeline.payload.codec import DTYPES, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
+from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.pipeline.units import parse_count
 from diloco.studies.bench.lines import GBIT, lines
-from diloco.syncer.merging.norms import BLOCK, DeltaNorms
+from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta
 from diloco.workers.trainer.recipe import choose_device

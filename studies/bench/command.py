@@ -196,14 +196,22 @@ def merge(
     wire: Wire = "bf16",
     momentum: Momentum = 0.9,
     rounds: Rounds = 7,
-    side: Annotated[int, typer.Option(min=2, help="Rows and columns of the matrices that a Muon step takes")] = 768,
+    side: Annotated[int, typer.Option(min=2, help="Rows of the matrices that the default step takes")] = 768,
+    columns: Annotated[
+        int | None, typer.Option(min=2, help="Their columns; default: as many", show_default=False)
+    ] = None,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies."""
+    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies.
+
+    The first line is with a run's default outer step. Seconds are of the core.
+    """
     out = _Out(json_file, plot)
     measuring = importlib.import_module("diloco.studies.bench.merging")
-    sizes = measuring.Sizes(_count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side)
+    sizes = measuring.Sizes(
+        _count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
+    )
     found = measuring.measure(sizes, out.console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
     out.show(title, {"": found})

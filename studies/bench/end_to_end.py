@@ -40,7 +40,7 @@ from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.lines import GBIT, lines
 from diloco.studies.bench.machine import cpu_s, need_memory, peak_mb, reset_peak
 from diloco.studies.bench.plain import Plain
-from diloco.syncer.merging.staging import REPLACED_BYTES
+from diloco.syncer.committing import REPLACED_BYTES
 
 ITEM = {codec: payload_bytes(GROUP, codec) / GROUP for codec in get_args(Codec)}
 """Bytes of an element on the wire."""

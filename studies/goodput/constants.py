@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.methods import PAPER
 from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
@@ -85,6 +86,9 @@ class Constants(Site):
     grace_gamma: float = Field(
         USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. The syncer's own"
     )
+    outer: OuterName = Field(
+        PAPER["outer"], description="Outer optimizer; muon multiplies matrices on the syncers. Paper: nesterov"
+    )
     diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
     liveness: Span = Field(
         USUAL["liveness_s"], gt=0, description="A learner silent for this long is not waited for. The syncer's own"
@@ -102,3 +106,9 @@ class Constants(Site):
     link_trace: Path | None = Field(
         None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"
     )
+
+
+class Planned(Constants):
+    """The world that a plan is made for: what the product does if nobody says otherwise, not what the paper does."""
+
+    outer: OuterName = Field(USUAL["outer"], description="Outer optimizer; muon multiplies matrices on the syncers")

@@ -98,6 +98,8 @@ class Party:
         self.serial = 0
         self.waits_since: float | None = None
         self.waits: list[tuple[float, float]] = []
+        self.pull_s = 0.0
+        """How long its last pull took; a learner smooths those of a round's P fragments, which are alike."""
         self._fresh: SeenReport | None = None
         self._fresh_until = -math.inf
 
@@ -110,6 +112,7 @@ class Party:
                 incarnation=self.name,
                 versions=(self.version,),
                 step_s=self.clock.mean_step_s,
+                pull_s=self.pull_s,
                 left=False,
             )
             self._fresh = bare(SeenReport, report=report, age_s=0.0)

@@ -4,11 +4,13 @@ M by goodput and the paper's quality; all else as `diloco plan` has it. Assumpti
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.needs import CODECS, GLOBALS, Needs, needs_of, pace_of
 from diloco.pipeline.units import DAY_S
 from diloco.studies.goodput.constants import Constants
@@ -36,18 +38,24 @@ class Plan(Needs):
     overwritten: float
 
 
-def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: str = "fp32") -> Plan:
+def plan(
+    constants: Constants, chips: int, codec: str = "auto", global_codec: str = "fp32", learners: int | None = None
+) -> Plan:
     """A plan for so many chips in the world of the constants.
 
     Args:
         constants: the world; its own H, P and wire types do not count.
         chips: of the whole run.
         codec, global_codec: as `pipeline.needs.pace_of`.
+        learners: as given; None: as many as the goodput wants.
 
     Raises:
-        UsageError: the constants describe no world that can be simulated.
+        UsageError: the constants describe no world that can be simulated, or there are fewer chips than learners.
     """
-    pace = pace_of(constants, LEARNERS[-1], constants.overlap_steps, codec, global_codec)
+    if learners is not None and not 1 <= learners <= chips:
+        raise UsageError(f"{chips:,} chips make no {learners} learners: say --learners 1 to {chips:,}, or more --chips")
+    asked = learners or LEARNERS[-1]
+    pace = pace_of(constants, asked, constants.overlap_steps, codec, global_codec, constants.outer)
     changes = {
         "sync_interval": pace.interval,
         "fragments": pace.fragments,
@@ -55,10 +63,10 @@ def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: st
         "global_bits": 8 * GLOBALS[global_codec].pulled,
     }
     chosen = constants.model_copy(update=changes)
-    learners, figures, why = _learners(chosen, chips, pace.warnings)
+    learners, figures, why = _learners(chosen, chips, LEARNERS if learners is None else (learners,), pace.warnings)
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     pace.why["learners"] = why
-    needs = needs_of(constants, pace, learners)
+    needs = needs_of(constants, pace, learners, constants.overlap_steps, constants.outer)
     known: dict[str, Any] = {one.name: getattr(needs, one.name) for one in fields(needs)} | figures
     return Plan(
         **known,
@@ -67,15 +75,17 @@ def plan(constants: Constants, chips: int, codec: str = "auto", global_codec: st
     )
 
 
-def _learners(constants: Constants, chips: int, warnings: list[str]) -> tuple[int, dict[str, float], str]:
+def _learners(
+    constants: Constants, chips: int, among: Sequence[int], warnings: list[str]
+) -> tuple[int, dict[str, float], str]:
     least = max(1, math.ceil(constants.params * STATE_BYTES / CHIP_BYTES))
-    possible = [m for m in LEARNERS if chips // m >= least]
+    possible = [m for m in among if chips // m >= least]
     if not possible:
         warnings.append(
             f"{chips:,} chips are too few for the model, which needs {least:,} at {STATE_BYTES} bytes a parameter and "
             f"{CHIP_BYTES / 1e9:g} GB a chip"
         )
-        possible = [1]
+        possible = list(among[:1])
     found: list[tuple[int, dict[str, float]]] = [(m, _figures(constants, chips, m)) for m in possible]
     best = max(figures["goodput"] for _, figures in found)
     learners, figures = next(
@@ -83,6 +93,8 @@ def _learners(constants: Constants, chips: int, warnings: list[str]) -> tuple[in
         found[-1],
     )
     shown = ", ".join(f"M={m} {100 * f['goodput']:.1f} %" for m, f in found)
+    if len(among) == 1:
+        return learners, figures, f"as asked for ({shown}); a learner needs {least} chips to hold the model"
     return (
         learners,
         figures,

@@ -18,7 +18,7 @@ def read_trace(path: Path, columns: int) -> Floats:
         UsageError: naming the file, and the line that is not so many finite numbers of 0 or more.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

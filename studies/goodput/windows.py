@@ -20,12 +20,13 @@ import numpy as np
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.needs import outer_operations
+from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.link import Link, link_of
 from diloco.studies.goodput.parties import CODEC, LAYOUT, TOKENS, Party, StepClock, bare, digest_of
-from diloco.syncer.admission import Accepted, DeltaFormat, Offer, Refused
-from diloco.syncer.doubts import Doubts
+from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Offer, Refused
 from diloco.syncer.grace import GraceEstimator, UploadEstimator
 from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
@@ -109,7 +110,8 @@ class Follower:
         self._bits = constants.params * constants.wire_bits / sync.fragments
         self._pull_bits = constants.params * constants.global_bits / sync.fragments
         self._merge_s = self._bits / 8 / constants.merge_rate / constants.syncer_cores
-        self._sync_s = constants.sync_time
+        operations = outer_operations(constants, constants.outer) / sync.fragments
+        self._sync_s = constants.sync_time + operations / CORE_FLOPS / constants.syncer_cores
         self._parties = [
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]
@@ -306,8 +308,9 @@ class Follower:
         watch, doubted = self._watch, self._doubts.learners
         watch.reports = [party.seen(now) for party in self._parties]
         expected = watch.expected(0, self._version)
-        step_s = [s.report.step_s for s in expected if s.report.learner not in doubted]
-        grace_s = self._grace.grace_s(step_s, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
+        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        steps, pulls = [r.step_s for r in trusted], [r.pull_s for r in trusted]
+        grace_s = self._grace.grace_s(steps, pulls, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
     def _overdue(self, offers: tuple[Offer, ...], now: float) -> None:
@@ -323,8 +326,9 @@ class Follower:
         late = self._window.late.offers
         self._grace.observe_quorum(decision.quorum_s)
         self._grace.observe_sync(now - decision.fixed_at)
+        pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
-            self._count(decision, now, decision.grace_s, now - decision.fixed_at)
+            self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)
         self._version += 1
         merged = {m.learner: m for m in self._merged if m.base_version >= self._version - 1}
         for offer in decision.contributions:
@@ -337,8 +341,8 @@ class Follower:
         self._window, self._told_attempt = self._new_window(now, "idle"), -1
         for offer in late:
             self._offer(offer, now)
-        pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         for party in self._parties:
+            party.pull_s = pulled_s - now  # told with the version that it adopts
             clock = party.clock
             at_s = pulled_s if party.waits_since is not None else clock.wall_s(clock.step_at(pulled_s) + 1)
             self._at(at_s, "adopt", party, self._version)

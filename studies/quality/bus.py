@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from diloco.pipeline.bus.ports import Clock
-from diloco.pipeline.payload.chunks import Encoded, size
+from diloco.pipeline.payload.codec import Encoded, chunk_size
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 
 RUN = "lab"
@@ -38,4 +38,4 @@ class LabBus(MemoryBus):
 
     async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
         if self._byte_s and chunks:
-            await asyncio.sleep(self._byte_s * sum(map(size, chunks)))
+            await asyncio.sleep(self._byte_s * sum(map(chunk_size, chunks)))

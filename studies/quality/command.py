@@ -137,7 +137,7 @@ def report(
 
 def _read_csv(path: Path) -> dict[RunName, RunSummary]:
     try:
-        return decode(path.read_text())
+        return decode(path.read_text("utf-8-sig"))  # as spreadsheets save it
     except (OSError, UnicodeDecodeError, UsageError) as error:
         raise UsageError(f"cannot read summaries {path}: {error}") from error
 

@@ -25,7 +25,7 @@ from diloco.pipeline.settings import SyncerProcess, SyncerSettings
 from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.globals import pull_exact
+from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.studies.quality.bus import RUN, LabBus
 from diloco.studies.quality.curve import Progress, Recorder
 from diloco.studies.quality.fragment import LabFragment, Stale

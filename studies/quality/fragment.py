@@ -12,9 +12,8 @@ import numpy.typing as npt
 from diloco.pipeline.messages.head import MergedBase
 from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta, FragmentState, Merged, Stepped
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, Stepped
+from diloco.syncer.merging.merge import delta_norms
 
 Float32 = npt.NDArray[np.float32]
 
@@ -67,7 +66,7 @@ class LabFragment(FragmentState):
         squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
-        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread)
+        given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread, self.layout)
         draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
         for vector in draft.outer_state.values():
             vector.fill(0)  # a rule keeps its own

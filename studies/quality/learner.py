@@ -108,11 +108,13 @@ class LabLearner:
                     shared.republish = False
                     self._rounds.republish()
                 published = [self._snapshot(one) for one in self._rounds.publications(shared.windows, shared.uploaded)]
-                exchange.queue(published, adopted)
+                exchange.publishing.queue(published)
+                if adopted:
+                    exchange.reporting.soon()
                 if world.run.wait and published:
                     await self._merged({item[0].base.fragment for item in published})
             last = [self._snapshot(one) for one in self._rounds.last(shared.windows, due=self._over)]
-            exchange.queue(last, adopted=False)
+            exchange.publishing.queue(last)
             await exchange.leave(LEAVE_S)
         finally:
             running.cancel()
@@ -151,7 +153,7 @@ class LabLearner:
             await asyncio.sleep(self.world.run.step_s / POLLS_A_STEP)
             fragments -= set(self._exchange.shared.adoptions)
             if self._adopt():
-                self._exchange.queue([], adopted=True)
+                self._exchange.reporting.soon()
 
     async def _blocks(self) -> Iterator[tuple[int, int]]:
         """The order of examples, from the run's work queue, once the first shard is here."""

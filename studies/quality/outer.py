@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diloco.pipeline.fragments import FragmentLayout
 from diloco.studies.quality.settings import OuterName
+from diloco.studies.quality.turns import TURNS, Turn
 from diloco.syncer.algorithm import nesterov
+from diloco.syncer.merging.outer import at_its_length
 
 Float32 = npt.NDArray[np.float32]
 Memory = Mapping[str, Float32]
@@ -37,6 +40,8 @@ class Merge:
     spread: float
     """Weighted mean of the deltas' squared lengths over the pseudogradient's: 1 where all are alike, M where they are
     orthogonal and of one length."""
+    layout: FragmentLayout
+    """Says which tensors are matrices."""
 
 
 Rule = Callable[[Merge, Memory], tuple[Float32, Memory]]
@@ -87,11 +92,28 @@ def schedule_free(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
     return (1 - merge.mu) * z + merge.mu * x, {"z": z, "x": x}
 
 
+def turned(turn: Turn) -> Rule:
+    """Nesterov, with the step of each matrix turned at its own length, as production's orthogonalised step does."""
+
+    def rule(merge: Merge, memory: Memory) -> tuple[Float32, Memory]:
+        momentum: Float32 = merge.mu * _kept(memory, "momentum", merge.d) + merge.d
+        step: Float32 = merge.d + merge.mu * momentum
+        for number, slot in enumerate((s for s in merge.layout.slots if s.tensor.matrix), merge.step + merge.layout.id):
+            part = slice(slot.start, slot.stop)
+            matrix = step[part].reshape(slot.tensor.shape)
+            step[part] = at_its_length(turn(matrix, number), matrix)
+        after: Float32 = merge.theta - merge.lr * step
+        return after, {"momentum": momentum}
+
+    return rule
+
+
 RULES: dict[OuterName, Rule] = {
     "delayed": delayed,
     "agreement": agreement,
     "extrapolated": extrapolated,
     "schedule-free": schedule_free,
+    **{name: turned(turn) for name, turn in TURNS.items()},
 }
 
 

@@ -35,7 +35,9 @@ from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
-OuterName = Literal["nesterov", "muon", "delayed", "agreement", "extrapolated", "schedule-free"]
+Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
+"""Research that turns matrices (`turns`)."""
+OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
 MOST_RUNS = 10_000
 
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
@@ -109,7 +111,8 @@ class LabRun(BaseModel):
     )
     outer: OuterName = Field(
         USUAL["outer"],
-        description="Outer optimizer: production's nesterov or muon, or one for research (studies/quality/outer.py)",
+        description="Outer optimizer: production's nesterov, muon or halley, or one for research "
+        "(studies/quality/outer.py)",
     )
     outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
     stale: Literal["drop", "rebase"] | None = Field(
@@ -197,7 +200,7 @@ class LabRun(BaseModel):
             global_codec=self.global_codec or USUAL["global_codec"],
             merge=self.merge,
             weights=self.weights or USUAL["weights"],
-            outer="muon" if self.outer == "muon" else "nesterov",
+            outer=self._production(),
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup,
@@ -207,6 +210,12 @@ class LabRun(BaseModel):
             groups=USUAL["groups"],
             chunk_bytes=USUAL["chunk_bytes"],
         )
+
+    def _production(self) -> Production:
+        """The outer optimizer that is nearest: what turns matrices must know them."""
+        if self.outer in get_args(Turned):
+            return "halley"
+        return next((name for name in get_args(Production) if name == self.outer), "nesterov")
 
     def relevant(self) -> dict[str, Any]:
         """The settings that decide this run's result: those its method looks at, without what is off."""
@@ -292,7 +301,7 @@ def read_experiment(path: Path) -> Experiment:
         UsageError: not readable, an unknown name, a value out of bounds: says where, and what is allowed.
     """
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read experiment {path}: {error}") from error
     known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}

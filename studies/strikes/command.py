@@ -21,13 +21,12 @@ from diloco.launcher.folder import Folder, choose
 from diloco.launcher.report import build
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
-    NOT_OF_BASELINE,
     NOT_OF_CHAOS,
+    OF_DEMO,
     ChaosProcess,
     check,
-    flag_of,
     takes,
-    way_to_set,
+    unused_by_baseline,
     with_preset,
 )
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -36,7 +35,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
 from diloco.pipeline.process.lifecycle import ignore_hangup
 from diloco.pipeline.process.output import outlive_readers
-from diloco.pipeline.settings import defaults
+from diloco.pipeline.settings import flag_of
 from diloco.pipeline.units import parse_duration
 from diloco.studies.strikes import bounds as chaos_bounds
 from diloco.studies.strikes import compare as chaos_compare
@@ -123,11 +122,8 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
     for name in ("cut", "hang", "lose_tail"):
         if getattr(settings, name) not in (*NOTHING, False):
             raise UsageError(f"{flag_of(name)} needs --method decoupled: {why}")
-    usual = defaults(ChaosProcess)
-    for name in NOT_OF_BASELINE:
-        given = name in settings.model_fields_set and name not in ("checkpoint_every", "log_losses")
-        if given and getattr(settings, name) != usual[name]:
-            raise UsageError(f"{way_to_set(ChaosProcess, name)} needs --method decoupled: {why}")
+    if unused := unused_by_baseline(settings, used=("checkpoint_every", "log_losses")):
+        raise UsageError(f"{'; '.join(unused)} {'needs' if len(unused) == 1 else 'need'} --method decoupled: {why}")
 
 
 # --- the run, and the same undisturbed ---------------------------------------------------------------------
@@ -223,7 +219,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
         outcome.merges,
         lanes if report["method"] == BASELINE else [*lanes, REDIS],
         outcome.span,
-        f"diloco chaos, {report['method']}, seed {report['seed']}: {report['verdict'].upper()}",
+        f"A run under strikes (method {report['method']}, seed {report['seed']}): {report['verdict']}",
         chaos_report.goodput_line(report),
         picture,
     )
@@ -299,7 +295,7 @@ Beside = Annotated[
 ]
 
 
-@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS)
+@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO)
 def command(
     settings: ChaosProcess,
     for_: ChaosFor = "60s",

@@ -174,12 +174,8 @@ class Monkey:
                 child.kill_group()
             case Manner.PAUSE:
                 child.send(signal.SIGSTOP)
-            case Manner.CUT:
-                for door in doors:
-                    door.cut()
-            case Manner.HANG:
-                for door in doors:
-                    door.hang()
+            case Manner.CUT | Manner.HANG:
+                _shut(manner, doors)
 
     @staticmethod
     def _end_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
@@ -208,12 +204,8 @@ class Monkey:
                     return f"without the last {lost} bytes of its file"
             case Manner.PAUSE:
                 self._server.pause()
-            case Manner.CUT:
-                for door in doors:
-                    door.cut()
-            case Manner.HANG:
-                for door in doors:
-                    door.hang()
+            case Manner.CUT | Manner.HANG:
+                _shut(manner, doors)
         return ""
 
     async def _end_redis(self, manner: Manner, doors: Sequence[Door]) -> None:
@@ -234,3 +226,11 @@ class Monkey:
                 with suppress(FileNotFoundError):  # it is being replaced by a rewritten one
                     self._tail.note(time.monotonic(), self._server.log_file())
             await asyncio.sleep(NOTE_TAIL_S)
+
+
+def _shut(manner: Manner, doors: Sequence[Door]) -> None:
+    for door in doors:
+        if manner is Manner.CUT:
+            door.cut()
+        else:
+            door.hang()

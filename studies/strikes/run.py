@@ -21,7 +21,7 @@ from diloco.launcher.report import Outcome
 from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.key_usage import KeyUsage
-from diloco.pipeline.bus.redis_key_usage import RedisKeyUsage, connect_key_usage
+from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed

@@ -1,11 +1,12 @@
 """One global fragment and its outer state: judging deltas, merging them, taking the outer step. Pure: numpy only.
 
+The step is written into a draft, whose payloads grow meanwhile.
 Nothing here changes before a commit has succeeded: `merge` returns what the fragment would become, `advance`
 makes it so. A refused commit therefore leaves the state as it was.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -13,19 +14,30 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from diloco.pipeline.bus.commits import Staged
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
-from diloco.pipeline.payload.codec import Vector
-from diloco.pipeline.ramps import outer_at
-from diloco.pipeline.transfer.outer_state import OuterState
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
+from diloco.pipeline.transfer.global_format import Kind, Published, Step, StepWriter
+from diloco.pipeline.transfer.global_formats import FORMATS
+from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vectors
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.draft import Draft, DraftWriter
-from diloco.syncer.merging.merge import Reduced, Sum, merge_shares
-from diloco.syncer.merging.norms import Float64, all_finite
-from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, matrix_elements, muon_blocks
+from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares
+from diloco.syncer.merging.outer import (
+    TURNS,
+    Momentum,
+    NesterovStep,
+    PlainStep,
+    matrix_blocks,
+    matrix_elements,
+    outer_at,
+)
+
+Float32 = npt.NDArray[np.float32]
 
 ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""
@@ -35,6 +47,91 @@ MERGES_KEPT = 32
 MERGES_NEEDED = 4
 """Fewer merges than this give no median to judge by, however many learners they are of: a run's first deltas are of one
 step at a rate that still warms up, thousands of times shorter than all others, which would be refused for ever."""
+
+
+# --- a version in the making ---------------------------------------------------------------------------
+
+
+class Draft:
+    """The values and the outer state after an outer step, and the digests of what is there already.
+
+    `sum` adds up the contributions where the values will be. Then, in this order: `prepare`, `uploads`, `begin`, and
+    the step is written from front to back.
+    """
+
+    def __init__(self, layout: FragmentLayout, sync: SyncSpec, grown: Grown = nobody) -> None:
+        """grown: called when more chunks of any payload are whole, by the thread that takes the step."""
+        self._layout, self._sync, self._grown = layout, sync, grown
+        self._writer = FORMATS[sync.global_codec].writer(layout.id, layout.elements, sync, grown)
+        self.theta = self._writer.values
+        """(elements,) in the end the new values."""
+        self.outer_state: OuterState = {}
+        """After the step; empty: all zeros."""
+        self._state_payload: Payload | None = None
+        self.sum = Sum(layout, self.theta)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the exact values, once all are written."""
+        return self._writer.exact.digest
+
+    def discard_sum(self) -> None:
+        """Begin the sum anew."""
+        self.sum = Sum(self._layout, self.theta)
+
+    def prepare(self, mu: float, orthogonal: bool = False) -> None:
+        """Before the uploads begin: what the step will be. Again for the same step it changes nothing.
+
+        Args:
+            mu: outer momentum; 0: the step keeps no state.
+            orthogonal: some of it is orthogonalised, so it does not tell its pseudogradient.
+        """
+        self._writer.prepare(averaged=not mu, told=not orthogonal)
+        if mu and self._state_payload is None:
+            names = STATE_RULES[self._sync.outer].names
+            joined = pooled(len(names) * self._layout.elements, np.float32)
+            self.outer_state = vectors(joined, names)
+            self._state_payload = Payload(as_bytes(joined), self._sync.chunk_bytes, self._grown)
+
+    def begin(self, theta: Float32, before: OuterState, lr: float, mu: float) -> "DraftWriter":
+        """Take the step from these values (elements,) and this outer state."""
+        rule = STATE_RULES[self._sync.outer](lr, mu) if self.outer_state else None
+        step = self._writer.begin(Step(theta, before, self.outer_state, rule))
+        return DraftWriter(step, None if self._writer.takes_steps else theta, self._state_payload, len(theta))
+
+    def uploads(self, version: int) -> dict[Kind, Payload]:
+        """What of a version goes to the bus."""
+        found = self._writer.uploads(version)
+        if self._state_payload is not None and self._writer.is_alone(version):
+            found["momentum"] = self._state_payload
+        return found
+
+    def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
+        """What the next head names. head: of the version before; staged: all uploads."""
+        return self._writer.published(head, staged)
+
+
+class DraftWriter:
+    """A draft while the outer step is taken."""
+
+    def __init__(self, step: StepWriter, base: Float32 | None, state: Payload | None, elements: int) -> None:
+        self._step, self._state, self._elements = step, state, elements
+        self.base = base
+        """(elements,) what the step is subtracted from; None: the step itself is to be written."""
+
+    def reduced(self) -> None:
+        """All of the pseudogradient is in the draft's values, and no element of it has been stepped yet."""
+        self._step.reduced()
+
+    def written(self, stop: int) -> None:
+        """All elements before `stop`, and of the outer state, are as the outer step makes them."""
+        done = self._step.written(stop)
+        if self._state is not None:
+            # The vectors lie one after another: the later ones are sent once the first is whole.
+            self._state.grow_to(4 * done if done < self._elements else self._state.nbytes)
+
+
+# --- what goes in and what comes out --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +172,9 @@ def finite(theta: npt.NDArray[np.float32], outer_state: OuterState) -> bool:
     return all_finite(theta) and all(map(all_finite, outer_state.values()))
 
 
+# --- the outer step ------------------------------------------------------------------------------------
+
+
 class Stepped(NamedTuple):
     """Values and outer state after an outer step, and what its merge measured."""
 
@@ -82,12 +182,12 @@ class Stepped(NamedTuple):
     outer_state: OuterState
     reduced: Reduced
     orthogonal: npt.NDArray[np.float32] | None = None
-    """(matrix elements,) as `outer.muon_blocks` found it; None for a step that orthogonalises nothing."""
+    """(matrix elements,) as `outer.matrix_blocks` found it; None for a step that orthogonalises nothing."""
 
 
 def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
-    """Whether an outer step with this momentum is Muon's: while learners are only averaged it is not."""
-    return sync.outer == "muon" and mu > 0 and matrix_elements(layout) > 0
+    """Whether an outer step with this momentum turns matrices: while learners are only averaged it does not."""
+    return sync.outer in TURNS and mu > 0 and matrix_elements(layout) > 0
 
 
 def outer_step(
@@ -108,11 +208,11 @@ def outer_step(
     Args:
         layout, deltas, norms, shares, recorded: as `merge.Sum.close`.
         sync: has the chunk size.
-        outer: learning rate and momentum, as `ramps.outer_at`.
+        outer: learning rate and momentum, as `outer.outer_at`.
         theta: (elements,) values at the base.
         outer_state: before the step; empty while all zero.
         draft: where to, if that is here already; the first of the deltas may be in its sum.
-        recorded_step: what a Muon step goes by instead of what is computed here; as `Stepped.orthogonal`.
+        recorded_step: what a step of matrices goes by instead of what is computed here; as `Stepped.orthogonal`.
     """
     lr, mu = outer
     into = draft or Draft(layout, sync)
@@ -131,7 +231,7 @@ def outer_step(
     reduced = into.sum.close(deltas, norms, shares, recorded)
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
-    for stop in muon_blocks(layout, step, found, recorded_step):
+    for stop in matrix_blocks(layout, sync.outer, step, found, recorded_step):
         writer.written(stop)
     return Stepped(into.theta, into.outer_state, reduced, found)
 
@@ -147,11 +247,14 @@ def _elementwise(
 ) -> Reduced:
     """A step that goes over each block once, while it is in the cache."""
 
-    def finish(start: int, stop: int) -> None:
+    def stepped(start: int, stop: int) -> None:
         step.block(start, stop)
         writer.written(stop)
 
-    return running.close(deltas, norms, shares, recorded, finish)
+    return running.close(deltas, norms, shares, recorded, stepped)
+
+
+# --- the fragment --------------------------------------------------------------------------------------
 
 
 class FragmentState:

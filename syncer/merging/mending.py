@@ -9,18 +9,18 @@ import asyncio
 
 import structlog
 
-from diloco.pipeline.bus.commits import Commit, Republication, named
-from diloco.pipeline.bus.head_hash import payload_names
+from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Republication, named
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.stored_values import payload_names
 from diloco.pipeline.errors import HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.transfer.global_format import Published, published_by
-from diloco.pipeline.transfer.globals import push_global
+from diloco.pipeline.transfer.payloads import push_global
+from diloco.syncer.context import RandomHex
 from diloco.syncer.merging.fragment import FragmentState
-from diloco.syncer.merging.staging import REPLACED_TTL_S, STAGED_TTL_S, RandomHex
 from diloco.syncer.watch import RunWatch
 
 LOOK_S = 10.0

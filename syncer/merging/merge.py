@@ -1,4 +1,5 @@
-"""The merge, fast: `algorithm.pseudogradient` in float32 and in blocks (paper, RDA). Pure numpy.
+"""The merge, fast: `algorithm.pseudogradient` in float32 and in blocks (paper, RDA); and the lengths of deltas,
+taken block by block while they come in. Pure numpy.
 
 A merge rule is a class here and a line in `RULES`, and beside it a plain function and a line in
 `algorithm.MERGE_RULES`, which says what it means. `wire` has its name; `test_algorithm.py` tells what is missing of a
@@ -20,13 +21,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout, Slot
 from diloco.pipeline.messages.wire import MergeRule, WeightsName
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Vector
 from diloco.syncer.algorithm import CANCELLED, WEIGHTS
-from diloco.syncer.merging.norms import BLOCK, Float32, Float64, squares
+
+BLOCK = 128 * 1024
+"""Elements worked on at a time: they stay in the cache."""
+
+NORM_BLOCK = 2 * BLOCK
+"""The same for lengths, for which only one array is in the cache."""
+
+ROW = 1024
+"""Squares of this many elements are summed in float32, the rows in float64: rounding stays below 3e-7 at any size."""
+
+_SAFE_SQUARES = (1e-30, 1e30)
+"""Outside of this a float32 sum of squares may have lost small or overflowed on large elements."""
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 _NO_DIRECTION = 1e-30
 """A delta shorter than this has no direction: in bf16 and float32 it is rounding noise."""
@@ -37,9 +53,70 @@ ROWS_BLOCK = 32 * 1024
 MOST_SHARE = 2.0**20
 """No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
 
-Finish = Callable[[int, int], None]
+EachBlock = Callable[[int, int], None]
 """Called with (start, stop) of each block of the pseudogradient once it is what it will be, from front to back. It is
 in the cache then, and may be overwritten."""
+
+
+# --- lengths of deltas -------------------------------------------------------------------------------------
+
+
+def all_finite(values: Float32) -> bool:
+    """Whether a vector (elements,) has no NaN and no infinity."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.isfinite(values.min(initial=0.0)) and np.isfinite(values.max(initial=0.0)))
+
+
+def squares(block: Float32) -> float:
+    """Sum of squares of one block; non-finite if an element is."""
+    whole = len(block) - len(block) % ROW
+    rows, rest = block[:whole].reshape(-1, ROW), block[whole:]
+    quick = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.dot(rest, rest))
+    if _SAFE_SQUARES[0] < quick < _SAFE_SQUARES[1]:
+        return quick
+    wide = block.astype(np.float64)
+    return float(np.dot(wide, wide))
+
+
+class DeltaNorms:
+    """L2 norm of each tensor of a delta that comes from front to back: each block is looked at as soon as it is whole.
+
+    A tensor with a NaN or an infinity has a non-finite norm. What comes at a time does not change any sum.
+    """
+
+    def __init__(self, layout: FragmentLayout) -> None:
+        self._slots = layout.slots
+        self._squares = np.zeros(len(layout.slots), np.float64)
+        self._tensor = self._at = 0
+        self._scratch = np.empty(min(NORM_BLOCK, layout.elements), np.float32)
+
+    def advance(self, delta: Vector) -> None:
+        """delta: what is here by now, from the first element on, in any codec."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            while self._tensor < len(self._slots):
+                slot = self._slots[self._tensor]
+                start, stop = self._at, min(self._at + NORM_BLOCK, slot.stop)
+                if stop > len(delta):
+                    return
+                if start < stop:
+                    block = self._scratch[: stop - start]
+                    np.copyto(block, delta[start:stop])
+                    self._squares[self._tensor] += squares(block)
+                self._at = stop
+                self._tensor += stop == slot.stop
+
+    def norms(self) -> Float64:
+        """(tensors,), once all of the delta was here."""
+        with np.errstate(invalid="ignore"):
+            found: Float64 = np.sqrt(self._squares)
+        return found
+
+
+def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
+    """L2 norm (tensors,) of each tensor of a whole delta (elements,); see `DeltaNorms`."""
+    norms = DeltaNorms(layout)
+    norms.advance(delta)
+    return norms.norms()
 
 
 # --- merge weights --------------------------------------------------------------------------------------
@@ -87,14 +164,14 @@ class Rule(Protocol):
     def add(self, terms: Terms) -> None:
         """Sum these too."""
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """Sum the rest and make the pseudogradient.
 
         Args:
             rest: what was not added; may be empty.
             scale: 1 / sum of all shares.
             recorded: `Closed.direction` of an earlier merge to scale by, instead of the one measured here.
-            finish: called for each block.
+            each_block: called for each block.
         """
 
 
@@ -135,14 +212,14 @@ class Mean:
         for _ in self._sum.add(terms.deltas, terms.shares):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`, in one pass."""
         found = 0.0
         for start, stop, block in self._sum.add(rest.deltas, rest.shares):
             if scale != 1.0:
                 np.multiply(block, scale, out=block)
             found += squares(block)
-            finish(start, stop)
+            each_block(start, stop)
         return Closed(found)
 
 
@@ -158,7 +235,7 @@ class Rda:
         for _ in self._added(terms):
             pass
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`. The length of the mean direction is known after one pass, so the scaling is another one."""
         found = 0.0
         for *_, block in self._added(rest):
@@ -169,7 +246,7 @@ class Rda:
         factor = scale * (length / direction) if direction > CANCELLED else 0.0
         for start, stop in _blocks(self._slot.start, self._slot.stop):
             np.multiply(self._out[start:stop], factor, out=self._out[start:stop])
-            finish(start, stop)
+            each_block(start, stop)
         return Closed(found * factor * factor, measured)
 
     def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
@@ -194,7 +271,7 @@ class RdaRow:
         for start, stop in self._row_blocks():
             self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
 
-    def close(self, rest: Terms, scale: float, recorded: float | None, finish: Finish) -> Closed:
+    def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`."""
         found = 0.0
         for start, stop in self._row_blocks():
@@ -204,7 +281,7 @@ class RdaRow:
             rows.merged(scale, self._out[start:stop].reshape(-1, self._columns))
             for block_start, block_stop in _blocks(start, stop):
                 found += squares(self._out[block_start:block_stop])
-                finish(block_start, block_stop)
+                each_block(block_start, block_stop)
         return Closed(found)
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
@@ -312,14 +389,14 @@ class Sum:
         norms: Sequence[Float64],
         shares: Sequence[float],
         recorded: Float64 | None = None,
-        finish: Finish = lambda start, stop: None,
+        each_block: EachBlock = lambda start, stop: None,
     ) -> Reduced:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
             deltas, norms, shares: of all, as `add`.
             recorded: (tensors,) directions of an earlier merge to scale by, for a replay; None: those measured here.
-            finish: called for each block.
+            each_block: called for each block.
         """
         alone = len(deltas) == 1
         done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))
@@ -329,6 +406,6 @@ class Sum:
             rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:])
             rule = Mean(slot, self._out, self._scratch) if alone else self._rules[t]
             told = None if recorded is None else float(recorded[t])
-            squared, directions[t] = rule.close(rest, scale, told, finish)
+            squared, directions[t] = rule.close(rest, scale, told, each_block)
             total += squared
         return Reduced(math.sqrt(total), directions)

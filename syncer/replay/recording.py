@@ -32,7 +32,7 @@ from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Mess
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, joined, vectors
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
-from diloco.syncer.merging.norms import Float32, Float64
+from diloco.syncer.merging.merge import Float32, Float64
 from diloco.syncer.merging.outer import matrix_elements
 
 SPEC_FILE = "spec.msgpack"

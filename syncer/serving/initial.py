@@ -5,16 +5,15 @@ import asyncio
 import numpy as np
 import structlog
 
-from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.transfer.globals import Published, push_global
-from diloco.pipeline.transfer.payloads import pull
+from diloco.pipeline.transfer.global_format import Published
+from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.mending import adopted, say_rewound
-from diloco.syncer.merging.staging import STAGED_TTL_S
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 AT_ONCE = 2

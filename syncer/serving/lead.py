@@ -46,6 +46,7 @@ class Lead:
     async def _counted(self, state: RunState) -> RunState:
         """With the tokens of by now; it drains once they reach the budget."""
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens())}
+        update["liveness_s"] = self._watch.liveness_s  # what whoever shows the run goes by
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()
             if merged is not None:

@@ -11,6 +11,15 @@ from diloco.syncer.metrics import Metrics
 
 T = TypeVar("T")
 
+EVERY_SECOND = Backoff(1.0, 1.0)
+"""A syncer has nothing better to do, and a bus that is back is found at once."""
+
+
+def warn(error: BaseException, wait_s: float) -> None:
+    """Say that it is tried again."""
+    event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
+    structlog.get_logger().warning(event, error=str(error), retry_s=wait_s)
+
 
 async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: float = 1.0) -> T:
     """Run a coroutine function to its end, again after every outage or unreadable entry.
@@ -21,7 +30,6 @@ async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: 
 
     def failed(error: BaseException, wait_s: float) -> None:
         metrics.bus_errors.inc()
-        event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
-        structlog.get_logger().warning(event, error=str(error), retry_s=wait_s)
+        warn(error, wait_s)
 
     return await retry(work, Backoff(retry_s, retry_s).waits(), (BusError, PeerError, OSError), failed, SpecMismatch)

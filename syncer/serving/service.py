@@ -15,21 +15,21 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.clock import LoopClock, fast_loop
-from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, outage_event
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.status import Status, read_status
-from diloco.syncer.context import AgreedSpec, SyncerContext
+from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
-from diloco.syncer.merging.staging import RandomHex
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
-from diloco.syncer.serving.retrying import retrying
+from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
 from diloco.syncer.serving.serving import Serving, cancel
-from diloco.syncer.serving.start import Start, check_memory
+from diloco.syncer.serving.start import Start, check_memory, speed_for
 from diloco.syncer.watch import RunWatch
 
 
@@ -113,6 +113,7 @@ class SyncerService:
             random_hex=self._random_hex,
             make_fragment=self._make_fragment,
             recorder=recorder,
+            speed=await speed_for(spec.sync, layout, self._offload),
         )
 
 
@@ -135,18 +136,11 @@ async def serve(settings: SyncerProcess) -> int:
     url = settings.bus_url()
     if url is None:
         raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
-    stop, log, clock = stop_event(), structlog.get_logger(), LoopClock()
-    while True:
-        try:
-            bus = await connect(url, settings.run)
-            break
-        except BusUnavailable as error:
-            log.warning(outage_event(error), error=str(error), retry_s=1.0)
-            if stop.is_set():
-                return 0
-            await asyncio.sleep(1.0)
-    metrics = Metrics()
-    service = SyncerService(bus, clock, settings, metrics)
+    stop, metrics = stop_event(), Metrics()
+    bus = await _until(stop, retry(partial(connect, url, settings.run), EVERY_SECOND.waits(), BusUnavailable, warn))
+    if bus is None:
+        return 0
+    service = SyncerService(bus, LoopClock(), settings, metrics)
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(
         service.status, service.ready, metrics.registry, settings.http_host, settings.http_port, token

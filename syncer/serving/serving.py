@@ -14,7 +14,7 @@ import structlog
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.pacing import slow_merges
+from diloco.pipeline.pacing import outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.shares import recent_share
 from diloco.syncer.context import SyncerContext
@@ -201,10 +201,17 @@ class Serving:
                 owner.wake.set()
 
     def _slow_merges(self, allowed: float) -> str | None:
-        """What `pacing.slow_merges` says of the fragments that this syncer serves."""
+        """What `pacing.slow_merges` says of the fragments that this syncer serves; has the gauges tell of them too."""
+        sync, metrics = self.context.sync, self.context.metrics
         steps = [seen.report.step_s for seen in self._watch.live()]
-        paces = [owner.pace for owner in self.owners if owner.lease.is_set()]
-        return slow_merges(self.context.sync, [p for p in paces if p], steps, len(self.leases.syncers), allowed)
+        served = [owner for owner in self.owners if owner.lease.is_set()]
+        paces = [pace for owner in served if (pace := owner.pace) is not None]
+        room = outer_room(sync, paces, steps)
+        metrics.outer_room.set(room.room_s if room else math.nan)
+        metrics.outer_share.set(room.share if room else math.nan)
+        reckoned = not any(owner.state.merges.measured for owner in served)
+        together_s = sum(pace.outer_s for pace in paces) / self.context.speed.at_once if reckoned else 0.0
+        return slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s)
 
     async def _watch_bus(self) -> None:
         """Say what is wrong with the server, once each time it comes up, and that it has the run's spec."""

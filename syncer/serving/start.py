@@ -1,24 +1,38 @@
 """Before anything is merged: the spec that all agree on, a checkpoint to resume, whether the bus has room. asyncio."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.errors import BusError, UsageError, outage_event
+from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.needs import redis_bytes
+from diloco.pipeline.outer_cost import Speed, operations_of
+from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
+from diloco.pipeline.process.cores import product_speed
+from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
+from diloco.syncer.serving.retrying import EVERY_SECOND, warn
+
+T = TypeVar("T")
 
 RESERVE_BYTES = 32 * 2**20
 """Memory on the bus for everything that is not a payload."""
+LOOK_S = 0.1
+"""How often the bus is asked for what others put there: nothing tells when they do."""
+WORTH_MEASURING = 1e10
+"""Operations of an outer step of all fragments: a tenth of a second of one core."""
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many."""
 
@@ -41,22 +55,14 @@ class Start:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        waiting, resume_from = False, self.settings.resume
-        while True:
-            try:
-                if resume_from is not None and await self._resume(resume_from):
-                    resume_from = None
-                data = None if resume_from is not None else await self.bus.read_spec()
-            except BusError as error:  # an outage, or another syncer has restored what this one was about to
-                structlog.get_logger().warning(outage_event(error), error=str(error), retry_s=1.0)
-                await asyncio.sleep(1.0)
-                continue
-            if data is not None:
-                break
-            if not waiting:
-                structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
-                waiting = True
-            await asyncio.sleep(0.1)
+        path = self.settings.resume
+        while path is not None and not await _retry(partial(self._resume, path)):  # noqa: ASYNC110  # see LOOK_S
+            await asyncio.sleep(LOOK_S)
+        if (data := await _retry(self.bus.read_spec)) is None:
+            structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
+        while data is None:
+            await asyncio.sleep(LOOK_S)
+            data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
@@ -94,6 +100,11 @@ class Start:
         return True
 
 
+async def _retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Call again after an outage, or after another syncer has restored what this one was about to."""
+    return await retry(call, EVERY_SECOND.waits(), BusError, warn)
+
+
 async def check_memory(bus: Bus, layout: Layout) -> None:
     """Warn of what is wrong with the bus.
 
@@ -110,3 +121,20 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
             f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
             "moments, a reserve): raise it"
         )
+
+
+async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:
+    """How fast this machine multiplies matrices; measured, and told, where the outer step has enough to matter."""
+    fragments = [operations_of((slot.tensor for slot in f.slots), sync.outer) for f in layout.fragments]
+    if sum(fragments) < WORTH_MEASURING:
+        return Speed()
+    speed: Speed = await offload(product_speed)
+    outer_s, together_s = max(fragments) / speed.flops, sum(fragments) / speed.flops / speed.at_once
+    structlog.get_logger().info(
+        "outer_step_reckoned",
+        slowest_fragment_s=round(outer_s, 3),
+        all_fragments_s=round(together_s, 3),
+        fits_from_step_s=round(least_step_s(sync, outer_s, together_s), 3),
+        gflop_per_s=round(speed.flops / 1e9, 1),
+    )
+    return speed

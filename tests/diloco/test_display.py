@@ -73,6 +73,7 @@ def status(**changes: Any) -> dict[str, Any]:
             fragment(1, state="collecting", members=["learner-3"]),
         ],
         "evaluation": {"loss": 2.1874, "tokens": 1_500_000, "elapsed_s": 78.0, "final": False},
+        "outer_step": None,
         "warnings": ["quorum 3 > 2 live"],
     }
     return fields | changes
@@ -106,6 +107,14 @@ def test_run_totals_warnings_and_time_left_are_there():
     text = text_of(status())
     for part in ("my-run: running", "104", "2.1874", "24.0k tokens", "quorum 3 > 2 live", "1:21 gone", "1:28 left"):
         assert part in text
+
+
+def test_the_outer_step_stands_beside_the_room_that_it_has():
+    """Of which more than 100 % means that it does not fit; before it is known nothing is said."""
+    known = status(outer_step={"outer_s": 2.58, "room_s": 2.0, "share": 1.29})
+    for text in (text_of(known), plain_line(known)):
+        assert "outer step 2.6 s, 129% of its room" in " ".join(text.split())
+    assert "of its room" not in text_of(status()) + plain_line(status())
 
 
 def test_a_restarted_learner_shows_its_newest_incarnation_only():

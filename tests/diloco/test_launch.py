@@ -20,7 +20,16 @@ from diloco.launcher.display import render
 from diloco.launcher.folder import Folder, choose, plain, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import locate, without_secrets
-from diloco.options import DemoProcess, RunProcess, check, check_demo, method_notes, with_groups, with_preset
+from diloco.options import (
+    ChaosProcess,
+    DemoProcess,
+    RunProcess,
+    check,
+    check_demo,
+    method_notes,
+    with_groups,
+    with_preset,
+)
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import METHODS, PAPER
@@ -190,11 +199,31 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
         ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
         ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
+        ({"quorum": 2, "outer": "nesterov", "lease_s": 9.0, "method": "data-parallel"}, "--quorum; --outer; --lease-s"),
+        ({"outer_lr": 0.5, "method": "data-parallel"}, "--outer-lr needs another --method"),
+        ({"fragments": 4, "method": "data-parallel"}, "--fragments"),
+        ({"grace_gamma": 0.5, "method": "data-parallel"}, "DILOCO_GRACE_GAMMA"),
+        ({"drain_s": 9.0, "method": "data-parallel"}, "DILOCO_DRAIN_S"),
+        ({"http_port": 8080, "method": "data-parallel"}, "--http-port"),
+        ({"codec": "int8", "method": "data-parallel"}, "--codec"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):
     with pytest.raises(UsageError, match=named):
         check(RunProcess(**settings))
+
+
+def test_the_baseline_takes_what_it_uses_and_what_is_as_usual():
+    used = {"tokens": 5, "lr": 1e-3, "threads": 2, "compile": True, "eval_every": 1.0, "run": "mine", "pace": 0.1}
+    check(RunProcess(method="data-parallel", quorum=1, lease_s=5.0, **used))
+
+
+def test_a_remedy_is_one_of_the_command():
+    """`diloco chaos` has no --redis-port, and the quorum of a resumed run stays."""
+    with pytest.raises(UsageError, match=r"give more --learners or a smaller --quorum$"):
+        check(ChaosProcess(quorum=5))
+    with pytest.raises(UsageError, match=r"give more --learners or --redis-port"):
+        check(RunProcess(quorum=5, resume=Path("somewhere")))
 
 
 @pytest.mark.parametrize(
@@ -341,8 +370,9 @@ def is_running(pid: int) -> bool:
 def test_children_get_no_setting_but_redis_from_the_environment(monkeypatch):
     """The settings file decides: a variable would override what the launcher was told by a flag."""
     monkeypatch.setenv("DILOCO_TOKENS", "5")
+    monkeypatch.setenv("diloco_quorum", "3")  # settings are read in any case
     found = environment(3, "redis://h")
-    assert "DILOCO_TOKENS" not in found
+    assert not {"DILOCO_TOKENS", "diloco_quorum"} & set(found)
     assert found["DILOCO_REDIS_URL"] == "redis://h"
     assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("3", "passive")
 

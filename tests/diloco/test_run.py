@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from diloco.launcher.folder import Folder
-from diloco.launcher.launch import ChildDied
+from diloco.launcher.launch import ChildDied, Children
 from diloco.launcher.run import Launcher
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
@@ -41,6 +41,7 @@ class FakeChild:
     arguments: list[str]
     status: int | None = None
     reported: bool = False
+    expected_end: bool = False
     pid: int = 0
     log: str = "the log"
     stops_s: float = 0.0
@@ -191,3 +192,36 @@ async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path
     state = await bus.read_state()
     assert state is not None
     assert state.phase is Phase.DRAINING
+
+
+async def test_what_the_launcher_ends_itself_is_no_warning(tmp_path: Path) -> None:
+    """SIGTERM before the first step: nothing is there to be saved, so all are killed at once, and nobody wonders."""
+    launcher, children, screen, _ = launched(tmp_path)
+    with Children(tmp_path / "logs", kind=lambda name, *_: children.started[name]) as real:  # type: ignore[arg-type,return-value]
+        for name in children.started:
+            real.start(name, (), {})
+        real.kill()
+    assert [child.status for child in children.started.values()] == [-9] * len(children.started)
+    await launcher.wind_down()
+    assert screen.notes == []
+
+
+async def test_a_syncer_that_is_killed_by_another_is_a_warning(tmp_path: Path) -> None:
+    launcher, children, screen, _ = launched(tmp_path)
+    for child in children.started.values():
+        child.status = 0
+    children["syncer"].status = -9
+    await launcher.wind_down()
+    assert screen.notes == ["warning: syncer ended with status -9; its log: the log"]
+
+
+def test_a_syncer_that_the_launcher_has_to_kill_is_warned_of_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        launcher, children, screen, _ = launched(tmp_path)
+        for child in children.started.values():
+            child.status = 0
+        children["syncer"].status, children["syncer"].stops_s = None, 10_000.0
+        await launcher.wind_down()
+        assert screen.notes[-1] == "warning: syncer did not end after SIGTERM: SIGKILL"
+
+    run_virtual(main())

@@ -15,11 +15,11 @@ import redis.exceptions as rx
 
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.commits import Refusal, Republication
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
-from diloco.pipeline.bus.redis_calls import connect_calls
+from diloco.pipeline.bus.redis.calls import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Phase, SeenReport

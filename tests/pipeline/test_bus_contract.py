@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.commits import Refusal
-from diloco.pipeline.bus.entry_ids import parse_offer_id
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
-from diloco.pipeline.payload.chunks import Encoded, Payload, whole
-from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
 from diloco.pipeline.testing.memory import MemoryBus
 from tests import samples
 from tests.backdoor import Backdoor
@@ -90,9 +89,11 @@ async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_t
     state = await bus.write_state(samples.run_state())
     assert await bus.write_report(samples.report("l0", step=2)) == state
     await bus.write_report(samples.report("l0", step=3, incarnation="1" * 8, generation=1))
-    await bus.write_report(samples.report("l1", step=4))
+    last = samples.report("l1", step=4, pull_s=1.5)
+    await bus.write_report(last)
     seen = await bus.read_reports()
     assert [(s.report.learner, s.report.step) for s in seen] == [("l0", 2), ("l0", 3), ("l1", 4)]
+    assert seen[-1].report == last
 
 
 async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, backdoor: Backdoor) -> None:
@@ -255,8 +256,8 @@ async def test_large_chunks_are_read_as_they_were_written_and_writing_them_again
     await bus.write_chunks(key, 0, [bytes(100), *chunks[1:4]], 10)
     await bus.write_chunks(key, 9, chunks[9:], 10)
     await bus.write_chunks(key, 0, chunks, 10)
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole(chunk) for chunk in chunks]
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole(chunk) for chunk in chunks[7:9]]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole_chunk(chunk) for chunk in chunks]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole_chunk(chunk) for chunk in chunks[7:9]]
 
 
 async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Backdoor) -> None:

@@ -5,8 +5,18 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.payload.chunks import LEAST_PARTS, ChunkParts, Payload, heading, size, split, whole
-from diloco.pipeline.payload.codec import PayloadReader, as_bytes, payload_digest
+from diloco.pipeline.payload.codec import (
+    LEAST_PARTS,
+    ChunkParts,
+    Payload,
+    PayloadReader,
+    as_bytes,
+    chunk_size,
+    heading,
+    payload_digest,
+    split_chunk,
+    whole_chunk,
+)
 from tests.samples import encode_chunks
 
 CHUNK = 2 * LEAST_PARTS
@@ -23,8 +33,8 @@ def test_parts_joined_are_what_the_codec_makes(elements):
     array = np.random.default_rng(0).standard_normal(elements, np.float32)
     payload = payload_of(array)
     made = [payload.encoded(i) for i in range(payload.chunks)]
-    assert [whole(chunk) for chunk in made] == list(encode_chunks(array, CHUNK))
-    assert [size(chunk) for chunk in made] == [len(whole(chunk)) for chunk in made]
+    assert [whole_chunk(chunk) for chunk in made] == list(encode_chunks(array, CHUNK))
+    assert [chunk_size(chunk) for chunk in made] == [len(whole_chunk(chunk)) for chunk in made]
     assert payload.digest == payload_digest(as_bytes(array), CHUNK)
     assert any(isinstance(chunk, ChunkParts) for chunk in made) == (array.nbytes >= LEAST_PARTS)
 
@@ -34,7 +44,7 @@ def test_parts_joined_are_what_the_codec_makes(elements):
 def test_what_stands_before_the_data_is_msgpacks(index, count):
     packed = msgpack.packb({"index": index, "data": b"x" * count, "digest": bytes(16), "total": None})
     assert packed.startswith(heading(index, count) + b"x")
-    assert split(packed, index, count) == (b"x" * count, bytes(16), None)
+    assert split_chunk(packed, index, count) == (b"x" * count, bytes(16), None)
 
 
 def test_a_payload_is_digested_as_it_is_written():
@@ -49,7 +59,7 @@ def test_a_payload_is_digested_as_it_is_written():
     array[CHUNK // 4 :] = 2
     payload.grow_to(4 * CHUNK)
     assert payload.ready == 4
-    assert [whole(payload.encoded(i)) for i in range(4)] == list(encode_chunks(array, CHUNK))
+    assert [whole_chunk(payload.encoded(i)) for i in range(4)] == list(encode_chunks(array, CHUNK))
 
 
 def test_a_chunk_written_in_another_way_is_read_too():
@@ -59,7 +69,7 @@ def test_a_chunk_written_in_another_way_is_read_too():
     for encoded in encode_chunks(array, CHUNK):
         fields = msgpack.unpackb(encoded)
         turned = msgpack.packb(dict(reversed(fields.items())))
-        assert split(turned, fields["index"], CHUNK) is None
+        assert split_chunk(turned, fields["index"], CHUNK) is None
         reader.feed(memoryview(turned))
     assert (reader.array() == array).all()
 
@@ -67,7 +77,7 @@ def test_a_chunk_written_in_another_way_is_read_too():
 @pytest.mark.parametrize("at", [0, 3, 10, 20, CHUNK // 2, -40, -20, -1])
 def test_a_changed_byte_anywhere_is_found(at):
     array = np.arange(CHUNK // 4, dtype=np.float32)
-    encoded = bytearray(whole(payload_of(array).encoded(0)))
+    encoded = bytearray(whole_chunk(payload_of(array).encoded(0)))
     encoded[at] ^= 1
     with pytest.raises(BadPayload):
         PayloadReader(len(array), "fp32", CHUNK).feed(memoryview(encoded))
@@ -76,7 +86,7 @@ def test_a_changed_byte_anywhere_is_found(at):
 @pytest.mark.parametrize("cut", [1, 17, 60, CHUNK])
 def test_a_chunk_that_is_cut_short_or_too_long_is_refused(cut):
     array = np.arange(CHUNK // 4, dtype=np.float32)
-    encoded = whole(payload_of(array).encoded(0))
+    encoded = whole_chunk(payload_of(array).encoded(0))
     for changed in (encoded[:-cut], encoded + bytes(cut)):
         with pytest.raises(BadPayload):
             PayloadReader(len(array), "fp32", CHUNK).feed(changed)

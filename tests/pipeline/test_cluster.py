@@ -205,7 +205,7 @@ def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
 def test_scripts_touch_no_key_that_was_not_declared() -> None:
     """No script builds a key name: each key it hands to Redis is KEYS[...] or a local that was set from it."""
     checked = 0
-    for path in (resources.files("diloco.pipeline.bus") / "lua").iterdir():
+    for path in (resources.files("diloco.pipeline.bus.redis") / "lua").iterdir():
         text = path.read_text()
         declared = {"KEYS", "key", "args"}  # the prelude's functions are handed keys
         for names, values in re.findall(r"local ([\w, ]+?) = (KEYS\[.*)", text):

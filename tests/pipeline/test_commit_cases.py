@@ -40,20 +40,12 @@ async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int 
     """A commit on top of a head, its payloads staged."""
     version = 0 if expected is None else expected[0] + 1
     digest = bytes([version + 1]) * 16
-    record = Committed(
+    record = samples.committed(
         fragment=fragment,
         version=version,
         digest=digest,
         base_digest=expected[1] if expected else None,
         contributions=(contribution("l0"), contribution("l1")) if expected else (),
-        reason="all in",
-        norm=1.0,
-        quorum_s=0.1,
-        grace_s=0.1,
-        upload_s=0.1,
-        merge_s=0.1,
-        syncer="s0",
-        unix_s=1.0,
     )
     commit = Commit(
         nonce=NONCE,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.pipeline.process.cores import product_speed, usable_cores
+
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "GOTO_NUM_THREADS")
 
@@ -80,3 +82,10 @@ def test_what_the_launcher_tells_torch_does_not_give_the_syncer_more() -> None:
 def test_a_users_own_choice_stands(name: str) -> None:
     """A syncer on a machine of its own may multiply on more cores."""
     assert set(blas_threads(SYNCER, **{name: "2"})) == {2}
+
+
+def test_the_speed_of_products_is_measured() -> None:
+    """Of one product, and how many go on beside each other; no core of today is outside these bounds."""
+    speed = product_speed()
+    assert 1e8 < speed.flops < 1e14
+    assert 1 <= speed.at_once <= usable_cores()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.pipeline.bus import head_hash, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.messages import delta as delta_messages
 from diloco.pipeline.messages import head as head_messages
@@ -28,7 +28,7 @@ from tests.samples import encode_chunks
 
 MODULES = (
     delta_messages,
-    head_hash,
+    stored_values,
     head_messages,
     moments_messages,
     payload_messages,

@@ -13,7 +13,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.payload.codec import PayloadReader, as_bytes, payload_digest
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.globals import pull_exact, pull_shown
+from diloco.pipeline.transfer.payloads import pull_exact, pull_shown
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

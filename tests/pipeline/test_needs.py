@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from diloco.cli import main
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import Codec, GlobalCodec
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import (
     CODECS,
     GLOBALS,
@@ -18,10 +19,16 @@ from diloco.pipeline.needs import (
     needs_of,
     outer_operations,
     pace_of,
+    params_of,
     redis_bytes,
+    shape_of,
     syncer_bytes,
 )
+from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, matrix_operations, operations_of, transformer_operations
+from diloco.pipeline.settings import SyncSettings, defaults, load
 from diloco.studies.goodput.constants import Constants
+from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS
+from tests import samples
 
 LARGE = {"params": "70B", "step_time": "3s", "link": "5Gbps"}
 
@@ -55,36 +62,108 @@ def test_more_fragments_take_less_of_a_syncers_memory() -> None:
 def test_muon_takes_cores_that_nesterov_does_not() -> None:
     """By the width of its matrices: so much more a parameter, the larger the model. It is said what helps."""
     site = Site(**LARGE)
-    plain, muon = (needs_of(site, pace_of(site, 4, 2, "bf16", "fp32", o), 4, o) for o in ("nesterov", "muon"))
+    plain, muon = (needs_of(site, pace_of(site, 4, 2, "bf16", "fp32", o), 4, 2, o) for o in ("nesterov", "muon"))
     assert plain.warnings == []
     assert muon.syncer_cores > 100 * plain.syncer_cores
     assert muon.syncers > plain.syncers
-    assert any("outer = nesterov" in warning for warning in muon.warnings)
-    assert outer_operations(2e9, "muon") > 2 * outer_operations(1e9, "muon")
+    assert any("--outer nesterov" in warning for warning in muon.warnings)
+    assert outer_operations(Site(params="2B"), "muon") > 2 * outer_operations(Site(params="1B"), "muon")
     small = Site(params="10M", step_time="1s", link="1Gbps")
-    assert needs_of(small, pace_of(small, 4, 2, "auto", "fp32", "muon"), 4, "muon").warnings == []
+    assert needs_of(small, pace_of(small, 4, 2, "auto", "fp32", "muon"), 4, 2, "muon").warnings == []
 
 
 def test_the_measured_cost_of_muon_is_met() -> None:
     """docs/performance.md: 8M elements as matrices of 768 x 768 take 0.73 s on two cores; 30 n a parameter there."""
-    from diloco.pipeline.needs import OUTER_FLOPS
+    each = 8e6 / 768**2 * matrix_operations(768, 768, "muon")
+    assert pytest.approx(0.73, rel=0.1) == each / CORE_FLOPS / 2
 
-    assert pytest.approx(0.73, rel=0.1) == 30 * 768 * 8e6 / OUTER_FLOPS / 2
+
+def test_an_outer_step_is_counted_by_its_products() -> None:
+    """Three of each iteration: two of rows x columns, one of the square; the shorter side is multiplied."""
+    assert matrix_operations(100, 100, "muon") == 6 * NEWTON_SCHULZ_STEPS * 100**3
+    assert (
+        matrix_operations(100, 400, "muon") == matrix_operations(400, 100, "muon") == 18 * NEWTON_SCHULZ_STEPS * 100**3
+    )
+    assert matrix_operations(100, 400, "nesterov") == 0
+    assert transformer_operations(100, 2, "muon") == 25 * 100 * (12 * 100**2 * 2)
+    plain, matrix = (samples.tensor("a", (20, 30)).model_copy(update={"matrix": m}) for m in (False, True))
+    assert operations_of([plain, matrix, matrix], "muon") == 2 * matrix_operations(20, 30, "muon")
+
+
+def test_each_outer_step_has_a_price() -> None:
+    """Also one that is added; and what is cheaper than one with products can be set."""
+    for outer in get_args(OuterName):
+        assert (matrix_operations(9, 9, outer) > 0) == (outer in CHEAPER)
+    for outer, words in ((outer, words.split()) for outer, words in CHEAPER.items()):
+        flags = [i for i, word in enumerate(words) if word.startswith("--")]
+        given = {words[i][2:].replace("-", "_"): words[i + 1].rstrip(",") for i in flags}
+        cheaper = load(SyncSettings, given).outer
+        assert matrix_operations(9, 9, cheaper) < matrix_operations(9, 9, outer)
+
+
+def test_the_models_shape_is_as_told() -> None:
+    """Width and layers; of one of them the other follows; and the parameters, if only these are told."""
+    assert shape_of(Site(params="1B", width=2048, layers=20)) == (2048, 20)
+    assert shape_of(Site(params="1B", width=2048))[1] == pytest.approx(1e9 / 12 / 2048**2)
+    assert shape_of(Site(params="1B", layers=20))[0] == pytest.approx((1e9 / 240) ** 0.5)
+    assert params_of(Site(width=2048, layers=20)) == 12 * 2048**2 * 20
+    assert params_of(Site(params="2B", width=2048, layers=20)) == 2e9
+    wide, narrow = (outer_operations(Site(params="1B", width=n), "muon") for n in (4096, 1024))
+    assert wide == pytest.approx(4 * narrow)
+    for impossible in ({"width": 4096, "layers": 20}, {"width": 100_000}):
+        with pytest.raises(UsageError, match="leave --layers or --width out"):
+            shape_of(Site(params="1B", **impossible))
+
+
+def test_a_plan_has_the_runs_own_defaults_where_nothing_stands_against_them() -> None:
+    """H, P, codec, grace and the outer step's rates; with Nesterov's those that are its best."""
+    site = Site(params="10M", step_time="1s", link="1Gbps")
+    usual = defaults(SyncSettings)
+    made = needs_of(site, pace_of(site, 4, 2, "auto", "fp32", "muon"), 4, 2, "muon")
+    assert made.settings == {name: usual[name] for name in made.settings}
+    assert {"fragments", "sync_interval", "grace_gamma", "outer", "outer_momentum"} < set(made.settings)
+    load(SyncSettings, made.settings)
+    other = needs_of(site, pace_of(site, 4, 2, "auto", "fp32", "nesterov"), 4, 2, "nesterov").settings
+    assert (other["outer"], other["outer_momentum"], other["outer_warmup"]) == ("nesterov", 0.5, 24)
+
+
+def test_a_syncer_is_told_the_threads_that_its_outer_step_needs() -> None:
+    """1B, a second a step: on one core a fragment's step takes far longer than a round trip may."""
+    site = Site(params="1B", step_time="1s", link="10Gbps")
+    pace = pace_of(site, 4, 2, "auto", "fp32", "muon")
+    assert 1 < pace.threads <= site.syncer_cores
+    assert pace.trip_s <= 2.0
+    made = needs_of(site, pace, 4, 2, "muon")
+    assert {party.name: party.machines for party in made.parties} == {
+        "learner": 4,
+        "syncer": made.syncers,
+        "Redis node": made.redis_nodes,
+    }
+    syncer = next(party for party in made.parties if party.name == "syncer")
+    assert syncer.cores >= pace.threads
+    assert syncer.cores * made.syncers >= made.syncer_cores > 10
+    few = Site(params="1B", step_time="1s", link="10Gbps", syncer_cores=2)
+    short = pace_of(few, 4, 2, "auto", "fp32", "muon")
+    assert short.threads == 2
+    assert any("--outer nesterov" in warning for warning in short.warnings)
+    assert pace_of(site, 4, 2, "auto", "fp32", "nesterov").threads == 1
 
 
 def test_a_longer_interval_is_taken_only_where_the_link_wants_it() -> None:
-    slow, fast = (pace_of(Site(**LARGE | {"link": link}), 4, 2, "auto", "fp32") for link in ("5Gbps", "400Gbps"))
+    slow, fast = (
+        pace_of(Site(**LARGE | {"link": link}), 4, 2, "auto", "fp32", "nesterov") for link in ("5Gbps", "400Gbps")
+    )
     assert slow.interval > fast.interval == 24
     site = Site(**LARGE)
-    assert needs_of(site, slow, 4).link_load <= LINK_SHARE
-    hopeless = pace_of(Site(**LARGE | {"link": "10Mbps"}), 4, 2, "bf16", "fp32")
+    assert needs_of(site, slow, 4, 2, "nesterov").link_load <= LINK_SHARE
+    hopeless = pace_of(Site(**LARGE | {"link": "10Mbps"}), 4, 2, "bf16", "fp32", "nesterov")
     assert any("times the bandwidth" in warning for warning in hopeless.warnings)
     assert "outlasts" in hopeless.why["fragments"]
 
 
 def test_a_plan_is_within_what_a_run_may_have() -> None:
     for params in ("10M", "1B", "70B", "1T"):
-        pace = pace_of(Site(params=params), 8, 2, "auto", "fp32")
+        pace = pace_of(Site(params=params), 8, 2, "auto", "fp32", "muon")
         for name, value in (("fragments", pace.fragments), ("sync_interval", pace.interval)):
             (bound,) = (rule.le for rule in SyncSpec.model_fields[name].metadata if hasattr(rule, "le"))
             assert 1 <= value <= bound
@@ -106,3 +185,29 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
     assert (made["learners"], made["sync_interval"], made["codec"]) == (4, 256, "bf16")
     assert main(["plan", "--codec", "fp8"]) == 2
     assert main(["plan", "--params", "many"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--learners", "0"], "at least 1"),
+        (["--params", "1e30"], "at most 10T"),
+        (["--params", "12"], "at least 10k"),
+        (["--step-time", "0"], "more than 0"),
+        (["--params", "1B", "--width", "100000"], "change --params"),
+    ],
+)
+def test_a_nonsense_plan_is_refused_with_what_to_do(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_shows_numbers_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B parameters, not 70000000000.0."""
+    assert main(["plan", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "70B" in shown
+    assert "100Gbps" in shown
+    assert "000000" not in shown

@@ -1,8 +1,11 @@
 """Standard output and error whose reader goes away, each in a process of its own."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +24,8 @@ Path(sys.argv[2] if len(sys.argv) > 2 else "end").touch()
 """
 
 
-def program(*arguments: object, out: int, cwd: Path = ROOT) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+def program(*arguments: object, out: int, cwd: Path = ROOT, text: str = PROGRAM) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", text, *map(str, arguments)]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environ, cwd=cwd)
 
@@ -48,6 +51,29 @@ def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_pat
     assert process.returncode == 0
     assert end.exists()
     assert refuge.read_text() == "unheard ö\nunheard too\n"
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="sets the size of a pipe")
+def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path):
+    """The refuge begins with the next character."""
+    ours, theirs = os.pipe()
+    size = fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
+    refuge = tmp_path / "refuge.log"
+    text = PROGRAM.replace('"unheard ö"', f'"x" * {size - 1} + "öä"')
+    process = program(refuge, out=theirs, cwd=tmp_path, text=text)
+    os.close(theirs)
+    assert os.read(ours, 100) == b"heard\n"
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    until = time.monotonic() + 20
+    while int.from_bytes(fcntl.ioctl(ours, termios.FIONREAD, bytes(4)), sys.byteorder) < size:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.close(ours)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert refuge.read_text() == "ä\nunheard too\n"
 
 
 @pytest.mark.parametrize("refuge", [[], ["no/such/folder.log", "end"]])

@@ -1,6 +1,9 @@
 """Whether merges keep up with the learners."""
 
-from diloco.pipeline.pacing import LastMerges, Pace, slow_merges
+import pytest
+
+from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
+from diloco.syncer.grace import LastMerges
 from tests import samples
 
 
@@ -9,26 +12,67 @@ def said(*merge_s, step_s=(0.1,), syncers=1, version=9, allowed=1.0, **sync):
     return slow_merges(samples.sync_spec(fragments=len(paces), **sync), paces, step_s, syncers, allowed)
 
 
-def test_it_is_said_when_a_merge_takes_longer_than_a_round():
-    """A round of 4 steps of 0.1 s; the slowest fragment is named."""
-    assert said(0.39, 0.4) is None
-    text = said(0.2, 1.3, 0.9)
+def test_it_is_said_when_a_merge_takes_longer_than_a_third_of_a_round():
+    """A round of 4 steps of 0.1 s; the slowest fragment is named, and what it costs."""
+    assert said(0.12, 0.13) is None
+    text = said(0.1, 1.2, 0.9)
     assert "2 of 3 fragments" in text
-    assert "fragment 1 1.3 s, its round of 4 steps 0.4 s" in text
+    assert "fragment 1 1.2 s, its round of 4 steps 0.4 s, room 0.1 s" in text
+    assert "overwritten, about 75%" in text
+
+
+def test_a_merge_may_take_the_steps_that_it_may_hide_behind():
+    """However short a round is: tau = 2 of 4 steps are more than a third of them."""
+    assert said(0.19, overlap_steps=2) is None
+    assert said(0.21, overlap_steps=2)
+    assert said(0.11, version=0, first_interval=1, overlap_steps=2), "no more than the round in force"
+
+
+def test_what_the_outer_step_should_take_is_said_before_the_first_merge():
+    """Reckoned for each fragment; and for all of them, where they are more than a round's cores can make."""
+
+    def reckoned(*outer_s, together_s=0.0):
+        paces = [Pace(p, 9, 0.0, s) for p, s in enumerate(outer_s)]
+        return slow_merges(samples.sync_spec(fragments=len(paces), outer="muon"), paces, [0.1], 1, 1.0, together_s)
+
+    assert reckoned(0.1, 0.13) is None
+    assert "fragment 1 0.2 s, outer step 0.2 s" in reckoned(0.1, 0.2)
+    assert reckoned(0.1, 0.1, 0.1, 0.1, 0.1, together_s=0.5) is None
+    assert "5 of 5 fragments; fragment 4 0.2 s" in reckoned(0.1, 0.1, 0.1, 0.1, 0.1, together_s=0.6)
+
+
+def test_what_steps_took_counts_as_soon_as_two_are_made():
+    """What only averaged tells nothing of a step."""
+    last = LastMerges(expected_outer_s=3.0)
+    found = []
+    for outer_s in (None, 5.0, None, 4.0, 6.0):
+        last.took(9.0, outer_s)
+        found.append((last.outer_s, last.measured))
+    assert found == [(3.0, False)] * 3 + [(4.0, True)] * 2
+
+
+def test_the_room_of_an_outer_step_is_that_of_the_full_interval():
+    """A third of 4 steps of 0.1 s, and the fragment that is worst off."""
+    room = outer_room(samples.sync_spec(first_interval=1), [Pace(0, 0, 0.0, 0.1), Pace(1, 0, 9.0, 0.2)], [0.1])
+    assert room.outer_s == 0.2
+    assert room.room_s == pytest.approx(0.4 / 3)
+    assert room.share == pytest.approx(1.5)
+    assert outer_room(samples.sync_spec(), [Pace(0, 0, 9.0)], [0.1]) is None
+    assert outer_room(samples.sync_spec(), [Pace(0, 0, 0.0, 0.1)], [0.0]) is None
 
 
 def test_a_round_is_the_interval_in_force_of_the_median_learner():
     """While the interval grows a round is shorter, and so it is the first interval that can be made longer."""
     ramp = {"first_interval": 1, "doubling": 2}
     assert "first_interval" in said(0.15, version=0, **ramp)
-    assert said(0.15, version=2, **ramp) is None
+    assert said(0.12, version=2, **ramp) is None
     assert "--sync-interval" in said(0.5, version=9, **ramp)
-    assert said(0.5, step_s=(0.1, 0.2, 5.0)) is None
+    assert said(0.25, step_s=(0.1, 0.2, 5.0)) is None
     assert said(0.5, step_s=()) is said(0.5, step_s=(0.0,)) is None
 
 
 def test_only_what_helps_is_advised():
-    """More syncers than fragments merge nothing more, and only Muon's step multiplies matrices."""
+    """More syncers than fragments merge nothing more, and only an orthogonalised step multiplies matrices."""
     alone, shared = said(1.0, 1.0, syncers=1, outer="muon"), said(1.0, 1.0, syncers=2)
     assert "cores" in alone
     assert "another syncer" in alone
@@ -46,3 +90,13 @@ def test_one_hold_up_is_no_slow_merge():
         last.took(took)
         found.append(last.merge_s)
     assert found == [0.0, 0.1, 0.1, 8.0, 7.0, 0.1]
+
+
+@pytest.mark.parametrize(("outer_s", "together_s"), [(1.0, 1.0), (0.1, 4.0)])
+def test_from_which_step_time_on_an_outer_step_fits(outer_s, together_s):
+    """A little less, and it is warned of; whether one fragment's step is too long or all together."""
+    sync = samples.sync_spec(fragments=1)
+    step_s = least_step_s(sync, outer_s, together_s)
+    pace = [Pace(0, 9, 0.0, outer_s)]
+    assert slow_merges(sync, pace, [1.01 * step_s], 1, 1.0, together_s) is None
+    assert slow_merges(sync, pace, [0.99 * step_s], 1, 1.0, together_s)

@@ -5,10 +5,11 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
-from diloco.pipeline.ramps import interval_at, outer_at
+from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
+from diloco.syncer.merging.outer import outer_at
 from diloco.workers.rounds import Base, Rounds
 from tests.virtual_run import PLAIN
 

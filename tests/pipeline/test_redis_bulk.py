@@ -7,8 +7,8 @@ import hiredis
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.redis_bulk import Reply, pack
-from diloco.pipeline.payload.chunks import ChunkParts
+from diloco.pipeline.bus.redis.bulk import Reply, pack
+from diloco.pipeline.payload.codec import ChunkParts
 
 
 class Usual(asyncio.Protocol):

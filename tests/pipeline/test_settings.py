@@ -20,11 +20,11 @@ from diloco.pipeline.settings import (
     TrainerSettings,
     agree,
     allowed,
-    check_variables,
     is_expert,
     load,
     parse_duration,
 )
+from diloco.pipeline.sources import check_variables
 
 
 @pytest.fixture(autouse=True)

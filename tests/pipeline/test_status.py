@@ -61,6 +61,7 @@ def test_the_shape_is_the_documented_one_and_json():
             "doubted": [],
             "deadline_in_s": 2.5,
             "merge_s": 0.0,
+            "outer_s": 0.0,
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
@@ -266,3 +267,30 @@ def test_status_is_read_from_the_bus():
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
         assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"
+
+
+@pytest.mark.parametrize(("said", "asked", "live"), [(None, None, False), (20.0, None, True), (20.0, 5.0, False)])
+def test_who_is_live_follows_from_the_run(said, asked, live):
+    """A learner that was heard from eight seconds ago is live where the run's syncers wait for twenty."""
+
+    async def main():
+        bus = MemoryBus("run", VirtualClock())
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.seen().report)
+        await bus.write_state(samples.run_state(liveness_s=said))
+        await asyncio.sleep(8)
+        (learner,) = (await read_status(bus, VirtualClock(), asked))["learners"]
+        assert learner["live"] is live
+
+    run_virtual(main())
+
+
+def test_the_status_says_how_the_outer_step_fits_and_warns_before_the_first_merge():
+    """A third of 4 steps of 0.1 s; reckoned, since nothing was merged yet. A finished run has nothing to say of it."""
+    window = samples.IDLE.model_copy(update={"outer_s": 0.2})
+    heads = [samples.head(0, window=window), samples.head(1)]
+    found = build(heads=heads)
+    assert found["outer_step"] == {"outer_s": 0.2, "room_s": pytest.approx(0.4 / 3), "share": pytest.approx(1.5)}
+    assert "outer step 0.2 s" in found["warnings"][0]
+    assert build(heads=[samples.head(0), samples.head(1)])["outer_step"] is None
+    assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["outer_step"] is None

@@ -334,6 +334,7 @@ SMALL = Constants(step_time=1, params=1e9, link=1e11)
         ("decoupled", {"params": 1e11}, "mean_sync_s", 20, 200),
         ("decoupled", {"merge_rate": 1e6}, "mean_sync_s", 20, 2000),
         ("decoupled", {"syncer_cores": 1}, "mean_sync_s", 1.01, 99),
+        ("decoupled", {"outer": "muon"}, "mean_sync_s", 2, 200),
         ("decoupled", {"latency": 2.0}, "overwritten", 1.1, 9),
         ("decoupled", {"syncer_mtbi": 2000.0, "lease": 50.0}, "longest_gap_s", 1.5, 99),
         ("decoupled", {"syncer_mtbi": 2000.0, "syncers": 1, "syncer_repair": 900.0}, "longest_gap_s", 9, 999),
@@ -349,6 +350,17 @@ def test_every_constant_of_a_run_does_what_it_says(method, change, figure, least
         return {**run.lost, **run.windows}[figure]
 
     assert least <= of(SMALL.model_copy(update=change)) / of(SMALL) <= most
+
+
+@pytest.mark.parametrize("change", [{"width": 4096}, {"layers": 6}])
+def test_a_wider_model_takes_longer_for_its_outer_step(change):
+    """Of as many parameters: products of matrices grow with the width, and fewer layers are wider ones."""
+    world = SMALL.model_copy(update={"outer": "muon"})
+    usual, wide = (
+        simulate(one, "decoupled", 200_000, 4, 0.25, 0).windows["mean_sync_s"]
+        for one in (world, world.model_copy(update=change))
+    )
+    assert 1.5 < wide / usual < 3
 
 
 def test_globals_in_fewer_bits_are_pulled_sooner():

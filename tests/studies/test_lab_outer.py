@@ -8,9 +8,8 @@ from diloco.studies.quality.fragment import LabFragment, Stale
 from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
 from diloco.syncer.admission import Offer
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta, FragmentState
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
+from diloco.syncer.merging.merge import delta_norms
 from tests import samples
 
 
@@ -20,7 +19,7 @@ def f32(*values: float) -> np.ndarray:
 
 def steps(name: str, theta: np.ndarray, *ds: np.ndarray, **told) -> list[list[float]]:
     """Values after each of these pseudogradients."""
-    given = {"lr": 1.0, "mu": 0.5, "delay": 2, "spread": 1.0, **told}
+    given = {"lr": 1.0, "mu": 0.5, "delay": 2, "spread": 1.0, "layout": LAYOUT, **told}
     memory: Memory = {}
     found = []
     for step, d in enumerate(ds):
@@ -110,7 +109,7 @@ def test_what_becomes_of_a_stale_delta(fate, after):
 
 @pytest.mark.parametrize(("told", "after"), [({}, 5.5), ({"stale": "drop"}, 7.0), ({"stale": "rebase"}, 6.5)])
 def test_what_was_summed_while_others_were_awaited_does_not_show(told, after):
-    """Production folds deltas as they come, before it is known what becomes of them."""
+    """Production sums deltas up as they come, before it is known what becomes of them."""
     state = fragment(**told)
     state.advance(state.merge([delta("a", 0, every(2.0))], []))
     deltas = [delta("b", 0, every(4.0)), delta("a", 1, every(1.0))]

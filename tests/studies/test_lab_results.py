@@ -16,10 +16,12 @@ import pytest
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.studies.quality import source
+from diloco.studies.quality.command import _read_csv
 from diloco.studies.quality.report import markdown, table_of
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store, code_of, settings_digest
 from diloco.studies.quality.summary import RunName, decode, encode, summary_of
+from tests.studies.test_lab_settings import SWEEP
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,21 +139,7 @@ def test_words_about_code_do_not_make_it_another(tmp_path):
 @pytest.fixture
 def experiment(tmp_path):
     path = tmp_path / "trial.toml"
-    path.write_text(
-        """
-        question = "Which?"
-        reference = "dp"
-        best_of = ["lr"]
-        [settings]
-        seed = [0, 1, 2]
-        lr = [1e-3, 2e-3]
-        [[variants]]
-        name = "dp"
-        method = "data-parallel"
-        [[variants]]
-        name = "ours"
-        """
-    )
+    path.write_text(SWEEP)
     return read_experiment(path)
 
 
@@ -373,3 +361,12 @@ def test_help_is_there(command, capsys):
     """Of the group and of each of its commands."""
     assert main(["lab", *command, "--help"]) == 0
     assert "Usage: diloco lab" in capsys.readouterr().out
+
+
+def test_a_table_that_a_spreadsheet_saved_is_read(experiment, tmp_path):
+    """With the mark of its encoding, and its ends of lines."""
+    summaries = dict(told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}).named())
+    plain, marked = tmp_path / "plain.csv", tmp_path / "marked.csv"
+    plain.write_text(encode(summaries))
+    marked.write_bytes(b"\xef\xbb\xbf" + encode(summaries).replace("\n", "\r\n").encode())
+    assert _read_csv(marked) == _read_csv(plain)

@@ -6,6 +6,20 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings, TrainerSettings
 from diloco.studies.quality.settings import LabRun, read_experiment, settings_help
 
+SWEEP = """
+question = "Which?"
+reference = "dp"
+best_of = ["lr"]
+[settings]
+seed = [0, 1, 2]
+lr = [1e-3, 2e-3]
+[[variants]]
+name = "dp"
+method = "data-parallel"
+[[variants]]
+name = "ours"
+"""
+
 
 def experiment(tmp_path, text):
     path = tmp_path / "trial.toml"
@@ -17,20 +31,7 @@ def test_lists_are_swept_and_crossed_and_seeds_stay_in_one_row(tmp_path):
     """Two rates by two intervals by three seeds: four rows of three runs; the other variant has its own sweep."""
     found = experiment(
         tmp_path,
-        """
-        question = "?"
-        reference = "dp"
-        best_of = ["lr"]
-        [settings]
-        seed = [0, 1, 2]
-        lr = [1e-3, 2e-3]
-        [[variants]]
-        name = "dp"
-        method = "data-parallel"
-        [[variants]]
-        name = "ours"
-        sync_interval = [12, 24]
-        """,
+        SWEEP + "sync_interval = [12, 24]",
     )
     assert [row.label for row in found.rows] == [
         "dp, lr=0.001",

@@ -233,6 +233,10 @@ def inner_optimizer() -> Iterator[list[float]]:
 def stale_deltas() -> Iterator[list[float]]:
     for label in ("kept", "dropped", "rebased"):
         yield [*first(f"stale/without grace, {label}"), merged(f"stale/without grace, {label}")]
+    kept, rebased = "stale-grace/kept", "stale-grace/rebased"
+    for run in (kept, rebased):
+        yield [*values(run), merged(run)]
+    yield changes(rebased, kept)
 
 
 def interval() -> Iterator[list[float]]:

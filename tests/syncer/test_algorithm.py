@@ -23,7 +23,7 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.workers.parameters import tensor_table
 from tests import samples
 from tests.world import plan
@@ -82,6 +82,19 @@ def test_orthogonalised_singular_values_are_those_of_newton_schulz_at_the_same_l
     expected = x / np.linalg.norm(x) * np.linalg.norm(matrix)
     np.testing.assert_allclose(algorithm.orthogonalised(matrix), expected, rtol=1e-9)
     assert not algorithm.orthogonalised(np.zeros((2, 3))).any()
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (200, 200)])
+def test_halleys_iteration_is_its_formula_with_an_inverse_at_the_same_length(shape: tuple[int, int]) -> None:
+    """X (a + b X^T X) (1 + c X^T X)^-1, which needs no singular vectors, of a matrix whose Gram matrix has length 1."""
+    matrix = np.random.default_rng(0).standard_normal(shape)
+    a, b, c = algorithm.HALLEY
+    x = matrix / np.linalg.norm(matrix.T @ matrix) ** 0.5
+    gram, one = x.T @ x, np.eye(shape[1])
+    x = x @ (a * one + b * gram) @ np.linalg.inv(one + c * gram)
+    expected = x / np.linalg.norm(x) * np.linalg.norm(matrix)
+    np.testing.assert_allclose(algorithm.halley_iteration(matrix), expected, rtol=1e-9, atol=1e-12)
+    assert not algorithm.halley_iteration(np.zeros((2, 3))).any()
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -204,7 +217,7 @@ def test_the_outer_step_is_the_algorithms(
     )
     matrix = np.zeros(layout.elements, bool)
     for slot in layout.slots:
-        matrix[slot.start : slot.stop] = slot.tensor.matrix and outer == "muon"
+        matrix[slot.start : slot.stop] = slot.tensor.matrix and outer != "nesterov"
     np.testing.assert_allclose(found.theta[~matrix], after[~matrix], rtol=1e-5, atol=1e-5)
     assert np.abs(found.theta - after).max() <= CLOSE * (np.abs(delta).max() + np.abs(after).max())
     np.testing.assert_allclose(found.outer_state.get("momentum", 0), momentum, rtol=1e-5, atol=1e-5)

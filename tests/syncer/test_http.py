@@ -9,10 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable, UsageError
-from diloco.pipeline.messages.tape import Committed, Contribution
+from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.settings import SyncerProcess, load
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.http import start_http
+from tests import samples
 
 
 @asynccontextmanager
@@ -82,23 +83,7 @@ async def test_metrics_are_prometheus_text():
     contribution = Contribution(
         learner="l0", incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=1.0, norm=1.0
     )
-    metrics.merged(
-        Committed(
-            fragment=3,
-            version=1,
-            digest=bytes(16),
-            base_digest=bytes(16),
-            contributions=(contribution, contribution),
-            reason="all in",
-            norm=1.0,
-            quorum_s=0.2,
-            grace_s=0.1,
-            upload_s=0.05,
-            merge_s=0.01,
-            syncer="s",
-            unix_s=0.0,
-        )
-    )
+    metrics.merged(samples.committed(fragment=3, version=1, quorum_s=0.2, contributions=(contribution,) * 2))
     metrics.refusals.labels(reason="non_finite").inc()
     async with http(fine, metrics=metrics) as get:
         code, kind, body = await get("/metrics")

@@ -7,7 +7,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import MERGES_NEEDED, Delta, FragmentState
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
 from tests import samples
 
 SIZE = 1000

@@ -15,8 +15,7 @@ from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.syncer import algorithm
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.merge import Reduced, Sum
-from diloco.syncer.merging.norms import BLOCK, delta_norms
+from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
 
 
 def layout(*tensors: tuple[int, str]) -> FragmentLayout:

@@ -9,10 +9,9 @@ import pytest
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.pipeline.transfer.globals import pull_state
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta, FragmentState, Stepped
-from diloco.syncer.merging.norms import all_finite
+from diloco.pipeline.transfer.payloads import pull_state
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
+from diloco.syncer.merging.merge import all_finite
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -12,10 +12,10 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer import outer_state
-from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.transfer.outer_state import MomentumState, OuterState, joined, vectors
+from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
-from diloco.syncer.merging.draft import Draft, DraftWriter
+from diloco.syncer.merging.fragment import Draft, DraftWriter
 from diloco.syncer.merging.mending import LOOK_S
 from diloco.syncer.replay.replay import replay
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

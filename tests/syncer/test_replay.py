@@ -45,7 +45,7 @@ def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **chan
         if merge != "rda":
             tensors = tuple(t.model_copy(update=shaped(t, merge)) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
-        if sync.outer == "muon":
+        if sync.outer != "nesterov":
             tensors = tuple(t.model_copy(update=MATRIX if t.elements < 5 else {}) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
         world.start_syncer()
@@ -92,15 +92,17 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
     assert outcome.largest < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def muon(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Committed]]:
-    folder = tmp_path_factory.mktemp("muon")
-    return folder, record_run(folder, outer="muon", outer_momentum=0.7, outer_warmup=2, codec="int4")
+@pytest.fixture(scope="module", params=["muon", "halley"])
+def orthogonal(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Committed]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, record_run(folder, outer=request.param, outer_momentum=0.7, outer_warmup=2, codec="int4")
 
 
-def test_a_run_with_muon_is_replayed_bit_for_bit(muon) -> None:
+def test_a_run_with_an_orthogonalised_step_is_replayed_bit_for_bit(orthogonal) -> None:
     """Each fragment has a matrix; a merge after the warm-up has its orthogonalised step, and one before it has none."""
-    folder, commits = muon
+    folder, commits = orthogonal
     outcome = check(folder, commits)
     assert told(outcome) == []
     assert outcome.merges == outcome.repeated >= 10
@@ -113,19 +115,21 @@ def test_a_run_with_muon_is_replayed_bit_for_bit(muon) -> None:
 
 
 @pytest.mark.parametrize("off", [1e-5, 0.01])
-def test_a_step_orthogonalised_by_another_machine_is_taken_within_the_tolerance(muon, monkeypatch, off: float) -> None:
+def test_a_step_orthogonalised_by_another_machine_is_taken_within_the_tolerance(
+    orthogonal, monkeypatch, off: float
+) -> None:
     """Products of matrices summed in another order: the values are made from the recorded step, whatever it is."""
-    folder, commits = muon
+    folder, commits = orthogonal
     production = outer.at_its_length
-    monkeypatch.setattr(outer, "at_its_length", lambda matrix: production(matrix) * np.float32(1 + off))
+    monkeypatch.setattr(outer, "at_its_length", lambda *given: production(*given) * np.float32(1 + off))
     lines = told(check(folder, commits))
     assert all("orthogonalised step of t" in line and "from the recorded one by 0.0099 of" in line for line in lines)
     assert bool(lines) is (off > 1e-3)
 
 
-def test_a_damaged_or_missing_orthogonalised_step_is_found(muon, tmp_path) -> None:
+def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path) -> None:
     """Even in a bit that no value shows; and a recording that leaves it out, or has one where the run averaged."""
-    folder, commits = muon
+    folder, commits = orthogonal
     shutil.copytree(folder, tmp_path / "copy")
     bad = victim(commits)
     path = file_of(tmp_path / "copy", bad)

@@ -8,8 +8,8 @@ from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_for
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.syncer.grace import RoundTrips
 from diloco.syncer.metrics import Metrics
-from diloco.syncer.round_trips import RoundTrips
 from diloco.syncer.serving.service import SyncerService
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 

@@ -18,11 +18,9 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtu
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import Delta
-from diloco.syncer.merging.merge import MOST_SHARE, Sum, merge_shares
-from diloco.syncer.merging.norms import BLOCK, delta_norms
-from diloco.syncer.merging.running_sum import RunningSum
+from diloco.syncer.committing import RunningSum
+from diloco.syncer.merging.fragment import Delta, Draft
+from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService

@@ -10,10 +10,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis_calls import CONTROL_S
+from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status import read_status
@@ -837,6 +839,53 @@ def test_the_recent_merged_share_outlives_the_lead() -> None:
             await learner.kill()
 
     run_virtual(scenario())
+
+
+def matrices(world: VirtualRun) -> None:
+    """Each fragment of the run is one matrix of 8 x 8."""
+    tensors = [samples.tensor(f"t{p}", (8, 8), p).model_copy(update={"matrix": True}) for p in range(2)]
+    world.spec = Spec(sync=world.spec.sync, tensors=tuple(tensors), trainer={})
+
+
+def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reckoned from the shapes and the machine's speed, while the first merges only average; in log, status, metrics.
+
+    Once two steps were measured these count: here they take no time.
+    """
+
+    async def slow_machine(*_: Any) -> Speed:
+        return Speed(flops=8 * 30 * 8**3)  # an eighth of a second a step
+
+    monkeypatch.setattr("diloco.syncer.serving.service.speed_for", slow_machine)
+
+    async def scenario() -> None:
+        world = VirtualRun(
+            sync_spec(tokens=ENDLESS, outer="muon", outer_momentum=0.7, outer_warmup=20), lease_s=LEASE_S
+        )
+        matrices(world)
+        learners = [VirtualLearner("l0", world, 0.05).start()]  # a third of a round is 0.07 s, tau 0.1 s
+        with capture_logs() as lines:
+            syncer = Syncer(world, "a")
+            await until(lambda: any(line["event"] == "merges_slow" for line in lines), 10)
+            assert max(await world.versions()) < 20
+            found = await read_status(world.bus, world.clock)
+            assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
+            assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "--outer nesterov" in text]
+            assert gauge(syncer, "outer_share") == pytest.approx(1.25)
+            assert gauge(syncer, "outer_room") == pytest.approx(0.1)
+            await world.until_version(23)
+            await until(lambda: any(line["event"] == "merges_in_time" for line in lines), 10)
+            assert (await read_status(world.bus, world.clock))["warnings"] == []
+        await syncer.end()
+        await learners[0].kill()
+
+    run_virtual(scenario())
+
+
+def gauge(syncer: Syncer, name: str) -> float:
+    """What a syncer's metrics say."""
+    value: float = getattr(syncer.service.metrics, name).collect()[0].samples[0].value
+    return value
 
 
 def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_time() -> None:

@@ -21,16 +21,14 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.global_format import Held, Published
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
-from diloco.pipeline.transfer.globals import pull_exact, pull_shown, pull_state
 from diloco.pipeline.transfer.outer_state import MomentumState
-from diloco.pipeline.transfer.payloads import push
+from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
-from diloco.syncer.merging.draft import Draft
-from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.committing import Staging
+from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
-from diloco.syncer.merging.norms import delta_norms
+from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import Momentum, NesterovStep
-from diloco.syncer.merging.staging import Staging
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -103,11 +101,12 @@ def test_the_momentum_is_nesterovs_of_the_pseudogradient_that_the_taken_step_say
     assert np.linalg.norm(theta - exact_theta) < 0.01 * np.linalg.norm(exact_theta)
 
 
-@pytest.mark.parametrize("outer", ["nesterov", "muon"])
+@pytest.mark.parametrize("outer", ["nesterov", "muon", "halley"])
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None:
     """Of a fragment of several groups; with a recorded orthogonalised step the replay has the same bits."""
-    of, sync = layout(150_000, outer == "muon"), sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
+    of = layout(150_000, outer != "nesterov")
+    sync = sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
     plain, rule = sync.model_copy(update={"global_codec": "fp32"}), MomentumState(0.7, momentum)
     theta, before = some(of.elements), {"momentum": some(of.elements, 0.01)} if momentum else {}
     deltas = [some(of.elements, 0.01) for _ in range(3)]
@@ -124,7 +123,7 @@ def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None
     assert made.theta.tobytes() == advance(theta, None, update)[0].tobytes()
     assert draft.digest == uploads["global"].digest == payload_digest(as_bytes(made.theta), 1024)
     assert np.linalg.norm(made.theta - exact.theta) < np.linalg.norm(exact.theta - theta) / 50
-    if outer == "muon" and momentum:
+    if outer != "nesterov" and momentum:
         merged = as_vector(np.frombuffer(bytes(uploads["merged"]._data), np.uint8), of.elements, "int8")
         assert made.outer_state["momentum"].tobytes() == gather(rule, before, merged)["momentum"].tobytes()
         mine, due = made.outer_state["momentum"], exact.outer_state["momentum"]
@@ -300,7 +299,7 @@ def test_key_frames_of_fragments_take_turns() -> None:
 
 def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lost commits had replaced may be what the head names: then it is not among what must go early."""
-    monkeypatch.setattr("diloco.syncer.merging.staging.REPLACED_BYTES", 0)
+    monkeypatch.setattr("diloco.syncer.committing.REPLACED_BYTES", 0)
     of = layout(1000)
     staging = Staging(MemoryBus("r", VirtualClock()), VirtualClock(), of, SYNC, lambda n: "0" * 2 * n)
 

@@ -10,6 +10,7 @@ import pytest
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
@@ -19,8 +20,8 @@ from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import FIRST_UPLOAD_S, LEAST_UPLOAD_S, UploadEstimator
 from diloco.syncer.intake import Downloads
-from diloco.syncer.merging.fragment import Delta
-from diloco.syncer.merging.norms import DeltaNorms
+from diloco.syncer.merging.fragment import FragmentState
+from diloco.syncer.merging.merge import DeltaNorms
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -29,11 +30,11 @@ FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
     wake = asyncio.Event()
-    return Downloads(bus, clock, FRAGMENT, samples.sync_spec(), wake, inline, uploads or UploadEstimator())
+    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator())
 
 
-def sound(offer: Offer, values: Any, _: Any) -> Delta:
-    return Delta(offer, values, np.ones(len(FRAGMENT.slots)))
+def state(sync: SyncSpec) -> FragmentState:
+    return FragmentState(FRAGMENT, sync, 0, b"", np.ones(FRAGMENT.elements, np.float32), {})
 
 
 def offer_of(n: int) -> Offer:
@@ -56,7 +57,7 @@ def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
         assert measured.upload_s == FIRST_UPLOAD_S
         for _ in range(3):
             before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
-            downloads.start(offers, sound)
+            downloads.start(offers)
             await asyncio.sleep(before)
             entries = [offer.entry_id for offer in offers]
             downloads.timed_out(entries)
@@ -74,7 +75,7 @@ def test_measured_uploads_shorten_the_deadline_again() -> None:
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
         downloads, offer = downloads_on(bus, clock, measured := UploadEstimator()), offer_of(1)
-        downloads.start([offer], sound)
+        downloads.start([offer])
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
         while not downloads.outcomes:
             await asyncio.sleep(0.01)
@@ -92,13 +93,13 @@ def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
         bus = MemoryBus("r", clock, store)
         downloads, offer = downloads_on(bus, clock), offer_of(1)
         await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        downloads.start([offer], sound)
+        downloads.start([offer])
         while not downloads.outcomes:
             await asyncio.sleep(0.01)
         (first,) = downloads.ended()
         assert not downloads.outcomes
         again = Offer(offer.entry_id, offer.header)
-        downloads.start([again], sound)
+        downloads.start([again])
         assert list(downloads.ended()) == [(again, first[1])]
         assert list(downloads.deltas) == [offer.entry_id]
         await downloads.close()
@@ -125,8 +126,8 @@ def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
         bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
         wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
         await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
-        intake = Downloads(bus, clock, FRAGMENT, sync, asyncio.Event(), offload, UploadEstimator())
-        intake.start([offer], sound)
+        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator())
+        intake.start([offer])
         while not intake.outcomes:
             await asyncio.sleep(0.01)
         assert seen[0] == held(sync.chunk_bytes, FRAGMENT.elements, kind)
@@ -143,7 +144,7 @@ def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole(
         clock, store = VirtualClock(), MemoryStore()
         bus = MemoryBus("r", clock, store)
         downloads, offer = downloads_on(bus, clock), offer_of(1)
-        downloads.start([offer], sound)
+        downloads.start([offer])
         began = clock.now()
         await asyncio.sleep(5.0)
         assert downloads.heard_at(offer) == began

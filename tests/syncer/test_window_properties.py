@@ -26,6 +26,11 @@ def digest(version: int) -> bytes:
     return bytes([version % 256]) * 16
 
 
+def attempts(*learners: str) -> list[Offer]:
+    """A delta of each on the same base, one attempt after the other."""
+    return [Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(learners, start=1)]
+
+
 def deadline_of(window: Window) -> float | None:
     return getattr(window.phase, "deadline", None)
 
@@ -371,7 +376,7 @@ ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, up
 def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     """A learner never uploads an attempt once it has made a later one on the same base."""
     window = Window(samples.head(), FORMAT, 0.0)
-    first, second, third = (Offer(f"{n}-0", samples.header("l0", attempt=n)) for n in range(3))
+    first, second, third = attempts("l0", "l0", "l0")
     window.offer(first, 0.0)
     assert window.decide(0.0, ALONE) == Wait(30.0, "0 of 1 uploaded, waiting for l0")
     assert window.offer(second, 1.0) == Accepted(replaced=first)
@@ -386,9 +391,7 @@ def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
 def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
     """Its upload had no time yet: refusing it would lose its training. What had all its time is refused."""
     window = Window(samples.head(), FORMAT, 0.0)
-    outdone, late, idle = (
-        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
-    )
+    outdone, late, idle = attempts("l0", "l0", "l1")
     for offer in (outdone, idle):
         window.offer(offer, 0.0)
     window.decide(0.0, ALONE)
@@ -407,9 +410,7 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
 def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
     """It is pending then: neither merged, nor overdue, nor forgotten."""
     window = Window(samples.head(), FORMAT, 0.0)
-    outdone, late, whole = (
-        Offer(f"{n}-0", samples.header(name, attempt=n)) for n, name in enumerate(("l0", "l0", "l1"), start=1)
-    )
+    outdone, late, whole = attempts("l0", "l0", "l1")
     for offer in (outdone, whole):
         window.offer(offer, 0.0)
     window.uploaded(whole)

@@ -104,29 +104,28 @@ def test_a_hangup_ends_a_run_in_order(tmp_path: Path, times: int) -> None:
     run.left_nothing_running()
 
 
-def test_a_closed_terminal_ends_a_run_in_order(tmp_path: Path) -> None:
-    """The live display has nowhere to go then, and the folder gets the rest."""
+def run_whose_terminal_closes(out: Path, hangup: signal.Handlers, tokens: int) -> Watched:
+    """In a session of its own; its terminal goes as it trains, and it ends without a fault."""
     ours, theirs = os.openpty()
-    take = of_its_own_terminal(signal.SIG_DFL)
-    with watched(tmp_path / "out", theirs, "--tokens", 2_000_000, start_new_session=True, preexec_fn=take) as run:
+    take = of_its_own_terminal(hangup)
+    with watched(out, theirs, "--tokens", tokens, start_new_session=True, preexec_fn=take) as run:
         with shown(ours):
             run.reaches(5_000)
         assert run.process.wait(200) == 0
-    assert run.report["stopped"] is True
-    assert Path(run.report["checkpoint"]).is_dir()
     assert "picture" in run.launcher_log
     run.left_nothing_running()
+    return run
+
+
+def test_a_closed_terminal_ends_a_run_in_order(tmp_path: Path) -> None:
+    """The live display has nowhere to go then, and the folder gets the rest."""
+    run = run_whose_terminal_closes(tmp_path / "out", signal.SIG_DFL, 2_000_000)
+    assert run.report["stopped"] is True
+    assert Path(run.report["checkpoint"]).is_dir()
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     """SIGHUP stays ignored; from then on a line every ten seconds goes to the folder."""
-    ours, theirs = os.openpty()
-    take = of_its_own_terminal(signal.SIG_IGN)
-    with watched(tmp_path / "out", theirs, "--tokens", 60_000, start_new_session=True, preexec_fn=take) as run:
-        with shown(ours):
-            run.reaches(5_000)
-        assert run.process.wait(200) == 0
+    run = run_whose_terminal_closes(tmp_path / "out", signal.SIG_IGN, 60_000)
     assert run.report["stopped"] is False
     assert run.report["tokens"] >= 60_000
-    assert "picture" in run.launcher_log
-    run.left_nothing_running()

@@ -15,8 +15,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.doubts import DOUBTED_AFTER, Doubts
+from diloco.syncer.admission import DOUBTED_AFTER, DeltaFormat, Doubts, Offer
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
@@ -235,12 +234,12 @@ def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
     grace.observe_quorum(0.01)
     grace.observe_sync(0.01)
     honest, liar = [0.1] * 7, [0.1] * 7 + [1e5]
-    usual = grace.grace_s(honest, 2, 0.5, 0.01)
-    stretched = grace.grace_s(liar, 2, 0.5, 0.01)
+    usual = grace.grace_s(honest, [], 2, 0.5, 0.01)
+    stretched = grace.grace_s(liar, [], 2, 0.5, 0.01)
     assert usual is not None
     assert stretched is not None
     assert stretched <= 1.01
-    assert grace.grace_s([0.1] * 7 + [0.5], 2, 0.5, 0.01) > usual
+    assert grace.grace_s([0.1] * 7 + [0.5], [], 2, 0.5, 0.01) > usual
 
 
 def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:

@@ -29,9 +29,8 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers import device_encoding
 from diloco.workers.device_encoding import OnDevice
-from diloco.workers.encoding import encode_delta
+from diloco.workers.encoding import encode_delta, grown
 from diloco.workers.exchange import publishing
-from diloco.workers.feedback import grown
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
 

@@ -8,18 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import WindowView
-from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.settings import SyncSettings, TrainerSettings
 from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.transfer.payloads import push
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.trainer.baselines.data_parallel import save
 from diloco.workers.trainer.data.blocks import Blocks
@@ -28,9 +23,7 @@ from diloco.workers.trainer.evaluator import Evaluator
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
 from diloco.workers.trainer.sample import load_model, sample
-
-NONCE = "ab" * 8
-IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+from tests import samples
 
 
 @pytest.fixture
@@ -61,53 +54,14 @@ class Run:
         held = self.heads.get(p)
         version = held[0] + 1 if held else 0
         flat = FragmentParameters(model, self.layout).snapshot(p).numpy()
-        digest = payload_digest(as_bytes(flat), self.spec.sync.chunk_bytes)
-        assert await self.bus.acquire_lease(p, NONCE, 60)
-        staged = await push(
-            self.bus, self.bus.keys.global_payload(p, version, NONCE), flat, self.spec.sync.chunk_bytes, 60
-        )
-        record = Committed(
-            fragment=p,
-            version=version,
-            digest=digest,
-            base_digest=held[1] if held else None,
-            contributions=(),
-            reason="test",
-            norm=0.0,
-            quorum_s=0.0,
-            grace_s=0.0,
-            upload_s=0.0,
-            merge_s=0.0,
-            syncer="test",
-            unix_s=0.0,
-        )
-        await self.bus.commit(
-            Commit(
-                nonce=NONCE,
-                expected=held,
-                version=version,
-                digest=digest,
-                payload=staged,
-                momentum=None,
-                window=IDLE,
-                merged=(),
-                record=record,
-            )
-        )
+        chunk_bytes = self.spec.sync.chunk_bytes
+        digest = await samples.commit(self.bus, p, version, flat, expected=held, chunk_bytes=chunk_bytes)
         self.heads[p] = (version, digest)
 
     async def state(self, phase: Phase, tokens: int) -> None:
         manifest = tuple(self.heads[p] for p in sorted(self.heads)) if phase is Phase.FINISHED else ()
         await self.bus.write_state(
-            RunState(
-                phase=phase,
-                tokens=tokens,
-                base_tokens=0,
-                budget_tokens=1000,
-                started_unix_s=0.0,
-                reason="",
-                manifest=manifest,
-            )
+            samples.run_state(phase=phase, tokens=tokens, budget_tokens=1000, started_unix_s=0.0, manifest=manifest)
         )
 
     async def evaluations(self) -> list[Any]:

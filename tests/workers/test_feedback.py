@@ -17,9 +17,8 @@ from diloco.pipeline.payload.quantize import KINDS, Quantized
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
-from diloco.workers.encoding import OnHost
+from diloco.workers.encoding import MOST_SENT, ErrorFeedback, OnHost
 from diloco.workers.encoding import encode_delta as encode_into
-from diloco.workers.feedback import MOST_SENT, ErrorFeedback
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 ME = "l0", "0" * 8

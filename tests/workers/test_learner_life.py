@@ -183,10 +183,10 @@ def test_a_signal_while_there_is_no_redis_ends_the_waiting(tmp_path: Path) -> No
 
 
 def test_what_fails_after_joining_leaves_no_learner_behind(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Any) -> None:
+    def fails(*_: Any) -> None:
         raise MemoryError("no room for moments")
 
-    monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.restore", fails)
+    monkeypatch.setattr("diloco.workers.moments.keeper.Keeper.restore", fails)
     with a_syncer(redis_server, "restore"):
         with pytest.raises(MemoryError), learner_of(redis_server, "restore"):
             pass
@@ -202,7 +202,7 @@ def test_a_second_ctrl_c_while_leaving_ends_the_thread(redis_server: str, monkey
 
     with a_syncer(redis_server, "twice"):
         learner = learner_of(redis_server, "twice")
-        monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.close", interrupted)
+        monkeypatch.setattr("diloco.workers.moments.keeper.Keeper.close", interrupted)
         with pytest.raises(KeyboardInterrupt), learner:
             learner.step(1)
         until(lambda: not threads())
@@ -230,7 +230,7 @@ def test_one_that_is_replaced_while_it_leaves_says_so(redis_server: str, monkeyp
         def close(*_: Any) -> None:
             write(redis_server, "leaves", samples.report("l0", incarnation="f" * 16, generation=2, versions=(0,)))
 
-        monkeypatch.setattr("diloco.workers.moments.recovery.Recovery.close", close)
+        monkeypatch.setattr("diloco.workers.moments.keeper.Keeper.close", close)
         monkeypatch.setattr(
             "diloco.workers.exchange.work_queue.ShardClaims.leave", lambda claims: None
         )  # it does not leave before

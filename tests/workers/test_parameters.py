@@ -64,7 +64,7 @@ def test_two_builds_of_a_model_have_one_layout() -> None:
 
 @pytest.mark.parametrize("merge", ["mean", "rda-all"])
 def test_matrices_of_a_muon_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
-    """Whatever the merge rule; without Muon none is said to be one, so that tables stay as they were."""
+    """Whatever the merge rule; with Nesterov's none is said to be one, so that tables stay as they were."""
     told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="muon"))
     assert {t.name for t in told if t.matrix} == {"body.weight", "head.weight"}
     assert not any(t.matrix for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="nesterov")))

@@ -23,8 +23,10 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.moments import state_folder
+from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
-from diloco.workers.moments.recovery import Recovery, RecoveryOptions
+from diloco.workers.moments.own import RecoveryOptions, own_moments
+from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
@@ -58,34 +60,26 @@ class Party:
         self.shared = Shared()
         self.shared.state = STATE
         options = RecoveryOptions(**{"state_dir": folder, "state_every_s": 1000.0, **told})
-        self.recovery = Recovery(
-            self.model,
-            self.optimizer,
-            self.layout,
-            self.rounds,
-            run="run",
-            learner="l0",
-            incarnation="0" * 16,
-            options=options,
-        )
+        who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
+        self.own = own_moments(self.model, self.optimizer, self.layout, **who, options=options)
+        self.recovery, self.keeper = Recovery(self.own), Keeper(self.own, self.rounds)
 
     def join(self, versions: tuple[int, ...] = (3, 4), peers: FakePeers | None = None, state: Any = STATE) -> str:
         stands_in: Any = peers
-        asyncio.run(self.recovery.find(stands_in, versions, state))
-        self.recovery.restore()
-        return self.recovery.source
+        self.keeper.restore(asyncio.run(self.recovery.find(stands_in, versions, state)))
+        return self.keeper.source
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
             step(self.model, self.optimizer)
             self.rounds.trained(10)
-            self.recovery.stepped(self.shared, 0.5, torch.tensor(2.5))
+            self.keeper.stepped(self.shared, 0.5, torch.tensor(2.5))
 
     def leave(self) -> None:
-        self.recovery.close(self.shared, save=True, within_s=60.0)
+        self.keeper.close(self.shared, save=True, within_s=60.0)
 
     def moments(self) -> Moments:
-        state = self.recovery._state
+        state = self.own.state
         assert state is not None
         return taken(state)
 
@@ -115,14 +109,14 @@ def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(t
     random.seed(1)
     assert again.join() == "checkpoint"
     assert same(again.moments(), first.moments())
-    assert (again.recovery.earlier_steps, again.recovery.earlier_tokens) == (5, 50)
+    assert (again.keeper.earlier_steps, again.keeper.earlier_tokens) == (5, 50)
     assert torch.equal(torch.rand(3), drawn[0])
     assert random.random() == drawn[1]
     again.train(2)
     again.leave()
     third = Party(tmp_path, optimizer)
     third.join()
-    assert third.recovery.earlier_steps == 7
+    assert third.keeper.earlier_steps == 7
     assert len(list(tmp_path.glob("moments-*"))) == 1
 
 
@@ -155,10 +149,10 @@ def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
     party.train(20)
     assert not list(tmp_path.glob("*.json"))
     go.set()
-    party.recovery.close(party.shared, save=False, within_s=60.0)
+    party.keeper.close(party.shared, save=False, within_s=60.0)
     again = Party(tmp_path)
     assert again.join() == "checkpoint"
-    assert again.recovery.earlier_steps == 2
+    assert again.keeper.earlier_steps == 2
     assert set(again.moments().numbers["step"]) == {1.0, 2.0}
 
 
@@ -248,11 +242,11 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
     peers = FakePeers(moments)
     kind = moments.kind
     with pytest.raises(StateRefused, match=told):
-        StateFolder(tmp_path, party.layout).load(party.recovery._identity(STATE), kind)
+        StateFolder(tmp_path, party.layout).load(party.own.identity(STATE), kind)
     assert party.join(peers=peers) == "peer"
     assert "state_refused" in capsys.readouterr().out
     assert same(party.moments(), moments)
-    assert party.recovery.earlier_steps == 0
+    assert party.keeper.earlier_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -312,7 +306,7 @@ def test_whatever_breaks_in_a_save_is_said_and_the_next_one_is_made(
 
     with monkeypatch.context() as patched:
         patched.setattr(state_folder, "replace", breaks)
-        folder = left(tmp_path).recovery._folder
+        folder = left(tmp_path).own.folder
         assert folder is not None
         assert not folder.busy
     assert "no such luck" in capsys.readouterr().out
@@ -400,7 +394,7 @@ def test_leaving_waits_no_longer_for_the_disk_than_it_was_told(
     party = Party(tmp_path)
     party.join((0, 0))
     party.train(2)
-    party.recovery.close(party.shared, save=True, within_s=0.1)
+    party.keeper.close(party.shared, save=True, within_s=0.1)
     assert "the disk took longer than 0.1 s" in capsys.readouterr().out
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("state"))
     go.set()
@@ -481,7 +475,7 @@ def test_a_copy_for_a_peer_is_made_at_the_next_steps(tmp_path: Path) -> None:
 
     asking = threading.Thread(target=lambda: asyncio.run(ask()))
     asking.start()
-    while not party.recovery._wishes:
+    while not party.own.copies:
         threading.Event().wait(0.001)
     party.train(2)
     expected = party.moments()
@@ -513,18 +507,17 @@ def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> Non
     party.join()
     party.train(2)
     party.leave()
-    bare = Recovery(
+    own = own_moments(
         party.model,
         None,
         party.layout,
-        party.rounds,
         run="run",
         learner="l0",
         incarnation="0" * 16,
         options=RecoveryOptions(state_dir=tmp_path),
     )
-    asyncio.run(bare.find(None, (1, 1), STATE))
-    bare.restore()
+    bare = Keeper(own, party.rounds)
+    bare.restore(asyncio.run(Recovery(own).find(None, (1, 1), STATE)))
     bare.stepped(party.shared, 0.5, None)
     bare.close(party.shared, save=True, within_s=60.0)
     assert bare.source == "fresh"

@@ -9,8 +9,9 @@ twice, of a delta that is stale by more than one or was not offered; weights >= 
 the committed values are the merge of what the learners published; arrays finite; no write but under the lease; a
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
 refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
-a learner's reported tokens cover its header's; only committed values are adopted; a shard leaves the queue when all of
-it was read; at the end the ledger closes to the token-element.
+a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
+committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger closes to the
+token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus import entry_ids, head_hash, stored_values
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import Layout
@@ -41,6 +42,7 @@ from tests.world import reference
 from tests.world.globals import Globals, badly_coded
 from tests.world.link import Link
 from tests.world.plan import BLOCKS, SHARD_BLOCKS, Plan
+from tests.world.pulls import Pulls
 from tests.world.refusals import Refusals
 from tests.world.surviving import Float64, Surviving
 from tests.world.windows import Windows
@@ -95,10 +97,12 @@ class Oracle:
         self._windows = Windows(
             plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
+        self._pulls = Pulls(layout, plan.latency_s, now)
         self._globals = Globals(store, layout, plan.spec.sync, self.broken)
         self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
+            "read_heads": self._looked,
             "read_offers": self._read_offers,
             "write_chunks": self._staged,
             "commit": self._commit,
@@ -124,6 +128,7 @@ class Oracle:
     def adopted(self, learner: str, base: Base) -> None:
         """A learner put a global into its model."""
         self._windows.joined(learner)
+        self._pulls.adopted(learner, base)
         shown = self._committed.get((base.fragment, base.version, base.digest))
         if shown is None or not np.array_equal(base.values, shown):
             what = f"{base.values} as fragment {base.fragment} version {base.version}"
@@ -198,6 +203,10 @@ class Oracle:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
+    def _looked(self, link: Link, outcome: Any, *args: Any) -> None:
+        if not isinstance(outcome, Exception):
+            self._pulls.looked(link, outcome)
+
     def _renewed(self, p: int, header: DeltaHeader, entry: str) -> None:
         """An earlier attempt at the same training goes, once all of the later one is on the bus."""
         before = self._offers[p, entry]
@@ -210,7 +219,10 @@ class Oracle:
     def _check_report(self, header: DeltaHeader) -> None:
         table = self._store.values.get(self._keys.learners)
         blob = table.get(f"{header.learner}/{header.incarnation}".encode()) if isinstance(table, dict) else None
-        reported = decode(LearnerReport, blob).tokens if blob else 0
+        report = decode(LearnerReport, blob) if blob else None
+        reported = report.tokens if report else 0
+        if report and (wrong := self._pulls.wrong(report)) is not None:
+            self.broken("a pull is reported as long as it was", f"{header.learner}: {wrong}")
         # A header that was long on its way may come after its report was lost with the bus.
         if reported < header.tokens and self._now() - self._rewound_s > REPORTED_S:
             self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")
@@ -313,7 +325,7 @@ class Oracle:
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        if any(one.key in self._store.expiries for one in commit.staged):
+        if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
     def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
@@ -386,7 +398,7 @@ class Oracle:
         averaged = reference.averages(sync, state.version, [part.steps for part in parts], state.interval)
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
-        if coded:  # Newton-Schulz tells apart what its code does not
+        if coded:  # small singular values tell apart what its code does not
             wire = self._globals.bytes_of(commit.updates[-1].merged)
             if not wire or (wrong := badly_coded(wire, gradient, CLOSE * float(np.abs(gradient).max()) + 1e-9)):
                 self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
@@ -431,7 +443,9 @@ class Oracle:
 
     def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
         queue = self._stream(self._keys.shards)
-        if not isinstance(outcome, Exception) and queue is not None and entry_ids.entry_id(entry_id) not in queue.ids:
+        if isinstance(outcome, Exception) or queue is None:
+            return
+        if stored_values.entry_id(entry_id) not in queue.ids:
             self._check_read(self._shards[entry_id])
 
     def _check_read(self, shard: Shard) -> None:
@@ -460,7 +474,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = head_hash.decode_head(p, head) if isinstance(head, dict) else None
+            decoded = stored_values.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,

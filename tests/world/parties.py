@@ -119,7 +119,8 @@ class WorldLearner(Party):
         exchange = await self.joining.join(world.spec, world.layout, lambda p: self.values[p].copy())
         shared = exchange.shared
         running = asyncio.create_task(exchange.work())
-        exchange.queue([], self._adopt(shared))
+        if self._adopt(shared):
+            exchange.reporting.soon()
         shared.shards_wanted = BLOCKS, SHARD_BLOCKS
         exchange.claims.want()
         order: Iterator[tuple[int, int]] | None = None
@@ -141,9 +142,11 @@ class WorldLearner(Party):
                     shared.republish = False
                     self.rounds.republish()
                 publications = self.rounds.publications(shared.windows, shared.uploaded)
-                exchange.queue([self._made(one) for one in publications], adopted)
+                exchange.publishing.queue([self._made(one) for one in publications])
+                if adopted:
+                    exchange.reporting.soon()
             due = shared.state is not None and shared.state.phase is not Phase.RUNNING
-            exchange.queue([self._made(one) for one in self.rounds.last(shared.windows, due)], False)
+            exchange.publishing.queue([self._made(one) for one in self.rounds.last(shared.windows, due)])
             self.left = await exchange.leave(LEAVE_S)
         finally:
             running.cancel()

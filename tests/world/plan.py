@@ -148,7 +148,7 @@ def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
         for t in range(chance.one_of((1, 2, 3), "tensors", p)):
             rule: MergeRule = "mean" if sync.merge == "mean" else chance.one_of(RULES, "rule", p, t)
             shape: tuple[int, ...] = (2, 2) if rule == "rda-row" else (chance.one_of((4, 5), "size", p, t),)
-            matrix = sync.outer == "muon" and chance.share("matrix", p, t) < 0.7
+            matrix = sync.outer != "nesterov" and chance.share("matrix", p, t) < 0.7
             if matrix:
                 shape = chance.one_of(((2, 2), (2, 3), (3, 2)), "rows and columns", p, t)
             tensor = TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p, matrix=matrix)
@@ -167,7 +167,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         key_frame_interval=chance.one_of((1, 2, 3, 8), "key frames"),
         merge=chance.one_of(("rda", "rda", "mean"), "merge"),
         weights=chance.one_of(("tokens", "tokens", "tokens", "equal"), "weights"),
-        outer=chance.one_of(("nesterov", "nesterov", "muon"), "outer") if momentum else "nesterov",
+        outer=chance.one_of(("nesterov", "nesterov", "muon", "halley"), "outer") if momentum else "nesterov",
         outer_lr=chance.one_of((1.0, 0.7), "outer lr"),
         outer_momentum=momentum,
         outer_warmup=chance.one_of((0, 0, 1, 3), "outer warm-up"),

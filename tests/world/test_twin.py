@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco.pipeline.bus import redis_calls
-from diloco.pipeline.bus.entry_ids import parse_offer_id
-from diloco.pipeline.bus.redis_calls import Script
+from diloco.pipeline.bus.redis import calls as redis_calls
+from diloco.pipeline.bus.redis.calls import Script
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusFull, LeaseLost
 from diloco.pipeline.messages.shards import Shard

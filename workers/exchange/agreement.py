@@ -14,7 +14,7 @@ from diloco.workers.exchange.member import Member
 
 LOOK_S = 5.0
 OTHERS_S = 40.0
-"""Learners that have trained put back what they have after `following.LOST_HEADS_S`."""
+"""Learners that have trained put back what they have after `pulling.LOST_HEADS_S`."""
 LIVE_S = 10.0
 """A learner that reported within this may put back what it has trained."""
 

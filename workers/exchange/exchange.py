@@ -2,25 +2,23 @@
 
 Coroutines over the bus, no torch: `learner` gives them a thread of their own, tests and simulations run them in
 virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields each
-have one writer, and in `queue`. An outage of the bus is outlasted. `joining` makes the one `Exchange` of a learner.
+have one writer, in `publishing.queue` and in `reporting.soon`. An outage of the bus is outlasted. `joining` makes the
+one `Exchange` of a learner.
 """
 
 import asyncio
-from collections.abc import Iterable
 from contextlib import suppress
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Event
+from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.agreement import Agreement
-from diloco.workers.exchange.following import Following
 from diloco.workers.exchange.member import Member
-from diloco.workers.exchange.publishing import Publishing, Values
-from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.publishing import Publishing
+from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.exchange.work_queue import ShardClaims
-from diloco.workers.feedback import ErrorFeedback
-from diloco.workers.rounds import Publication
 
 LOOK_FOR_SYNCERS_S = 10.0
 
@@ -43,7 +41,7 @@ class Exchange:
         self._agreement = agreement
         self.feedback = feedback
         self.claims, self.reporting, self.pulling = claims, reporting, pulling
-        self.publishing = Publishing(member, reporting, pulling, feedback)
+        self.publishing = Publishing(member, reporting, pulling.latest, feedback)
         self.following = Following(member, pulling, self.publishing, version_0, feedback)
 
     async def work(self) -> None:
@@ -65,12 +63,6 @@ class Exchange:
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(self.member.outages.forever(work))
-
-    def queue(self, publications: Iterable[tuple[Publication, Values]], adopted: bool) -> None:
-        """An inner step is done: have its deltas published; if fragments were adopted, others learn of it soon."""
-        self.publishing.queue(publications)
-        if adopted:
-            self.reporting.soon()
 
     async def leave(self, deadline_s: float) -> bool:
         """Flush what is queued, give back what is unread, say goodbye; True if all of it was in time."""

@@ -1,20 +1,27 @@
-"""The thread that does all of a learner's I/O, as the training thread sees it."""
+"""The thread that does all of a learner's I/O, and what the training thread hands to it and takes from it."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import structlog
+
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock, fast_loop
+from diloco.pipeline.errors import BusError, UsageError
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.view.status import live_learners
 from diloco.workers.background import yield_core
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining, meanwhile
+from diloco.workers.moments.recovery import Found
+from diloco.workers.rounds import Publication
 from diloco.workers.training import Training
 
 T = TypeVar("T")
@@ -30,14 +37,14 @@ class ExchangeThread:
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
-        self._joined: Future[Exchange] = Future()
+        self._joined: Future[tuple[Exchange, Found]] = Future()
         self._abandoned = False
         """Nothing comes of having joined. Written by the training thread."""
         self.failure: BaseException | None = None
         """What the thread has ended by, if not by `end`. Written by it, once."""
 
-    def join_run(self, check: Callable[[], None]) -> Exchange:
-        """Begin, and wait until the learner has joined.
+    def join_run(self, check: Callable[[], None]) -> tuple[Exchange, Found]:
+        """Begin, and wait until the learner has joined; what works in the thread, and the moments to begin with.
 
         check: called some times a second; may raise.
 
@@ -140,8 +147,95 @@ class ExchangeThread:
         training, shared = self._training, exchange.shared
         recovery, rounds = training.recovery, training.rounds
         peers = recovery.peers(bus, LoopClock(), training.spec.sync.chunk_bytes)
-        await recovery.find(peers, tuple(base.version for base in shared.adoptions.values()), shared.state)
-        self._joined.set_result(exchange)
+        versions = tuple(base.version for base in shared.adoptions.values())
+        found = await recovery.find(peers, versions, shared.state)
+        await self._say_joined(bus, versions, shared.state)
+        self._joined.set_result((exchange, found))
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.copy)
         await asyncio.Event().wait()
+
+    async def _say_joined(self, bus: Bus, versions: tuple[int, ...], state: RunState | None) -> None:
+        training, live = self._training, None
+        with suppress(BusError):  # it trains all the same
+            live = len(live_learners(await bus.read_reports(), state))
+        least, most = min(versions), max(versions)
+        structlog.get_logger().info(
+            "learner_joined",
+            run=self._run_name,
+            learner=training.learner,
+            incarnation=training.incarnation,
+            version=least if least == most else f"{least} to {most}",
+            fragments=len(versions),
+            learners_live=live,
+        )
+
+
+class JoinedLearner:
+    """A learner in its run. The training thread's."""
+
+    def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread) -> None:
+        """exchange: works in `thread`, and is only told what to do there; `exchange.shared` is for both threads."""
+        self.training, self.exchange, self.thread = training, exchange, thread
+        self.shared = exchange.shared
+
+    @property
+    def over(self) -> bool:
+        """The run drains, or is finished."""
+        state = self.shared.state
+        return state is not None and state.phase is not Phase.RUNNING
+
+    @property
+    def progress(self) -> float:
+        """Trained tokens of the whole run / its budget, in 0..1."""
+        state = self.shared.state
+        return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+
+    def adopt(self) -> bool:
+        """Overwrite the fragments of which newer globals have arrived; whether there are any."""
+        adoptions, training = self.shared.adoptions, self.training
+        arrived = sorted(adoptions)
+        for p in arrived:
+            base = adoptions.pop(p)
+            training.parameters.overwrite(p, base.values)
+            training.rounds.adopt(base)
+        return bool(arrived)
+
+    def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
+        """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.
+
+        adopted: fragments were, of which others learn soon.
+        """
+        items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
+        if items:
+            self.thread.call(self.exchange.publishing.queue, items)
+        if adopted:
+            self.thread.call(self.exchange.reporting.soon)
+
+    def _snapshot(self, p: int) -> Callable[[], Any]:
+        """What the encoder takes."""
+        training = self.training
+        return training.parameters.on_device(p) if training.encode_on_device else training.parameters.snapshot(p).numpy
+
+    def leave(self, within_s: float, save_state: bool) -> bool:
+        """Publish what is unpublished, flush it, say goodbye; whether all of it was in time.
+
+        Raises:
+            LearnerReplaced: another process took this learner's place meanwhile.
+        """
+        training, over = self.training, self.over
+        for publication in training.rounds.last(self.shared.windows, due=over):
+            try:
+                self.hand_over([publication], adopted=False)
+            except UsageError as error:  # the model has changed
+                structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
+        leaving = self.thread.ask(self.exchange.leave(within_s))
+        training.keeper.close(self.shared, save_state and not over, within_s)
+        try:
+            in_order = self.thread.result_of(leaving)
+        except CancelledError:  # the thread failed meanwhile
+            self.thread.join()
+            raise self.thread.failure or UsageError("the learner's own thread ended before it had left") from None
+        if not in_order:
+            structlog.get_logger().warning("leave_overrun", learner=training.learner, safe="all that was uploaded")
+        return in_order

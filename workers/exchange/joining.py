@@ -18,18 +18,17 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
-from diloco.workers.encoding import Encoder, OnHost
+from diloco.pipeline.retry import Outages
+from diloco.workers.encoding import Encoder, ErrorFeedback, Offload, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.member import Member, Offload
-from diloco.workers.exchange.outages import Outages
+from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.version_0 import CLAIM_TTL_S, Version0
 from diloco.workers.exchange.work_queue import ShardClaims
-from diloco.workers.feedback import ErrorFeedback
 
 Float32 = npt.NDArray[np.float32]
 
@@ -111,8 +110,6 @@ class Joining:
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
         await retry(self._bus.add_event, joined)
         self._outages.count = 0  # those until here lost nothing: nothing was published
-        versions = [version for version, _ in pulling.latest.values()]
-        self._log.info("learner_joined", incarnation=self._incarnation, versions=versions)
         return Exchange(member, agreement, version_0, feedback, pulling, self._reporting, self._claims)
 
     async def abandon(self) -> None:

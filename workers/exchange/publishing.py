@@ -8,7 +8,7 @@ the model's size (one delta a fragment and base).
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,12 +17,11 @@ from diloco.pipeline.errors import BusError, PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import Payload
+from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.transfer.payloads import push_growing
+from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
-from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.reporting import Reporting
-from diloco.workers.feedback import ErrorFeedback
 from diloco.workers.rounds import Publication
 
 Values = Callable[[], Any]
@@ -37,9 +36,16 @@ RENEWED_TTL_S = 10.0
 class Publishing:
     """The deltas of one learner that are not on the bus yet."""
 
-    def __init__(self, member: Member, reporting: Reporting, pulling: Pulling, feedback: ErrorFeedback) -> None:
+    def __init__(
+        self,
+        member: Member,
+        reporting: Reporting,
+        latest: Mapping[int, tuple[int, bytes]],
+        feedback: ErrorFeedback,
+    ) -> None:
+        """latest: fragment -> (version, digest) last pulled."""
         self._member, self._sync = member, member.spec.sync
-        self._reporting, self._pulling, self._feedback = reporting, pulling, feedback
+        self._reporting, self._latest, self._feedback = reporting, latest, feedback
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
         self._offered: dict[int, tuple[tuple[int, bytes], int, str]] = {}
@@ -147,7 +153,7 @@ class Publishing:
         async def encode() -> None:
             residual = self._feedback.residual(base.fragment)
             given = base.values, values, sync.codec, residual, wire, payload.grow_to
-            error = await member.apart(len(base.values), member.encoder.encode, *given)
+            error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 
@@ -177,7 +183,7 @@ class Publishing:
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
-        p, base, latest = publication.base.fragment, publication.base.version, self._pulling.latest
+        p, base, latest = publication.base.fragment, publication.base.version, self._latest
         newest_base, newest_attempt = self.newest[p]
         outdone = newest_base == base and newest_attempt > publication.attempt
         return latest[p][0] - 1 <= base <= latest[p][0] and not outdone

@@ -1,4 +1,7 @@
-"""Heads and the globals that they name: looked at, pulled, handed to the training side. asyncio."""
+"""Heads and the globals that they name: followed, looked at, pulled, handed to the training side. asyncio.
+
+The tape wakes a learner, the heads decide; after any gap, all heads are read again.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -9,11 +12,16 @@ import numpy.typing as npt
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
+from diloco.pipeline.transfer.global_format import Held
 from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.globals import Held, pull_shown
+from diloco.pipeline.transfer.payloads import pull_shown
+from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
-from diloco.workers.feedback import ErrorFeedback
+from diloco.workers.exchange.publishing import Publishing
+from diloco.workers.exchange.version_0 import Version0
+from diloco.workers.pull_times import PullTimes
 from diloco.workers.rounds import Base, OpenWindow
 
 Float32 = npt.NDArray[np.float32]
@@ -32,6 +40,9 @@ class Pulling:
         """Fragment -> (version, digest) last handed to the training side."""
         self._bases: dict[int, Base] = {}
         self._wanted: dict[int, Head] = {}
+        self._seen_s: dict[int, float] = {}
+        """Fragment -> when its wanted head was first heard of; not known after an outage."""
+        self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wake = asyncio.Event()
         self.looks = 0
         self._looked: dict[int, int] = {}
@@ -48,7 +59,7 @@ class Pulling:
             BusError: they cannot be read.
         """
         self.looks += 1
-        number, windows = self.looks, self._member.shared.windows
+        number, windows, began = self.looks, self._member.shared.windows, self._member.clock.now()
         heads = await self._member.bus.read_heads(list(fragments))
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
@@ -61,6 +72,9 @@ class Pulling:
             else:
                 windows.pop(p, None)
             if self.latest.get(p) != (head.version, head.digest):
+                before = self._wanted.get(p)
+                if before is None or (before.version, before.digest) != (head.version, head.digest):
+                    self._seen_s[p] = began
                 self._wanted[p] = head
                 self._wake.set()
             else:
@@ -74,6 +88,7 @@ class Pulling:
             BusError: call it again.
         """
         retries, clock = Retries(BACKOFF), self._member.clock
+        self._seen_s.clear()  # an outage is no part of a pull
         while True:
             self._wake.clear()
             p, wait_s = retries.choose(self._wanted, clock.now())
@@ -82,8 +97,11 @@ class Pulling:
                     async with asyncio.timeout(wait_s):
                         await self._wake.wait()
                 continue
-            head = self._wanted[p]
+            head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
+            if pulled and seen_s is not None:
+                self._times.took(self._member.layout.fragments[p].elements, clock.now() - seen_s)
+                self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
                 del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
@@ -106,10 +124,88 @@ class Pulling:
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return False
-        values = await member.apart(elements, member.encoder.keep, pulled)
+        values = await apart(member.encoder, member.offload, elements, member.encoder.keep, pulled)
         if p in self.latest and head.version <= self.latest[p][0]:
             self._feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
         self._bases[p] = member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
         member.log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
+
+
+TAPE_BLOCK_S = 1.0
+LOOK_AT_ALL_S = 5.0
+"""Time between two looks at all heads, whatever the tape says."""
+LOST_HEADS_S = 15.0
+"""Heads that are gone for so long are not put back by a syncer: learners begin again with what they have adopted."""
+
+
+class Following:
+    """How one learner comes to know that heads have moved or gone."""
+
+    def __init__(
+        self, member: Member, pulling: Pulling, publishing: Publishing, version_0: Version0, feedback: ErrorFeedback
+    ) -> None:
+        self._member, self._shared = member, member.shared
+        self._pulling, self._publishing = pulling, publishing
+        self._version_0, self._feedback = version_0, feedback
+        self._look_at_all_s = 0.0
+        self._lost_since_s: float | None = None
+        """Since when heads are missing that were there."""
+
+    async def follow(self) -> None:
+        """Read the tape until a call of the bus has failed: what it said meanwhile is passed over then.
+
+        Raises:
+            BusError: call it again.
+        """
+        outages, bus = self._member.outages, self._member.bus
+        gap, outages.gap = outages.gap, False
+        cursors = await bus.tape_end()
+        self._look_at_all_s = 0.0
+        if gap:
+            self._shared.republish = True  # what the bus acknowledged before may be lost with its last second
+        while not outages.gap:
+            if self._member.clock.now() >= self._look_at_all_s:
+                await self._look_at_all()
+            entries = await bus.read_tape(cursors, TAPE_BLOCK_S)
+            cursors |= {entry.group: entry.entry_id for entry in entries}
+            for record in (entry.record for entry in entries):
+                if isinstance(record, Committed):
+                    # One that was put back: what was offered on it may be lost with its head.
+                    if record.base_digest is None:
+                        self._shared.republish = True
+                    self._feedback.merged(record.fragment, record.contributions)
+                    self._feedback.passed(record.fragment, record.version)
+            told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}
+            if told:
+                await self._pulling.look(sorted(told))
+
+    def _knows(self, record: TapeRecord) -> bool:
+        """Whether a record is of no news here: a first attempt on a base that this learner has published on.
+
+        It asks for nothing that was not given, and the next record of the fragment is looked at anyway.
+        """
+        if not isinstance(record, WindowChanged) or record.attempt > 0:
+            return False
+        return self._publishing.newest.get(record.fragment, (-1, 0))[0] == record.version
+
+    async def _look_at_all(self) -> None:
+        """See what all heads say. Should some be gone for long, the run begins again with what was adopted of them."""
+        member, pulling = self._member, self._pulling
+        now, lost = member.clock.now(), self._lost_since_s
+        self._look_at_all_s = now + LOOK_AT_ALL_S
+        if await pulling.look(range(len(member.layout.fragments))):
+            if lost is not None:
+                member.log.info("heads_found", after_s=round(now - lost, 1))
+                self._lost_since_s, self._shared.republish = None, True
+            return
+        self._look_at_all_s = now + TAPE_BLOCK_S
+        if lost is None:
+            self._lost_since_s = now
+            detail = f"a syncer puts them back, or this learner uploads what it has adopted in {LOST_HEADS_S:g} s"
+            member.log.warning("heads_lost", detail=detail)
+        elif now - lost >= LOST_HEADS_S:
+            nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a fresh one: other values than at first
+            await self._version_0.ensure(nonce, pulling.values, trained=True)
+            self._look_at_all_s = now

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.messages.run import LearnerReport
+from diloco.pipeline.retry import Outages
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.outages import Outages
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardClaims
 
@@ -52,8 +52,8 @@ class Reporting:
         self._wake.clear()
         self._written_s = self._clock.now()
         self.written += 1
-        numbers = {"number": self.written, "outages": self._outages.count}
-        report = self._make(self.left).model_copy(update=numbers)
+        own = {"number": self.written, "outages": self._outages.count, "pull_s": self._shared.pull_s}
+        report = self._make(self.left).model_copy(update=own)
         self._shared.state = await self._identity.write(report)
         return report
 

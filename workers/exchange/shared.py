@@ -21,6 +21,8 @@ class Shared:
     state: RunState | None = None
     republish: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
+    pull_s: float = 0.0
+    """As `LearnerReport.pull_s`."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
     # written by the training side
     shard_position: tuple[str, int] | None = None

@@ -20,7 +20,8 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.process.lifecycle import stop_event
 from diloco.pipeline.retry import Backoff
 from diloco.pipeline.settings import EvaluatorProcess
-from diloco.pipeline.transfer.globals import pull_exact
+from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.waiting import first_of
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
@@ -130,7 +131,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
         raise UsageError("an evaluator needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
     bus: Bus | None = None
     evaluator: Evaluator | None = None
-    waits = BACKOFF.waits()
+    waits = BACKOFF.waits()  # by hand, not by `retry`: `stop` ends a pause, but not a look that is under way
     try:
         while not stop.is_set():
             pause_s = POLL_S
@@ -146,10 +147,7 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
             except BusError as error:
                 pause_s = next(waits)
                 log.warning(outage_event(error), error=str(error), retry_s=pause_s)
-            try:
-                await asyncio.wait_for(stop.wait(), pause_s)
-            except TimeoutError:
-                continue
+            await first_of(stop, timeout_s=pause_s)
     finally:
         if bus is not None:
             await bus.close()

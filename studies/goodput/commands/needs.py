@@ -2,18 +2,20 @@
 
 from dataclasses import asdict
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.needs import layers_of
-from diloco.pipeline.units import Amount, Span
-from diloco.plan import choices
+from diloco.pipeline.units import Amount, Span, written
+from diloco.plan import choices, show
 from diloco.studies.goodput import bandwidth as links
 from diloco.studies.goodput import studies
 from diloco.studies.goodput.commands.options import Files, Pictured, one, one_whole
 from diloco.studies.goodput.constants import Constants
+from diloco.studies.goodput.plan import Plan
 from diloco.studies.goodput.plan import plan as make_plan
 from diloco.studies.goodput.table import standard_error
 
@@ -52,23 +54,29 @@ def bandwidth(params: str, step_time: str, layers: int, files: Pictured) -> None
     files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), about, scales=("log", "linear"))
 
 
-def plan(constants: Constants, chips: str, codec: str, global_codec: str, files: Files) -> None:
+def plan(constants: Constants, chips: str, learners: int | None, codec: str, global_codec: str, files: Files) -> None:
     """`diloco simulate plan`."""
     console = Console()
     files.check()
     count = one_whole(chips, "chips")
-    made = make_plan(constants, count, codec, global_codec)
-    console.print(choices(made, f"{count:,} chips, {constants.params / 1e9:g}B parameters"))
+    made = make_plan(constants, count, codec, global_codec, learners)
+    console.print(choices(made, f"{count:,} chips, {written(constants.params)} parameters"))
     console.print(
         f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
         f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
         f"{made.lines()}"
     )
-    for warning in made.warnings:
-        console.print(f"warning: {warning}")
+    show(console, made)
     if files.json_file:
         files.json_file.write_text(dumps(asdict(made), indent=1) + "\n")
-    Files(None, files.csv_file).write([asdict(made) | {"warnings": "; ".join(made.warnings)}], {})
+    Files(None, files.csv_file).write([_row(made)], {})
+
+
+def _row(made: Plan) -> dict[str, Any]:
+    """A plan as one row of a table."""
+    parties = {party.name: party._asdict() for party in made.parties}
+    each = {f"{name}: {key}": one for name, party in parties.items() for key, one in party.items() if key != "name"}
+    return {**asdict(made), **each, "warnings": "; ".join(made.warnings), "parties": ", ".join(parties)}
 
 
 def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Pictured) -> None:

@@ -12,7 +12,7 @@ from diloco.options import PANELS, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.needs import CODECS, GLOBALS
 from diloco.studies.goodput.commands.options import Files, Pictured, Sample, shares
-from diloco.studies.goodput.constants import Constants
+from diloco.studies.goodput.constants import Constants, Planned
 
 PANELS[Constants] = "The simulated world"
 
@@ -100,11 +100,14 @@ def bandwidth(
 
 
 @app.command()
-@takes(Constants)
+@takes(Planned)
 @shares(files=Files())
 def plan(
-    settings: Constants,
+    settings: Planned,
     chips: OneSize = "20000",
+    learners: Annotated[
+        int | None, typer.Option(metavar="M", help="Number of learners (default: as many as the goodput wants)")
+    ] = None,
     codec: Annotated[
         str, typer.Option(metavar="|".join(("auto", *CODECS)), help="Of deltas; auto: bf16 unless the link wants less")
     ] = "auto",
@@ -122,7 +125,7 @@ def plan(
         raise UsageError(f"--codec {codec}: one of auto, {', '.join(CODECS)}")
     if global_codec not in GLOBALS:
         raise UsageError(f"--global-codec {global_codec}: one of {', '.join(GLOBALS)}")
-    importlib.import_module(NEEDS).plan(settings, chips, codec, global_codec, files)
+    importlib.import_module(NEEDS).plan(settings, chips, learners, codec, global_codec, files)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ from diloco.pipeline.settings import RankProcess
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.data.tokens import TextData, Tokens
+from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import (
     StopFlag,
     add_gradients,
@@ -152,6 +153,41 @@ def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[s
     return {"id": f"learner-{rank}", **dict(zip(names, counted, strict=True))}
 
 
+class Parts(NamedTuple):
+    """What a rank trains with."""
+
+    device: torch.device
+    text: TextData
+    blocks: Blocks
+    model: GPT
+    forward: nn.Module
+    """The model as it is called in training."""
+    optimizer: torch.optim.Optimizer
+    validation: Tokens
+    """Held-out blocks (N, T + 1)."""
+
+
+def parts_of(settings: RankProcess) -> Parts:
+    """Made as the trainer makes them.
+
+    Raises:
+        UsageError: no such model, text or device.
+    """
+    device = choose_device(settings.device)
+    use_threads(settings.threads or 1)
+    text = open_text(settings.data)
+    model = build(settings.model, settings.seed, text.vocab).to(device)
+    return Parts(
+        device=device,
+        text=text,
+        blocks=Blocks(text.train, settings.seq_len, settings.seed),
+        model=model,
+        forward=forward_of(model, device, settings.compile),
+        optimizer=make_optimizer(model, settings.lr, settings.weight_decay),
+        validation=Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens),
+    )
+
+
 def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     """Train as one rank of the baseline; returns the exit status.
 
@@ -168,21 +204,13 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     """
     stop = StopFlag()
 
-    # --- device, text, model, optimizer: as in the trainer -----------------------------------------
-    device = choose_device(settings.device)
-    use_threads(settings.threads or 1)
-    text = open_text(settings.data)
-    blocks = Blocks(text.train, settings.seq_len, settings.seed)
-    model = build(settings.model, settings.seed, text.vocab).to(device)
-    forward = forward_of(model, device, settings.compile)
-    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    device, text, blocks, model, forward, optimizer, validation = parts_of(settings)
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
         "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
         "trainer": trainer_spec(settings, text),
     }
-    validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
     order = block_order(blocks.count, rank, learners)
     mean = GradientMean(model, learners, extra=4)
     step_tokens = settings.batch * settings.accumulate * settings.seq_len

@@ -26,21 +26,15 @@ from diloco.workers.trainer.baselines.data_parallel import (
     CONNECT_TIMEOUT,
     GradientMean,
     block_order,
+    parts_of,
     save,
     shared_held_out_loss,
 )
-from diloco.workers.trainer.data.blocks import Blocks
-from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.recipe import (
     add_gradients,
-    choose_device,
-    forward_of,
-    make_optimizer,
     read_batch,
     trainer_spec,
     update,
-    use_threads,
 )
 from diloco.workers.trainer.schedule import learning_rate
 
@@ -115,15 +109,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     (out / "ranks" / f"learner-{rank}").write_text(str(os.getpid()))
 
-    # --- device, text, model, optimizer: as in `run_rank` -------------------------------------------
-    device = choose_device(settings.device)
-    use_threads(settings.threads or 1)
-    text = open_text(settings.data)
-    blocks = Blocks(text.train, settings.seq_len, settings.seed)
-    model = build(settings.model, settings.seed, text.vocab).to(device)
-    forward = forward_of(model, device, settings.compile)
-    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
-    validation = Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens)
+    device, text, blocks, model, forward, optimizer, validation = parts_of(settings)
     mean = GradientMean(model, learners, extra=2)
     step_blocks = settings.batch * settings.accumulate
     steps = load_state(model, optimizer, out / CHECKPOINT_FILE)

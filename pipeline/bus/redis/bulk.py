@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.chunks import ChunkParts
+from diloco.pipeline.payload.codec import ChunkParts
 
 Part = bytes | memoryview
 Argument = str | bytes | int | float | ChunkParts

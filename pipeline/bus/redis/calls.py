@@ -21,8 +21,9 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from diloco.pipeline.bus import cluster_slots, entry_ids, redis_bulk, stored_values
+from diloco.pipeline.bus import cluster_slots, stored_values
 from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import (
     BadMessage,
@@ -36,7 +37,7 @@ from diloco.pipeline.errors import (
     PayloadIncomplete,
     UsageError,
 )
-from diloco.pipeline.payload.chunks import ChunkParts, whole
+from diloco.pipeline.payload.codec import ChunkParts, whole_chunk
 
 Lane = Literal["control", "bulk", "blocking"]
 Client = Redis | RedisCluster
@@ -324,7 +325,7 @@ class RedisCalls:
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         async with self.call("control", CONTROL_S) as client:
             try:
-                reply = await (client.execute_command(*command) if self.cluster else redis_bulk.ask(client, command))
+                reply = await (client.execute_command(*command) if self.cluster else bulk.ask(client, command))
             except rx.NoScriptError:
                 reply = None
         if reply is None:
@@ -377,7 +378,7 @@ class RedisCalls:
         if self.cluster:
             return await self.many(commands)
         async with self.call("control", CONTROL_S) as client:
-            replies = await redis_bulk.send(client, commands)
+            replies = await bulk.send(client, commands)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise translate(reply, self._where) from reply
@@ -412,10 +413,10 @@ class RedisCalls:
     async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """As `pipeline`, for commands with encoded chunks among their arguments."""
         if self.cluster:  # where the library has to find the node
-            joined = [[whole(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
+            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
             return await self.pipeline("bulk", BULK_S, joined)
         async with self.call("bulk", BULK_S) as client:
-            return await redis_bulk.send(client, commands)
+            return await bulk.send(client, commands)
 
     async def read_payload(self, key: str, after: str, limit: int, block_s: float) -> list[bytes | memoryview]:
         """As `read` of one key with large values: these alone, perhaps in memory that nobody else has."""
@@ -424,7 +425,7 @@ class RedisCalls:
             return [data for _, entries in found for _, data in entries]
         command, lane = self._xread({key: after}, limit, block_s, "bulk")
         async with self.call(lane, BULK_S + block_s) as client:
-            key_then_entries = await redis_bulk.receive(client, command)
+            key_then_entries = await bulk.receive(client, command)
         return list(key_then_entries[3::3])  # id, field, value
 
     @staticmethod
@@ -439,7 +440,7 @@ class RedisCalls:
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         for cursor in cursors.values():
-            entry_ids.entry_id(cursor)
+            stored_values.entry_id(cursor)
         if self.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
@@ -452,7 +453,7 @@ class RedisCalls:
             else:
                 return [
                     (key.decode(), [(at.decode(), fields[1] if fields else b"") for at, fields in entries])
-                    for key, entries in await redis_bulk.ask(client, command) or ()
+                    for key, entries in await bulk.ask(client, command) or ()
                 ]
         return [
             (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])

@@ -5,7 +5,7 @@ from typing import Any
 
 from diloco.pipeline.bus.key_usage import KeyUsage, count
 from diloco.pipeline.bus.keys import PREFIX
-from diloco.pipeline.bus.redis_calls import RedisCalls, connect_calls
+from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
 
 LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 """Command that tells how many entries there are; a string is one."""

@@ -1,0 +1,241 @@
+"""What is of one fragment on Redis, a class for each protocol: headers, payloads, head, tape, lease, owner's writes.
+
+An owner's write is one script, which checks the lease and the head before it changes anything.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+
+from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus.commits import Commit, Refusal, Republication
+from diloco.pipeline.bus.ports import (
+    START,
+    FragmentLeases,
+    Heads,
+    Offered,
+    Offers,
+    OwnerWrites,
+    PayloadStore,
+    Tape,
+    TapeEntry,
+)
+from diloco.pipeline.bus.redis.calls import to_ms
+from diloco.pipeline.bus.redis.connection import RedisConnection
+from diloco.pipeline.errors import NotPermitted
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
+
+
+class RedisOffers(RedisConnection, Offers):
+    """Headers: a stream for each fragment and learner, the set of names that have one, and the group's arrivals."""
+
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
+        p, learner = header.fragment, header.learner
+        group = self.keys.group(p)
+        keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
+        outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
+        (at,) = await self._redis.script("offer", keys, learner, encode(header), *outdone)
+        return stored_values.offer_id(learner, at.decode())
+
+    async def read_offers(
+        self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
+    ) -> list[Offered]:
+        group, now = self.keys.group(fragment), asyncio.get_running_loop().time
+        senders, arrivals = self.keys.senders(group), self.keys.arrivals(group)
+        until = now() + block_s
+        while True:
+            # The last arrival before the names: whoever comes after them is a later one, and ends the read.
+            last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
+            streams = {
+                self.keys.deltas(fragment, name): (name, at)
+                for name, at in stored_values.offer_cursors(names, after).items()
+            }
+            cursors = {key: at for key, (_, at) in streams.items()}
+            cursors[arrivals] = last[0][0].decode() if last else START
+            found = dict(await self._redis.read(cursors, limit, max(0.0, until - now())))
+            came = found.pop(arrivals, None)
+            if found or not came or now() >= until:
+                of = {streams[key][0]: entries for key, entries in found.items()}
+                return [
+                    stored_values.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]
+                ]
+
+
+class RedisPayloadStore(RedisConnection, PayloadStore):
+    """A payload is a stream: chunk `i` is the entry `i-0`."""
+
+    async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
+        stored_values.check_chunks(first, chunks)
+        calls = [((key,), (i, to_ms(ttl_s), chunk)) for i, chunk in enumerate(chunks, first)]
+        if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
+            await self._redis.scripts("write_chunk", calls)
+            return
+        # A script copies its arguments three times over, which costs the server twice what the chunk does. So the first
+        # chunk finds out whether those before it are here, and the last one whether all between are; these are added
+        # plainly, under their ids: one that is here is left alone, and what has expired is not made anew.
+        await self._redis.scripts("write_chunk", calls[:1])
+        between = [
+            ("XADD", key, "NOMKSTREAM", f"{i + 1}-0", "c", chunk) for i, chunk in enumerate(chunks[1:-1], first + 1)
+        ]
+        await self._redis.scripts("write_chunk", calls[-1:], between)
+
+    async def count_chunks(self, key: str) -> int:
+        return int(await self._redis.command("XLEN", key))
+
+    async def read_chunks(
+        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+    ) -> list[bytes | memoryview]:
+        if extend_s > 0:
+            with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
+                await self._redis.script("extend", [key], to_ms(extend_s))
+        return await self._redis.read_payload(key, f"{first}-0", limit, block_s)
+
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        await self._redis.script("expire_soon", [key], to_ms(ttl_s))
+
+
+class RedisHeads(RedisConnection, Heads):
+    """A head is a hash (`stored_values`)."""
+
+    async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
+        found = await self._redis.hashes(self.keys.head(p) for p in fragments)
+        return [stored_values.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
+
+
+class RedisTape(RedisConnection, Tape):
+    """A group's tape is a stream."""
+
+    async def tape_end(self) -> dict[int, str]:
+        groups = range(self.keys.groups)
+        ends = await self._redis.many(("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups)
+        return {g: end[0][0].decode() if end else START for g, end in zip(groups, ends, strict=True)}
+
+    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+        groups = {self.keys.tape(group): group for group in cursors}
+        found = await self._redis.read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+
+    async def trim_tape(self, group: int, before: str) -> None:
+        stored_values.entry_id(before)
+        await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
+
+
+class RedisFragmentLeases(RedisConnection, FragmentLeases):
+    """A lease is a string that expires: the owner's nonce."""
+
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s)
+
+    async def release_lease(self, fragment: int, nonce: str) -> None:
+        await self._redis.script("release", [self.keys.lease(fragment)], nonce)
+
+    async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
+        found = await self._redis.many(("GET", self.keys.lease(p)) for p in fragments)
+        return [None if holder is None else holder.decode(errors="replace") for holder in found]
+
+
+class _Step:
+    """A call of a script by named fields. A key stands in them as its place among the script's keys.
+
+    Numbers that may be large are decimal text: Lua has no integers above 2**53.
+    """
+
+    def __init__(self, keys: list[str], nonce: str) -> None:
+        self.keys = keys
+        self.fields: dict[str, Any] = {"nonce": nonce}
+
+    def place(self, key: str) -> int:
+        """Name a key; its place, from 1."""
+        self.keys.append(key)
+        return len(self.keys)
+
+    def places(self, keys: Iterable[str]) -> list[int]:
+        """The same of several."""
+        return [self.place(key) for key in keys]
+
+    def call(self) -> tuple[list[str], bytes]:
+        """Keys, and the one argument."""
+        return self.keys, msgpack.packb(self.fields, use_bin_type=False)  # Lua has one type for text and bytes
+
+
+class RedisOwnerWrites(RedisConnection, OwnerWrites):
+    """Scripts on a fragment's lease, head, tape, headers and payloads."""
+
+    def _owned(self, p: int) -> list[str]:
+        return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]
+
+    def _headers(self, step: _Step, p: int, entries: Iterable[str]) -> None:
+        """Headers that go, by learner's stream."""
+        found = stored_values.by_learner(entries).items()
+        step.fields["headers"] = [
+            {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
+        ]
+
+    async def _name_payloads(self, step: _Step, p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
+        """What the head will name, and what it names no more.
+
+        A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
+        the head still names the same.
+        """
+        found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
+        named = [value or b"" for value in found]
+        replaced, old_momentum = stored_values.replaced_by(of, named)
+        version, digest = of.expected or ("", b"")
+        step.fields |= {
+            "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
+            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in stored_values.staged_by(of)],
+            "replaced": step.places(replaced),
+            "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
+            "gone": step.places([*retired, *([old_momentum] if old_momentum else [])]),
+        }
+
+    async def commit(self, commit: Commit) -> None:
+        p = stored_values.fragment_of(commit)
+        step = _Step(self._owned(p), commit.nonce)
+        self._headers(step, p, commit.entries)
+        await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
+        step.fields |= {
+            "set": [part for pair in stored_values.head_fields(commit).items() for part in pair],
+            "merged_deltas": str(len(commit.record.contributions)),
+            "merged_tokens": str(commit.merged_tokens),
+            "record": encode(commit.record),
+        }
+        await self._redis.script("commit", *step.call())
+
+    async def republish(self, fragment: int, anew: Republication) -> None:
+        step = _Step(self._owned(fragment), anew.nonce)
+        await self._name_payloads(step, fragment, anew, ())
+        step.fields["set"] = [part for pair in stored_values.payload_fields(anew).items() for part in pair]
+        await self._redis.script("republish", *step.call())
+
+    async def refuse(self, fragment: int, refusal: Refusal) -> None:
+        step = _Step(self._owned(fragment), refusal.nonce)
+        self._headers(step, fragment, refusal.entries)
+        version, digest = refusal.expected
+        step.fields |= {
+            "was": {"version": str(version), "digest": digest},
+            "lost_tokens": str(refusal.lost_tokens),
+            "counts": [
+                {"field": stored_values.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
+            ],
+            "gone": step.places(refusal.delta_payloads),
+            "records": [encode(record) for record in refusal.records],
+        }
+        await self._redis.script("refuse", *step.call())
+
+    async def write_window(
+        self,
+        fragment: int,
+        nonce: str,
+        expected: tuple[int, bytes],
+        window: WindowView,
+        record: WindowChanged | Rewound | None,
+    ) -> None:
+        args = (nonce, *expected, encode(window), encode(record) if record else "")
+        await self._redis.script("write_window", self._owned(fragment), *args)

@@ -1,0 +1,141 @@
+"""What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
+
+from typing import TypeVar
+
+from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus.ports import (
+    START,
+    InitialUploads,
+    MomentsBoard,
+    MomentsExchange,
+    Reports,
+    RunLogs,
+    SpecAndState,
+    SyncerBoard,
+)
+from diloco.pipeline.bus.redis.calls import to_ms
+from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
+from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.payload.codec import decode, encode
+
+T = TypeVar("T", bound=Message)
+
+
+class RedisSpecAndState(RedisConnection, SpecAndState):
+    """The spec is a string; the state a hash of rank and message."""
+
+    async def propose_spec(self, spec: bytes) -> bytes:
+        holds = await self.read_spec()  # SETNX is refused where memory is short
+        if holds is None:
+            _, holds = await self._redis.many([("SETNX", self.keys.spec, spec), ("GET", self.keys.spec)])
+        if holds is None:
+            raise BusUnavailable("the spec vanished as it was set")
+        return bytes(holds)
+
+    async def read_spec(self) -> bytes | None:
+        spec: bytes | None = await self._redis.command("GET", self.keys.spec)
+        return spec
+
+    async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
+        return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
+
+    async def write_state(self, state: RunState) -> RunState:
+        (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
+        return decode(RunState, blob)
+
+    async def read_state(self) -> RunState | None:
+        return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
+
+
+class RedisReports(RedisConnection, Reports):
+    """Two hashes, of the last reports and of when they came, and a string for who holds an id."""
+
+    async def write_report(self, report: LearnerReport) -> RunState | None:
+        keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
+        name = f"{report.learner}/{report.incarnation}"
+        holder = (report.generation, stored_values.holder(report))
+        (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
+        return stored_values.decode_state(blob)
+
+    async def put_back_report(self, seen: SeenReport) -> None:
+        name = f"{seen.report.learner}/{seen.report.incarnation}"
+        keys = [self.keys.learners, self.keys.seen]
+        await self._redis.script("put_back_report", keys, name, encode(seen.report), int(seen.age_s * 1000))
+
+    async def read_reports(self) -> list[SeenReport]:
+        now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
+        return stored_values.seen_reports(int(now_ms), pairs(reports), pairs(seen))
+
+
+class RedisRunLogs(RedisConnection, RunLogs):
+    """Two capped streams."""
+
+    async def _add(self, key: str, message: Message, cap: int) -> None:
+        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
+
+    async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
+        found = await self._redis.read({key: after}, limit, 0)
+        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
+
+    async def add_event(self, event: Event) -> None:
+        await self._add(self.keys.events, event, stored_values.EVENTS_CAP)
+
+    async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
+        return await self._log(self.keys.events, Event, after, limit)
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        await self._add(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
+
+    async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
+        return await self._log(self.keys.evaluations, Evaluation, after, limit)
+
+
+class RedisSyncerBoard(RedisConnection, SyncerBoard):
+    """A hash of nonces, with name and end."""
+
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
+        (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], nonce, name, to_ms(ttl_s))
+        return tuple(sorted(one.decode(errors="replace") for one in live))
+
+    async def withdraw_syncer(self, nonce: str) -> None:
+        await self._redis.command("HDEL", self.keys.syncers, nonce)
+
+    async def read_syncers(self) -> dict[str, str]:
+        now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
+        return stored_values.live_syncers(int(now_ms), pairs(found))
+
+
+class RedisInitialUploads(RedisConnection, InitialUploads):
+    """Claim and upload are strings that expire."""
+
+    async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+
+    async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
+        keys = [self.keys.init_claim, self.keys.initial]
+        return await self._redis.script("announce", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
+
+    async def read_initial(self) -> InitialUpload | None:
+        blob = await self._redis.command("GET", self.keys.initial)
+        return None if blob is None else decode(InitialUpload, blob)
+
+
+class RedisMomentsExchange(RedisConnection, MomentsExchange):
+    """Wish, claim and offer are strings that expire."""
+
+    async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
+        await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
+
+    async def read_moments(self) -> MomentsBoard:
+        keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
+        return stored_values.moments_board(*await self._redis.many(("GET", key) for key in keys))
+
+    async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+
+    async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
+        keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
+        return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]

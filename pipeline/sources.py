@@ -1,0 +1,95 @@
+"""Where settings come from beside flags: `DILOCO_*` variables and a TOML file, and names misspelt there."""
+
+import os
+import tomllib
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.pipeline.errors import UsageError
+
+ENV_PREFIX = "DILOCO_"
+
+_NO_SETTINGS = ("launcher_pid", "test_")
+"""Beginnings of the names of other `DILOCO_*` variables of this project."""
+_MISSPELT = 0.82
+"""Names that have so much in common differ by a slip; `difflib` counts."""
+NEAR = 0.7
+"""So much, and it is worth naming."""
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """The known name that is most alike, if `difflib` finds it this much alike."""
+    return next(iter(get_close_matches(name.lower(), sorted(known), 1, cutoff)), None)
+
+
+def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
+    """Look for `DILOCO_*` variables that are no setting of any party.
+
+    One that may be meant for other programs is a warning, for instance what Kubernetes says of a service `diloco-...`,
+    or a name of one's own for compose; one that is nearly the name of a setting is taken for that, misspelt.
+
+    Args:
+        known: settings of all parties.
+        wanted: only what is nearly one of these counts, and is a warning then.
+
+    Returns: warnings.
+
+    Raises:
+        UsageError: a variable is misspelt, and nothing is `wanted`.
+    """
+    warnings = []
+    for variable in sorted(os.environ):
+        if not variable.upper().startswith(ENV_PREFIX) or not os.environ[variable]:
+            continue
+        name = variable[len(ENV_PREFIX) :].lower()
+        if name in known or name.startswith(_NO_SETTINGS):
+            continue
+        misspelt = nearest(name, known if wanted is None else wanted, _MISSPELT)
+        if misspelt:
+            said = f"unknown variable {variable}: is {ENV_PREFIX}{misspelt.upper()} meant?"
+            if wanted is None:
+                raise UsageError(f"{said} Rename it, or unset it")
+            warnings.append(said)
+        elif wanted is None:
+            near = nearest(name, known, NEAR)
+            hint = f"; the nearest is {ENV_PREFIX}{near.upper()}" if near else ""
+            warnings.append(f"the variable {variable} is no setting{hint}")
+    return warnings
+
+
+def read_file(config: Path | None) -> dict[str, Any]:
+    """The table of a settings file; of none, nothing.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    if config is None:
+        return {}
+    try:
+        return tomllib.loads(config.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read settings file {config}: {error}") from error
+
+
+class Given(NamedTuple):
+    """A setting that a variable or the settings file gives."""
+
+    where: str
+    """The variable, or the key and its file."""
+    value: Any
+
+
+def given_outside(names: Collection[str], config: Path | None) -> dict[str, Given]:
+    """Those of some settings, of whichever party, that are given by a variable, or else in the file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    found = {name: Given(f"{name} in {config}", value) for name, value in read_file(config).items() if name in names}
+    for variable, value in sorted(os.environ.items()):
+        name = variable[len(ENV_PREFIX) :].lower()
+        if variable.upper().startswith(ENV_PREFIX) and name in names and value:
+            found[name] = Given(variable, value)
+    return found

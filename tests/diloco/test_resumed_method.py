@@ -1,0 +1,101 @@
+"""A resumed run is of the method that it was begun with, and says so."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import cli
+from diloco.launcher import run
+from diloco.launcher.folder import plain, resume
+from diloco.options import RunProcess, with_preset
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.methods import METHODS, meant_by
+from diloco.pipeline.testing.virtual_time import run_virtual
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+
+def saved(folder: Path, method: str | None, **sync: Any) -> Path:
+    """Output folder of a run with these settings, with or without the launcher's word on its method."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=2000, **sync), checkpoint_dir=folder / "checkpoints")
+        world.start_syncer()
+        await world.finish(VirtualLearner("l", world).start())
+
+    run_virtual(main())
+    if method is not None:
+        (folder / "run.json").write_text(json.dumps({"method": method, "pids": {}}))
+    return folder
+
+
+def resumed(folder: Path, **given: Any) -> RunProcess:
+    settings, origin = resume(RunProcess(resume=folder, tokens=10**6, **given))
+    assert origin is not None
+    return settings
+
+
+@pytest.mark.parametrize("method", ["decoupled", "paper", "streaming", "diloco"])
+def test_a_resumed_run_is_of_the_method_that_its_folder_names(tmp_path, method):
+    """Also where some of the method's settings had been set otherwise; the report shows it."""
+    folder = saved(tmp_path / "out", method, outer_lr=0.3)
+    settings = with_preset(resumed(folder))
+    assert settings.method == plain(settings)["method"] == method
+    assert settings.outer_lr == 0.3
+
+
+def test_another_method_than_the_run_s_is_refused_and_nothing_else_is_complained_of(tmp_path):
+    """No setting that nobody gave is named: the method has not added any yet."""
+    folder = saved(tmp_path / "out", "streaming")
+    for other in ("decoupled", "paper", "data-parallel"):
+        with pytest.raises(SpecMismatch) as error:
+            resumed(folder, method=other)
+        differing = [line for line in str(error.value).splitlines() if line.startswith("  ")]
+        assert differing == [f"  method: here {other!r}, the run has 'streaming'"]
+    assert resumed(folder, method="streaming").method == "streaming"
+
+
+def test_the_command_refuses_another_method_and_does_not_begin(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
+    folder = saved(tmp_path / "out", "streaming")
+    capsys.readouterr()
+    assert cli.main(["run", "--resume", str(folder), "--method", "paper", "--tokens", "1M"]) == 1
+    said = capsys.readouterr().err
+    assert "method: here 'paper', the run has 'streaming'" in said
+    assert "outer_lr" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_of_a_checkpoint_alone_the_settings_tell_the_method(tmp_path):
+    """A syncer that no launcher started names none; nor does a checkpoint that was moved."""
+    folder = saved(tmp_path / "out", None, **METHODS["paper"].settings)
+    assert resumed(folder).method == "paper"
+    moved = tmp_path / "elsewhere"
+    shutil.move(next((folder / "checkpoints").glob("checkpoint-*")), moved)
+    assert resumed(moved).method == "paper"
+    assert resumed(saved(tmp_path / "other", None)).method == "decoupled"
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "data-parallel"])
+def test_each_method_is_known_again_by_its_settings(method):
+    for model, tensors in (("tiny", 11), ("base", 41)):
+        settings = with_preset(RunProcess(method=method, model=model, learners=3))
+        assert meant_by(settings.model_dump(), tensors) == method
+
+
+def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, monkeypatch):
+    """It is the quorum of the checkpoint that counts."""
+    monkeypatch.chdir(tmp_path)
+    folder = saved(tmp_path / "out", "diloco")
+    state = next((folder / "checkpoints").glob("*/state.json"))
+    changed = json.loads(state.read_text())
+    changed["spec"]["sync"]["quorum"] = 3
+    (state.parent / "SHA256SUMS").unlink()
+    changed["format"] = 1  # which has no sums
+    state.write_text(json.dumps(changed))
+    monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
+    with pytest.raises(UsageError, match="quorum=3"):
+        run.main(RunProcess(resume=folder, learners=2, tokens=10**6))

@@ -1,0 +1,219 @@
+"""What a command does with settings that are another's: it obeys, refuses or ignores them, and says so."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from diloco import cli, commands
+from diloco.options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, RunProcess, takes
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import SyncerProcess, SyncSettings, load
+
+URL = "redis://localhost:1"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch, tmp_path):
+    import os
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands.logs, "configure", lambda level: None)
+    for name in list(os.environ):
+        if name.upper().startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Any]:
+    """Settings with which something was started; it is a stand-in that ends at once."""
+    seen: list[Any] = []
+
+    def start(settings: Any, *_: Any) -> int:
+        seen.append(settings)
+        return 0
+
+    party = SimpleNamespace(train=start, main=start, evaluate_run=start)
+    monkeypatch.setattr(commands, "load_extra", lambda module, command: party)
+    monkeypatch.setattr(importlib.import_module("diloco.launcher.run"), "main", start)
+    strikes = importlib.import_module("diloco.studies.strikes.command")
+    monkeypatch.setattr(strikes, "main", start)
+    return seen
+
+
+def way(name: str, value: str, by: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """Flags with which a setting comes from a variable, of any case, or from a file."""
+    if by == "file":
+        (folder / "some.toml").write_text(f'{name} = "{value}"\n')
+        return ["--config", str(folder / "some.toml")]
+    monkeypatch.setenv(f"DILOCO_{name.upper()}" if by == "variable" else f"diloco_{name}", value)
+    return []
+
+
+@pytest.fixture(params=["variable", "lower", "file"])
+def given(request, monkeypatch, tmp_path):
+    return lambda name, value: way(name, value, request.param, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["learner", "syncer"])
+def test_a_method_is_no_setting_of_one_party(command, given, started, capsys):
+    """It would mean a quorum of all, or no syncer: the party says what to give instead, and does not begin."""
+    arguments = given("method", "paper")
+    assert cli.main([command, "--redis-url", URL, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "method" in said.lower()
+    assert "docs/reference/settings.md#methods" in said
+    assert started == []
+
+
+@pytest.mark.parametrize("command", ["learner", "syncer"])
+def test_the_method_that_means_the_defaults_may_be_said_to_a_party(command, given, started):
+    assert cli.main([command, "--redis-url", URL, *given("method", "decoupled")]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("command", ["run", "chaos"])
+@pytest.mark.parametrize(("name", "value"), [("kill_learner", "1"), ("kill_at", "0.3"), ("restart_at", "0.7")])
+def test_what_became_a_setting_of_the_demonstration_is_refused_elsewhere(command, name, value, given, started, capsys):
+    assert cli.main([command, *given(name, value)]) == 2
+    said = capsys.readouterr().err
+    assert name in said.lower()
+    assert "`diloco demo`" in said
+    assert started == []
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OF_CHAOS | CHOSEN_BY_LAUNCHER))
+def test_chaos_ignores_what_it_chooses_itself_with_a_word(name, given, started, capsys):
+    """Wherever it was given, and whatever it was."""
+    assert cli.main(["chaos", *given(name, "7")]) == 0
+    assert re.search(f"warning: .*{name}.* is ignored", capsys.readouterr().err, re.IGNORECASE)
+    assert getattr(started[0], name) == RunProcess.model_fields[name].default
+    assert name not in started[0].model_fields_set
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_what_the_launcher_chooses_for_each_process_is_ignored_with_a_word(command, given, started, capsys):
+    assert cli.main([command, *given("checkpoint_dir", "mine")]) == 0
+    assert "is ignored" in capsys.readouterr().err
+    assert started[0].checkpoint_dir is None
+
+
+def test_what_is_nobody_elses_is_obeyed_without_a_word(given, started, capsys):
+    assert cli.main(["chaos", *given("quorum", "3")]) == 0
+    assert started[0].quorum == 3
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "said"),
+    [
+        (SyncerProcess, {"http_token": None}, "DILOCO_HTTP_TOKEN or the settings file"),
+        (RunProcess, {}, "DILOCO_LEARNER_ID or the settings file"),
+        (SyncSettings, {"grace_gamma": 2.0}, "DILOCO_GRACE_GAMMA or the settings file"),
+        (SyncSettings, {"quorum": 0}, "--quorum or DILOCO_QUORUM or the settings file"),
+    ],
+)
+def test_a_complaint_names_only_flags_that_there_are(kind, flags, said, monkeypatch):
+    """Neither of secrets, nor of experts' settings, nor of what this command has no flag for."""
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "short")
+    monkeypatch.setenv("DILOCO_LEARNER_ID", "a b")
+    with pytest.raises(UsageError) as error:
+        load(kind, flags)
+    named = [line for line in str(error.value).splitlines() if f"set it with {said}" in line]
+    assert len(named) == 1, str(error.value)
+
+
+def literals() -> Iterator[tuple[str, str]]:
+    """(place, flag) of all flags in text that the product shows."""
+    root = Path(__file__).parents[2]
+    for folder in ("diloco", "pipeline", "syncer", "workers"):
+        for path in (root / folder).rglob("*.py"):
+            if not any(parent.is_symlink() for parent in path.parents):
+                for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", path.read_text()):
+                    yield str(path.relative_to(root)), flag
+
+
+def test_every_flag_that_a_message_names_is_a_flag():
+    """Of some command, or of torchrun, which the baseline is started with."""
+    known = {"--help", "--version", "--no", "--standalone", "--max-restarts", "--nproc-per-node"}
+    for name in cli.COMMANDS:
+        top: Any = get_command(cli.load_command(name))
+        for command in (top, *getattr(top, "commands", {}).values()):
+            for parameter in command.params:
+                known |= {*parameter.opts, *parameter.secondary_opts}
+    found = list(literals())
+    assert len(found) > 50
+    assert [one for one in found if one[1] not in known] == []
+
+
+def suggestions(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(list(arguments)) == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_typo_is_answered_with_flags_and_commands_that_there_are(capsys):
+    """None that is gone, for experts only, or for other commands to call."""
+    for wrong in ("--kil-learner", "--restart-a", "--clipp", "--grace-gama", "--log-loses"):
+        said = suggestions(capsys, "run", wrong, "2")
+        assert wrong in said
+        assert not re.search("--(kill-learner|restart-at|clip|grace-gamma|log-losses)(?![a-z])", said), said
+    assert "--quorum" in suggestions(capsys, "run", "--quorm", "2")
+    said = suggestions(capsys, "ranc")
+    assert "rank" not in said
+    assert "run" in suggestions(capsys, "ran")
+
+
+def test_a_former_flag_is_told_in_each_of_its_forms(capsys):
+    for form in (["--clip", "2"], ["--clip=2"]):
+        assert cli.main(["run", *form]) == 2
+        assert "--clip is no flag: set it by DILOCO_CLIP" in capsys.readouterr().err
+
+
+def test_a_settings_file_may_have_been_saved_with_a_mark_of_its_encoding(tmp_path):
+    """As Windows' editors do."""
+    (tmp_path / "some.toml").write_bytes(b"\xef\xbb\xbfquorum = 3\n")
+    assert load(SyncSettings, config=tmp_path / "some.toml").quorum == 3
+
+
+def test_every_command_made_by_takes_knows_its_settings():
+    """The reference page reads them there."""
+
+    @takes(SyncSettings)
+    def one(settings: SyncSettings) -> None:
+        pass
+
+    assert one.kind is SyncSettings  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--temperature", text] for text in ("inf", "nan", "-1", "1e-320", "1e300")),
+        *(["--seed", text] for text in ("-1", str(2**63), str(10**30))),
+        ["--prompt", "a\udcff"],
+    ],
+)
+def test_what_no_text_can_be_drawn_with_is_refused_by_its_name(arguments, capsys):
+    """Before a checkpoint is looked for."""
+    assert cli.main(["sample", "nowhere", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert arguments[0] in said
+    assert "nowhere" not in said
+
+
+def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
+    """As for a run's output and its report, a folder may be one that is still to be made; a slip in its name shows."""
+    export = importlib.import_module("diloco.export")
+    numpy = sys.modules["numpy"]
+    monkeypatch.setattr(export, "find_checkpoint", lambda path: path)
+    monkeypatch.setattr(export, "_tensors", lambda folder: ({"w": numpy.zeros(2, numpy.float32)}, "of a test"))
+    export.export(tmp_path, tmp_path / "new" / "model.safetensors")
+    assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out
+    export.export(tmp_path, tmp_path / "new" / "other.safetensors")
+    assert "made this folder" not in capsys.readouterr().out

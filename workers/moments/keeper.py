@@ -1,0 +1,127 @@
+"""What a learner keeps of its moments: puts back what was found, then copies a fragment a step if a copy is wanted.
+
+The training thread's. It only copies (`stepped`); other threads write and upload.
+"""
+
+import random
+import time
+from collections import deque
+
+import torch
+
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.moments.moments import Moments
+from diloco.workers.moments.optimizer_state import StateCopy
+from diloco.workers.moments.own import OwnMoments
+from diloco.workers.moments.recovery import Found, Source, torch_rng
+from diloco.workers.moments.state_folder import SavedState
+from diloco.workers.rounds import Rounds
+
+LOSSES_EVERY_S = 0.25
+LOSSES_KEPT = 100_000
+"""Losses that wait to be written, at most."""
+
+
+class Keeper:
+    """One learner's moments, from its first step to its last. The training thread's."""
+
+    def __init__(self, own: OwnMoments, rounds: Rounds) -> None:
+        self._own, self._rounds = own, rounds
+        self.source: Source = "start"
+        self.earlier_steps = self.earlier_tokens = 0
+        """Of the incarnations before this one."""
+        self._copy: StateCopy | None = None
+        """In the making."""
+        self._next_save_s = self._next_losses_s = 0.0
+        self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
+
+    def restore(self, found: Found) -> None:
+        """Put what was found into the optimizer and this process; before the first step."""
+        now = time.monotonic()
+        self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now
+        self.source = found.source
+        if found.moments is not None and self._own.state is not None:
+            self._own.state.load(found.moments)
+        if (saved := found.saved) is not None:
+            self.earlier_steps, self.earlier_tokens = saved.steps, saved.tokens
+            torch.set_rng_state(torch_rng(saved))
+            random.setstate(saved.python_rng)
+
+    def stepped(self, shared: Shared, progress: float, loss: float | torch.Tensor | None) -> None:
+        """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
+        now = time.monotonic()
+        if self._own.options.log_losses and self._own.folder is not None:
+            if loss is not None:
+                self._losses.append((self._rounds.steps, time.time(), progress, loss))
+            if now >= self._next_losses_s and not self._own.folder.busy:
+                self._next_losses_s = now + LOSSES_EVERY_S
+                self._own.folder.append_losses(self._loss_lines)
+        if self._own.state is None:
+            return
+        if self._copy is None:
+            due = self._own.folder is not None and now >= self._next_save_s and not self._own.folder.busy
+            if due or self._own.copies:
+                self._copy = self._own.state.start_copy()
+        if self._copy is not None and self._copy.advance():
+            copy, self._copy = self._copy, None
+            self._own.copies.answer(copy)
+            if now >= self._next_save_s:
+                self._next_save_s = now + self._own.options.state_every_s
+                self._save(self._own.state.kind, copy, shared)
+
+    def close(self, shared: Shared, save: bool, within_s: float) -> None:
+        """Training has ended; save once more if this learner may come back, and wait a while for what is written."""
+        if self._own.folder is None:
+            return
+        if self._own.options.log_losses:
+            self._own.folder.append_losses(self._loss_lines)
+        if save and self._own.state is not None and self._rounds.steps:
+            copy = self._own.state.start_copy()
+            while not copy.advance():
+                pass
+            self._save(self._own.state.kind, copy, shared)
+        self._own.folder.close(within_s)
+
+    def _save(self, kind: OptimizerKind, copy: StateCopy, shared: Shared) -> None:
+        identity = self._own.identity(shared.state)
+        if self._own.folder is None or identity is None:
+            return
+        steps = self.earlier_steps + self._rounds.steps
+        tokens, shard = self.earlier_tokens + self._rounds.tokens, shared.shard_position
+        torch_rng, python_rng = torch.get_rng_state(), random.getstate()
+
+        def make() -> tuple[SavedState, Moments]:
+            moments = copy.moments()
+            state = SavedState(
+                identity=identity,
+                learner=self._own.learner,
+                layout=self._own.layout.digest,
+                kind=kind,
+                moments_file=f"moments-{steps}.safetensors",
+                numbers=dict(moments.numbers),
+                steps=steps,
+                tokens=tokens,
+                torch_rng=torch_rng.numpy().tobytes(),
+                python_rng=python_rng,
+                shard=shard,
+            )
+            return state, moments
+
+        self._own.folder.save(make)
+
+    def _loss_lines(self) -> list[str]:
+        """In the writer's thread: reading a loss may wait for a device."""
+        lines = []
+        while self._losses:
+            step, unix_s, progress, loss = self._losses.popleft()
+            line = {
+                "incarnation": self._own.incarnation,
+                "step": step,
+                "unix_s": unix_s,
+                "progress": progress,
+                "loss": float(loss),
+            }
+            lines.append(dumps(line))
+        return lines
