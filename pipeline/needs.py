@@ -71,7 +71,11 @@ SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 LEARNER_S = 3.4e-9
 """Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
-OF_OUTER: dict[OuterName, dict[str, float]] = {"muon": {}, "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24}}
+OF_OUTER: dict[OuterName, dict[str, float]] = {
+    "halley": {},
+    "muon": {},
+    "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24},
+}
 """What goes with an outer step and is not the default (docs/results/quality.md)."""
 MOST_IN_LAYERS = 1.1
 """Of a model's parameters, as people round them."""

@@ -87,7 +87,8 @@ class Constants(Site):
         USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack spent on the grace; 0: none. The syncer's own"
     )
     outer: OuterName = Field(
-        PAPER["outer"], description="Outer optimizer; muon multiplies matrices on the syncers. Paper: nesterov"
+        PAPER["outer"],
+        description="Outer optimizer; all but nesterov multiply matrices on the syncers. Paper: nesterov",
     )
     diloco_interval: int = Field(500, ge=1, description="H of synchronous DiLoCo. arXiv:2311.08105: 500")
     liveness: Span = Field(
@@ -111,4 +112,6 @@ class Constants(Site):
 class Planned(Constants):
     """The world that a plan is made for: what the product does if nobody says otherwise, not what the paper does."""
 
-    outer: OuterName = Field(USUAL["outer"], description="Outer optimizer; muon multiplies matrices on the syncers")
+    outer: OuterName = Field(
+        USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
+    )

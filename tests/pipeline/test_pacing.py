@@ -73,13 +73,14 @@ def test_a_round_is_the_interval_in_force_of_the_median_learner():
 
 def test_only_what_helps_is_advised():
     """More syncers than fragments merge nothing more, and only an orthogonalised step multiplies matrices."""
-    alone, shared = said(1.0, 1.0, syncers=1, outer="muon"), said(1.0, 1.0, syncers=2)
+    alone, shared = said(1.0, 1.0, syncers=1, outer="halley"), said(1.0, 1.0, syncers=2)
     assert "cores" in alone
     assert "another syncer" in alone
     assert "--outer nesterov" in alone
     assert "OPENBLAS_NUM_THREADS" in alone
     assert "another syncer" not in shared
     assert "nesterov" not in shared
+    assert "--outer halley" in (said(1.0, 1.0, syncers=1, outer="muon") or "")
 
 
 def test_one_hold_up_is_no_slow_merge():

@@ -265,12 +265,13 @@ def test_syncs_of_a_fragment_are_the_algorithms(
 TIMES = st.floats(0, 1e4)
 
 
-@given(TIMES, TIMES, st.floats(1e-6, 1e3), st.integers(0, 50), st.floats(0, 0.99), st.floats(0, 10))
+@given(TIMES, TIMES, TIMES, st.floats(1e-6, 1e3), st.integers(0, 50), st.floats(0, 0.99), st.floats(0, 10))
 def test_grace_is_the_algorithms(
-    quorum: float, sync: float, step: float, tau: int, gamma: float, latency: float
+    quorum: float, sync: float, pull: float, step: float, tau: int, gamma: float, latency: float
 ) -> None:
-    """Of the times seen so far; a single observation is its own average."""
+    """Of the times seen so far; a single observation is its own average. A learner's pull is part of the sync."""
     known = GraceEstimator()
     known.observe_quorum(quorum)
     known.observe_sync(sync)
-    assert known.grace_s([step], tau, gamma, latency) == algorithm.grace(step, quorum, sync, tau, gamma, latency)
+    expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, latency)
+    assert known.grace_s([step], [pull], tau, gamma, latency) == expected
