@@ -10,8 +10,8 @@ the committed values are the merge of what the learners published; arrays finite
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
 refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
 a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
-committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger closes to the
-token-element.
+committed values are adopted; a shard leaves the queue when all of it was read (`shards`); at the end the ledger closes
+to the token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,6 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
-from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
@@ -41,9 +40,10 @@ from diloco.workers.rounds import Base
 from tests.world import reference
 from tests.world.globals import Globals, badly_coded
 from tests.world.link import Link
-from tests.world.plan import BLOCKS, SHARD_BLOCKS, Plan
+from tests.world.plan import Plan
 from tests.world.pulls import Pulls
 from tests.world.refusals import Refusals
+from tests.world.shards import Shards
 from tests.world.surviving import Float64, Surviving
 from tests.world.windows import Windows
 
@@ -89,9 +89,7 @@ class Oracle:
         self._rewinds = 0
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
-        self._read: set[tuple[int, int]] = set()
-        """(epoch, block) that a learner has read."""
-        self._shards: dict[str, Shard] = {}
+        self.shards = Shards(store, keys, self.broken)
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
         self._windows = Windows(
@@ -103,6 +101,7 @@ class Oracle:
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_heads": self._looked,
+            "write_report": self._reported,
             "read_offers": self._read_offers,
             "write_chunks": self._staged,
             "commit": self._commit,
@@ -110,8 +109,9 @@ class Oracle:
             "republish": self._republish,
             "write_window": self._window,
             "write_state": self._state,
-            "claim_shard": self._claimed,
-            "finish_shard": self._finished_shard,
+            "fill_shards": self.shards.filled,
+            "claim_shard": self.shards.claimed,
+            "finish_shard": self.shards.finished,
         }
 
     # --- what the world tells ------------------------------------------------------------------------
@@ -133,10 +133,6 @@ class Oracle:
         if shown is None or not np.array_equal(base.values, shown):
             what = f"{base.values} as fragment {base.fragment} version {base.version}"
             self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
-
-    def read_block(self, epoch: int, block: int) -> None:
-        """A learner trained on it."""
-        self._read.add((epoch, block))
 
     def draining(self) -> None:
         """From now on windows may close below the quorum."""
@@ -206,6 +202,10 @@ class Oracle:
     def _looked(self, link: Link, outcome: Any, *args: Any) -> None:
         if not isinstance(outcome, Exception):
             self._pulls.looked(link, outcome)
+
+    def _reported(self, link: Link, outcome: Any, *args: Any) -> None:
+        if not isinstance(outcome, Exception):
+            self._pulls.reported(link)
 
     def _renewed(self, p: int, header: DeltaHeader, entry: str) -> None:
         """An earlier attempt at the same training goes, once all of the later one is on the bus."""
@@ -435,42 +435,13 @@ class Oracle:
                         "a finished run has nothing pending", f"fragment {p}: {before & fragment.pending.keys()}"
                     )
 
-    # --- data shards -----------------------------------------------------------------------------------
-
-    def _claimed(self, link: Link, outcome: Any, *args: Any) -> None:
-        if isinstance(outcome, ClaimedShard):
-            self._shards[outcome.entry_id] = outcome.shard
-
-    def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
-        queue = self._stream(self._keys.shards)
-        if isinstance(outcome, Exception) or queue is None:
-            return
-        if stored_values.entry_id(entry_id) not in queue.ids:
-            self._check_read(self._shards[entry_id])
-
-    def _check_read(self, shard: Shard) -> None:
-        missed = [at for at in range(shard.start, shard.stop) if (shard.epoch, at) not in self._read]
-        if missed:
-            self.broken("every shard is read to its end", f"epoch {shard.epoch} shard {shard.index}: not {missed}")
-
-    def _check_shards(self) -> None:
-        """What left the queue was read; all else of the epochs queued so far is still there."""
-        queue, epochs = self._stream(self._keys.shards), self._store.values.get(self._keys.shard_epoch)
-        waiting = [stored_values.decode_shard(data) for data in queue.data] if queue else []
-        there = {(shard.epoch, shard.index) for shard in waiting}
-        for epoch in range(int(epochs) if isinstance(epochs, bytes) else 0):
-            for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):
-                if (epoch, index) not in there:
-                    stop = min(start + SHARD_BLOCKS, BLOCKS)
-                    self._check_read(Shard(epoch=epoch, index=index, start=start, stop=stop))
-
     # --- at the end ------------------------------------------------------------------------------------
 
     def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
         """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
         if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
             self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
-        self._check_shards()
+        self.shards.check()
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))

@@ -135,7 +135,7 @@ class WorldLearner(Party):
                     first = shared.shards.get_nowait()
                     order = read_blocks(shared, first, exchange.claims.finish, random.Random(self.incarnation))
                 if order is not None and self.rounds.steps % STEPS_A_BLOCK == 0:
-                    world.oracle.read_block(*next(order))
+                    world.oracle.shards.read(*next(order))
                 self._train(drawn)
                 adopted = self._adopt(shared)
                 if shared.republish:
