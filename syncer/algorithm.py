@@ -199,7 +199,7 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
         sync_time: uploads, merge, outer step, publication and the learners' pulls, s.
         tau: inner steps that a sync may hide behind.
         gamma: share of the slack, below 1.
-        latency: from a learner's decision to publish to its header at the syncer, s.
+        latency: from a learner's decision to publish to its header at the syncer, and by how much a step varies, s.
     """
     slack = tau * step_time - (quorum_time + sync_time)
     return max(0.0, min(gamma * slack, step_time + latency))

@@ -15,6 +15,10 @@ DECAY = 0.8
 SLOWEST_FACTOR = 10.0
 """A step time counts up to so many times the median: no learner's word alone stretches a window."""
 
+STEPS_VARY = 0.25
+"""Steps take longer than on average by so much, now and then: a straggler's header may come so much later. Who misses
+a merge for it loses an interval."""
+
 FIRST_UPLOAD_S = 30.0
 """Upload deadline before any upload was measured."""
 LEAST_UPLOAD_S = 1.0
@@ -65,7 +69,7 @@ class GraceEstimator:
         The step time in the slack is the slowest expected learner's: grace is there for stragglers, and one
         measured in the steps of the fastest would close on mixed hardware before a straggler's next step
         boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
-        such step and the latency of a header: that is the cap.
+        such step, as long as it may be, and the latency of a header: that is the cap.
 
         The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
         and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
@@ -73,7 +77,7 @@ class GraceEstimator:
         Args:
             step_times: compute step time of each expected learner, s; 0.0 is not known yet and is ignored.
             pull_times: from a head to the fragment's global pulled, of each expected learner, s; 0.0 before its first.
-            overlap_steps: tau.
+            overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
 
@@ -85,7 +89,8 @@ class GraceEstimator:
             return None
         slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
-        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
+        late_s = control_latency_s + STEPS_VARY * slowest
+        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, late_s)
 
 
 class UploadEstimator:

@@ -31,9 +31,6 @@ from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Wi
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
 DOUBTED_SHOWN = 64
-STEPS_VARY = 0.25
-"""Steps take longer than on average by so much, now and then: a straggler's header may come so much later. Who misses
-a merge for it loses an interval."""
 
 
 class OwnerState:
@@ -77,6 +74,7 @@ class Session:
         self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
+        self._rest_s = 0.0
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def _new_window(self) -> Window:
@@ -104,11 +102,12 @@ class Session:
                 # loses the bus in between would find a window for which nobody is asked again.
                 await self._publish(decision, conditions)
                 await self._refuse_left()
+                await self._rest()
                 match decision:
                     case Merge():
                         await self._merge(decision)
                     case Reopened():
-                        await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
+                        await self._refuse_overdue(decision, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
                         self._add_up()
@@ -186,8 +185,7 @@ class Session:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
         steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
-        late_s = 2 * watch.latency_s + STEPS_VARY * max(steps, default=0.0)
-        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, late_s)
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
@@ -257,19 +255,20 @@ class Session:
         refused = Refused(reason, "a newer delta of the same learner took its place", lost)
         await self._refuse(replaced, refused, tell=not same)
 
-    async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
-        self._downloads.timed_out(offer.entry_id for offer in overdue)
-        for offer in overdue:
-            refused = Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
-            self._state.doubts.refused(offer.header.learner, refused.reason)
-            await self._refuse(offer, refused)
+    async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
+        """Whoever was waited for in vain is doubted sooner, also if its newest attempt may still come."""
+        for learner in decision.in_vain:
+            self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
+        self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
+        for offer in decision.overdue:
+            await self._refuse(offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens))
 
     # --- merging ------------------------------------------------------------------------------------------
 
     async def _merge(self, merge: Merge) -> None:
         """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
         state, began = self._state, self._clock.now()
-        await self._refuse_overdue(merge.overdue, "the upload did not end in time")
+        await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = [self._downloads.deltas[offer.entry_id] for offer in merge.contributions]
         record = await self._committing.commit(self._loaded, merge, deltas, began)
         if record is None:
@@ -296,5 +295,10 @@ class Session:
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
         refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
         self._left += zip(gone, refused, strict=True)
-        await self._refuse_left()  # now: a learner that renews its delta meanwhile would take the reason with it
-        await pause(self._wake, self._goes_on, self._clock, pause_s)
+        self._rest_s = pause_s
+
+    async def _rest(self) -> None:
+        """After a merge that came to nothing, once learners know of it: who renews its delta takes the reason away."""
+        rest_s, self._rest_s = self._rest_s, 0.0
+        if rest_s:
+            await pause(self._wake, self._goes_on, self._clock, rest_s)

@@ -399,6 +399,7 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
     decision = window.decide(30.0, ALONE)
     assert isinstance(decision, Reopened)
     assert decision.overdue == (idle,)
+    assert decision.in_vain == ("l0", "l1")
     assert window.member_offers() == (late,)
     assert isinstance(window.decide(30.0, ALONE), Wait)
     window.uploaded(late)
@@ -419,6 +420,7 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
     decision = window.decide(30.0, ALONE)
     assert isinstance(decision, Merge)
     assert (decision.contributions, decision.overdue, window.late.offers) == ((whole,), (), (late,))
+    assert decision.in_vain == ("l0",), "it was waited for, whatever it has announced since"
     window.refused(late)
     assert window.late.offers == (), "a delta that was refused meanwhile came again"
 
