@@ -117,8 +117,8 @@ def slow_merges(
     return (
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
         f"fragment {worst.fragment} {takes_s:.1f} s{outer}, its round of {interval} steps {round_s:.1f} s, room "
-        f"{takes_s / ratio:.1f} s), and what is trained meanwhile is overwritten, about "
-        f"{takes_s / (takes_s + round_s):.0%}: {'; or '.join(_helps(sync, worst, ratio, syncers))}"
+        f"{takes_s / ratio:.1f} s), and learners train longer between two syncs: "
+        f"{'; or '.join(_helps(sync, worst, ratio, syncers))}"
     )
 
 

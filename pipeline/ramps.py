@@ -2,16 +2,13 @@
 
 A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
 does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
-The one thing that follows from more than the version is the interval where round trips are long (`stretched`): the
-owner decides it with each merge. The head says it to learners and successors, the tape to replays.
+The one thing that follows from more than the version is the interval where round trips are long: the owner decides it
+with each merge (`syncer.grace.stretched`). The head says it to learners and successors, the tape to replays.
 """
 
 import math
 
 from diloco.pipeline.messages.spec import SyncSpec
-
-MOST_STEPS = 10**6
-"""The longest interval."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:
@@ -23,22 +20,6 @@ def interval_at(sync: SyncSpec, version: int) -> int:
     if not sync.first_interval or doubled >= sync.sync_interval.bit_length():  # doubled so often, 1 is above H
         return sync.sync_interval
     return min(sync.sync_interval, sync.first_interval << doubled)
-
-
-def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
-    """`interval_at`, made longer where round trips take long.
-
-    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
-    once the interval is H, no greater a share than tau of H.
-
-    Args:
-        sync: tau, and what `interval_at` needs; tau of 0 counts as 1 here.
-        version: of the base.
-        round_trip: steps (`syncer.grace.RoundTrips`).
-    """
-    interval = interval_at(sync, version)
-    hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
-    return min(MOST_STEPS, max(interval, int(hides * round_trip)))
 
 
 def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:

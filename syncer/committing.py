@@ -22,13 +22,12 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.ramps import stretched
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
-from diloco.syncer.grace import LastMerges, RoundTrips
+from diloco.syncer.grace import LastMerges, RoundTrips, stretched
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics

@@ -7,6 +7,8 @@ wait: too long a grace only makes learners train more steps on their old base.
 from collections.abc import Sequence
 from statistics import median, median_low
 
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.ramps import interval_at
 from diloco.syncer import algorithm
 
 DECAY = 0.8
@@ -18,6 +20,9 @@ SLOWEST_FACTOR = 10.0
 STEPS_VARY = 0.25
 """Steps take longer than on average by so much, now and then: a straggler's header may come so much later. Who misses
 a merge for it loses an interval."""
+
+MOST_STEPS = 10**6
+"""The longest interval."""
 
 FIRST_UPLOAD_S = 30.0
 """Upload deadline before any upload was measured."""
@@ -120,7 +125,7 @@ class RoundTrips:
     """How many steps the last two of one fragment took.
 
     A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
-    of these steps are overwritten. `ramps.stretched` makes intervals longer by them.
+    of these steps are overwritten. `stretched` makes intervals longer by them.
     """
 
     def __init__(self) -> None:
@@ -141,6 +146,22 @@ class RoundTrips:
         """
         known, round_trip_s = [s for s in step_times if s > 0], min(self._took)
         return 1 + (round_trip_s + latency_s) / median(known) if known and round_trip_s else 0.0
+
+
+def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
+    """`ramps.interval_at`, made longer where round trips take long.
+
+    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
+    once the interval is H, no greater a share than tau of H.
+
+    Args:
+        sync: tau, and what `ramps.interval_at` needs; tau of 0 counts as 1 here.
+        version: of the base.
+        round_trip: steps (`RoundTrips`).
+    """
+    interval = interval_at(sync, version)
+    hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
+    return min(MOST_STEPS, max(interval, int(hides * round_trip)))
 
 
 class LastMerges:
