@@ -15,6 +15,8 @@ from diloco.pipeline.outer_cost import CHEAPER
 from diloco.pipeline.ramps import interval_at
 
 LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
+LEAST_STEP_S = 1e-6
+"""What is said to be shorter is not known."""
 ROOM = 1 / 3
 """Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
@@ -74,7 +76,7 @@ def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[f
     Args:
         sync, fragments, step_times: as `slow_merges`.
     """
-    known, steps = [one.outer_s for one in fragments if one.outer_s], [s for s in step_times if s > 0]
+    known, steps = [one.outer_s for one in fragments if one.outer_s], [s for s in step_times if s > LEAST_STEP_S]
     if not known or not steps:
         return None
     return Room(max(known), full_room_steps(sync) * median(steps))
@@ -100,7 +102,7 @@ def slow_merges(
         allowed: times its room that a merge may take.
         together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
     """
-    known = [s for s in step_times if s > 0]
+    known = [s for s in step_times if s > LEAST_STEP_S]
     if not known:
         return None
     step_s = median(known)

@@ -67,7 +67,7 @@ def parse_rate(value: Any) -> Any:
 
 
 def written(amount: float, suffixes: str = "TBMk") -> str:
-    """A number as people write it, and as `parse_count` reads it: '70B', '3.3B', '150k', '0.5'; with TGMk of a rate."""
+    """A number as people write it, to six digits: '70B', '3.3B', '150k', '0.5'; with TGMk of a rate."""
     for suffix, unit in zip(suffixes, (1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(amount) >= unit:
             return f"{amount / unit:g}{suffix}"

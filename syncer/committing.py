@@ -298,7 +298,8 @@ class Committing:
         """Merge and take the outer step, while what is ready of the outcome goes to the bus.
 
         Returns:
-            The outcome, its payloads, and how long the step took by itself (s); None if it only averaged.
+            The outcome, its payloads, and how long the step took, a wait for a free thread included (s); None if it
+            only averaged.
         """
         context, fragment, head = self._context, loaded.fragment, loaded.head
         draft = await self.sum.draft(deltas)

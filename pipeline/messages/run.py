@@ -13,6 +13,7 @@ from diloco.pipeline.messages.wire import (
     PartyId,
     Samples,
     Seconds,
+    StepSeconds,
     Text,
     UnixSeconds,
 )
@@ -45,9 +46,9 @@ class LearnerReport(Message):
     """Adopted version of each fragment; -1 before the first."""
     loss: float | None
     tokens_per_s: Seconds
-    step_s: Seconds
+    step_s: StepSeconds
     """Smoothed compute step time."""
-    step_s_median: Seconds
+    step_s_median: StepSeconds
     blocked_s: Seconds
     """Time the training thread has spent inside `Learner.step`. What other threads of the learner take from it, by the
     interpreter's lock and on its core, is not in here: `diloco bench cost` measures that too."""
@@ -65,7 +66,7 @@ class LearnerReport(Message):
     """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
     generation: Count = 0
     """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
-    pull_s: Seconds = 0.0
+    pull_s: StepSeconds = 0.0
     """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
     window; 0: it has pulled none since it joined."""
 

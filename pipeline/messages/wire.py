@@ -44,6 +44,8 @@ SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 MOST_TOKENS = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""Of a step or a pull. What windows are timed by has an end, whatever a learner says."""
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 

@@ -355,7 +355,7 @@ def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
 def as_bytes(vector: Vector) -> memoryview:
     """The bytes of a contiguous array, or of a vector as it came, without a copy."""
     array = vector.wire if isinstance(vector, Quantized) else vector
-    return memoryview(array.view(np.uint8).reshape(-1))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
 
 
 class PayloadReader:

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import Codec, GlobalCodec
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
-from diloco.pipeline.settings import CHUNK_BYTES
+from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, check_files, show_machine, shown, table, write_json
@@ -41,6 +41,7 @@ def _stop_cleanly() -> None:
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
 Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
+USUAL = defaults(SyncSettings)
 Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8, int4 or e3m0")]
 Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
@@ -131,7 +132,13 @@ def end_to_end(
     fragments: Fragments = 1,
     learners: Learners = 2,
     wire: Wire = "bf16",
-    momentum: Momentum = 0.0,
+    outer: Annotated[OuterName, typer.Option(help="Outer optimizer, with its usual momentum")] = USUAL["outer"],
+    momentum: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=0.999, help="Outer momentum; default: as in a run, and none with nesterov", show_default=False
+        ),
+    ] = None,
     in_turn: Annotated[
         bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
     ] = False,
@@ -165,17 +172,19 @@ def end_to_end(
     """
     out = _Out(json_file, plot)
     _learners("end-to-end")
+    if momentum is None:
+        momentum = 0.0 if outer == "nesterov" else USUAL["outer_momentum"]
     measuring = importlib.import_module("diloco.studies.bench.end_to_end")
     case = measuring.Case(
         *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
-        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up),
+        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up, outer),
     )
     ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
     passes = {way: measuring.measure(case, out.console, redis_url, way == "on") for way in ways}
     by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
     found, note = next(iter(by_way.values())), passes[ways[0]][1]
     what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
-    what += f", globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
+    what += f", {outer}, globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
     what += ", parameters in bf16" if dtype == "bf16" else ""
     title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
     out.show(title, by_way)

@@ -29,11 +29,11 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.messages.wire import Codec, OuterName
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import GROUP
 from diloco.pipeline.process import lifecycle
-from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
+from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.view.status import read_status
 from diloco.studies.bench import floor
 from diloco.studies.bench.figures import Spread, progress, spread
@@ -73,6 +73,8 @@ class Case:
     """Of the learners' parameters; bases and globals are fp32."""
     warm_up: int | None = None
     """Rounds before those that count, in which memory is touched for the first time. None: each fragment has two."""
+
+    outer: OuterName = defaults(SyncSettings)["outer"]
 
     @property
     def unmeasured(self) -> int:
@@ -125,7 +127,7 @@ class Case:
             quorum=self.learners,
             codec=self.wire,
             global_codec=self.global_codec,
-            outer="nesterov",
+            outer=self.outer,
             outer_momentum=self.momentum,
             outer_lr=0.7,
             outer_warmup=0,

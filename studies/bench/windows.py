@@ -31,7 +31,7 @@ class Ladder:
 
 def measure(given: Ladder, console: Console, redis_url: str | None, aof: bool) -> dict[str, dict[str, Spread]]:
     """For each number of fragments: outer steps per second and seconds of a round."""
-    whole = Case(given.params, learners=given.learners, wire=given.wire, rounds=given.rounds)
+    whole = Case(given.params, learners=given.learners, wire=given.wire, rounds=given.rounds, outer="nesterov")
     need_memory(whole.memory_bytes(), f"{given.params / 1e6:g}M parameters with {given.learners} learners")
     cases = {str(p): replace(whole, fragments=p) for p in given.fragments}
     cases["1, tiny"] = replace(whole, params=SMALL)

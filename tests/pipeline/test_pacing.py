@@ -68,7 +68,7 @@ def test_a_round_is_the_interval_in_force_of_the_median_learner():
     assert said(0.12, version=2, **ramp) is None
     assert "--sync-interval" in said(0.5, version=9, **ramp)
     assert said(0.25, step_s=(0.1, 0.2, 5.0)) is None
-    assert said(0.5, step_s=()) is said(0.5, step_s=(0.0,)) is None
+    assert said(0.5, step_s=()) is said(0.5, step_s=(0.0,)) is said(0.5, step_s=(1e-318,)) is None
 
 
 def test_only_what_helps_is_advised():

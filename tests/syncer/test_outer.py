@@ -7,9 +7,19 @@ import pytest
 import torch
 
 from diloco.pipeline.fragments import layout_of
+from diloco.syncer import algorithm
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
-from diloco.syncer.merging.outer import Momentum, NesterovStep, PlainStep, halley_iteration, orthogonalised, solved
+from diloco.syncer.merging.outer import (
+    TURNS,
+    Momentum,
+    NesterovStep,
+    PlainStep,
+    halley_iteration,
+    orthogonalised,
+    solved,
+)
+from diloco.syncer.replay.replay import ORTHOGONAL_TOLERANCE
 from tests import samples
 
 
@@ -138,6 +148,32 @@ def test_a_division_by_halves_is_numpys():
     a = np.eye(200) + 1900 * (thin @ thin.T) / np.linalg.norm(thin @ thin.T)
     exact = np.linalg.solve(a, x.astype(np.float64))
     np.testing.assert_allclose(solved(a.astype(np.float32), x), exact, atol=2e-3 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("shape", [(65, 65), (129, 300), (128, 512), (256, 1024)])
+@pytest.mark.parametrize("steep", [0.0, 2.0, 3.0, np.inf])
+def test_float32_turns_matrices_as_float64_does(shape, steep):
+    """To a fifth of what replays on other machines tolerate; infinitely steep: all rows are the same."""
+    random = np.random.default_rng(0)
+    matrix = np.ones((shape[0], 1)) * random.standard_normal((1, shape[1]))
+    if np.isfinite(steep):
+        left, values, right = np.linalg.svd(random.standard_normal(shape), full_matrices=False)
+        values = np.arange(1.0, len(values) + 1) ** -steep
+        matrix = (left * values) @ right
+    single = matrix.astype(np.float32)
+    exact = algorithm.halley_iteration(single.astype(np.float64))
+    found = halley_iteration(single).astype(np.float64)
+    found *= np.linalg.norm(exact) / np.linalg.norm(found)
+    assert np.linalg.norm(found - exact) < ORTHOGONAL_TOLERANCE / 5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("outer", ["muon", "halley"])
+def test_a_matrix_longer_than_float32_can_say_is_turned_as_any_other(outer):
+    """Each of its elements is a number, the root of the sum of their squares is none in float32."""
+    matrix = np.random.default_rng(0).uniform(-1, 1, (8, 12)).astype(np.float32)
+    long = matrix * np.float32(2.0**127)
+    assert np.linalg.norm(long.astype(np.float64)) > np.finfo(np.float32).max
+    np.testing.assert_allclose(TURNS[outer](long), TURNS[outer](matrix), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("outer", ["muon", "halley"])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.way import BEGINS, ENDS, SCRIPTS, Way, trace, way_of
 
-MOST = 28
+MOST = 29
 """Files: fewer are better, more want a reason."""
 
 TEXT = (Path(__file__).resolve().parents[2] / "ARCHITECTURE.md").read_text()

@@ -96,6 +96,13 @@ def test_snapshot_and_overwrite_are_inverse() -> None:
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
+def test_a_tensor_of_no_dimensions_travels_as_any_other() -> None:
+    """As a gate or a temperature is."""
+    source, target = (nn.ParameterList([nn.Parameter(torch.tensor(one))]) for one in (2.0, 3.0))
+    fragments_of(target, 1).overwrite(0, fragments_of(source, 1).snapshot(0).numpy())
+    assert target[0].item() == 2.0
+
+
 def test_a_snapshot_keeps_its_moment() -> None:
     """Training on after a snapshot does not change it."""
     model = Net()

@@ -207,10 +207,15 @@ class JoinedLearner:
         adopted: fragments were, of which others learn soon.
         """
         items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
+        if items or adopted:
+            self.thread.call(self._told, items, adopted)
+
+    def _told(self, items: list[tuple[Publication, Callable[[], Any]]], adopted: bool) -> None:
+        """On the exchange's thread."""
         if items:
-            self.thread.call(self.exchange.publishing.queue, items)
+            self.exchange.publishing.queue(items)
         if adopted:
-            self.thread.call(self.exchange.reporting.soon)
+            self.exchange.reporting.soon()
 
     def _snapshot(self, p: int) -> Callable[[], Any]:
         """What the encoder takes."""

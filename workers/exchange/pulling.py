@@ -108,6 +108,9 @@ class Pulling:
             retries.tried(p, pulled, clock.now())
             if not pulled:
                 await self.look([p])
+                again = self._wanted.get(p)
+                if seen_s is not None and again is not None and again.digest == head.digest:
+                    self._seen_s[p] = seen_s  # tries that failed are part of it
 
     async def pull(self, head: Head) -> bool:
         """Fetch a head's global and hand it over; False if it was replaced meanwhile.

@@ -17,13 +17,13 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco.studies.bench.beside.crew import Crew
 from diloco.studies.bench.beside.environments import PEERS, Peer, Unavailable, python_of
-from diloco.studies.bench.beside.party import TENSORS
+from diloco.studies.bench.beside.party import shapes_of
 from diloco.studies.bench.end_to_end import Case, Fleet, one_round, server
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.machine import need_memory, peaks_mb, reset_peak
 from diloco.studies.bench.plain import Plain
 
-LEARNERS, WIDTH = 2, 64
+LEARNERS = 2
 OUTER_LR = 0.7
 OURS, OURS_BF16 = "ours, fp32", "ours, bf16"
 
@@ -196,7 +196,7 @@ def systems(
 
 def _case(size: Size, given: Comparison, wire: str) -> Case:
     several = size.fragments > 1
-    return Case(size.params, size.fragments, LEARNERS, wire, given.momentum, in_turn=several)
+    return Case(size.params, size.fragments, LEARNERS, wire, given.momentum, in_turn=several, outer="nesterov")
 
 
 def _starter(rival: Rival, python: Path, given: Comparison) -> Start:
@@ -211,14 +211,12 @@ def _starter(rival: Rival, python: Path, given: Comparison) -> Start:
 
 
 def shapes(size: Size) -> list[dict[str, list[int]]]:
-    """Of the tensors of each fragment: an embedding of a tenth and equal matrices, as our own learners have here."""
-    rows, matrices = max(1, size.params // WIDTH), max(TENSORS, 2 * size.fragments)
-    sizes = {"embedding": max(1, rows // 10)} | {
-        f"matrix_{n}": max(1, rows * 9 // 10 // matrices) for n in range(matrices)
-    }
+    """Of the tensors of each fragment, as our own learners have them here."""
+    embedding, *matrices = shapes_of(size.params, size.fragments)
+    sizes = {"embedding": embedding} | {f"matrix_{n}": shape for n, shape in enumerate(matrices)}
     found: list[dict[str, list[int]]] = [{} for _ in range(size.fragments)]
-    for name, height in sorted(sizes.items(), key=lambda one: -one[1]):
-        min(found, key=lambda one: sum(shape[0] for shape in one.values()))[name] = [height, WIDTH]
+    for name, (height, width) in sorted(sizes.items(), key=lambda one: -one[1][0]):
+        min(found, key=lambda one: sum(shape[0] for shape in one.values()))[name] = [height, width]
     return found
 
 

@@ -19,23 +19,29 @@ from diloco.workers.learner import Learner
 
 POLL_S = 0.0005
 """How often it is looked whether a fragment has come; a trainer looks at each of its steps."""
-TENSORS = 64
+WIDTHS = (768, 256, 64, 16)
+"""Of matrices: the widest of which there are two for each fragment."""
 MOVED = 1e-2
 """By this share of itself each weight is moved in a round: more than the step between two bf16 values."""
 
 
+def shapes_of(elements: int, fragments: int) -> list[tuple[int, int]]:
+    """(rows, width) of an embedding of a tenth, or of one fragment if that is less; of square matrices; of the rest."""
+    width = next((one for one in WIDTHS if 0.9 * elements >= 2 * fragments * one**2), WIDTHS[-1])
+    rows = max(1, elements // width)
+    embedded = max(1, rows // max(10, fragments))
+    square, left = divmod(rows - embedded, width)
+    return [(embedded, width), *[(width, width)] * square, *([(left, width)] if left else [])]
+
+
 class Weights(nn.Module):
-    """An embedding of a tenth, or of one fragment if that is less, and equal matrices."""
+    """Of the shapes that `shapes_of` tells."""
 
     def __init__(self, elements: int, fragments: int, dtype: torch.dtype) -> None:
         super().__init__()
-        width, tensors = 64, max(TENSORS, 2 * fragments)
-        rows = max(1, elements // width)
-        embedded = rows // max(10, fragments)
-        self.embedding = nn.Embedding(max(1, embedded), width, dtype=dtype)
-        rest = [(rows - embedded) // tensors] * tensors
-        rest[0] += rows - embedded - sum(rest)
-        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(max(1, n), width, dtype=dtype)) for n in rest)
+        embedding, *matrices = shapes_of(elements, fragments)
+        self.embedding = nn.Embedding(*embedding, dtype=dtype)
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in matrices)
         for number, tensor in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
             with torch.no_grad():
