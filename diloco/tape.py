@@ -82,7 +82,10 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
     head = f"{record.unix_s - start_unix_s:9.2f} s  fragment {record.fragment:<3} "
     match record:
         case Committed():
-            parts = ", ".join(f"{c.learner} {c.tokens} tokens ({c.weight:.2f})" for c in record.contributions)
+            parts = ", ".join(
+                f"{c.learner} {c.tokens} tokens ({c.weight:.2f}{', rebased' if c.rebased else ''})"
+                for c in record.contributions
+            )
             times = f"quorum {record.quorum_s:.2f} grace {record.grace_s:.2f} upload {record.upload_s:.2f} s"
             return f"{head}merged to version {record.version}: {parts or record.reason}; {times}; {record.reason}"
         case Rejected():

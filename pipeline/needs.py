@@ -156,9 +156,10 @@ def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> 
 
 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
-    """Memory of all syncers together: values, momentum, what a merge makes, and two windows of M + 2 fragments."""
+    """Memory of all syncers together: values, those of the version before, by which stale deltas are rebased, momentum,
+    what a merge makes, and two windows of M + 2 fragments."""
     windows = 2 * (learners + 2) + (outer != "nesterov")
-    return params * (4 + 4 + 4) + windows * 4 * params / fragments
+    return params * (4 + 4 + 4 + 4) + windows * 4 * params / fragments
 
 
 class Pace(NamedTuple):

@@ -3,7 +3,8 @@
 One sync of a fragment, whose global values are Theta and whose outer momentum is b:
 
     wait until K learners have reported, then `grace` longer: M_t are those that are in
-    Delta_m = Theta - theta_m, for each m of M_t: its pseudogradient, with c_steps and c_tokens since its base
+    Delta_m = Theta - theta_m, for each m of M_t: its pseudogradient, with c_steps and c_tokens since its base;
+        of one that measured it from the version before: Delta_m = rebased(Delta_m, Theta, that version's Theta)
     w = merge_weights(c), of sum 1
     Delta = pseudogradient(Delta_m, w), each tensor by its rule in `MERGE_RULES`
     Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`
@@ -56,6 +57,20 @@ def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "toke
     w = np.array([WEIGHTS[rule](steps, tokens) for steps, tokens in counters])
     normalised: Float64 = w / w.sum()
     return normalised
+
+
+# --- stale deltas -----------------------------------------------------------------------------------------
+
+
+def rebased(delta: Float64, theta: Float64, before: Float64) -> Float64:
+    """Theta - theta_m (elements,), where delta = before - theta_m: a learner's values, measured from the present ones.
+
+    The paper measures all pseudogradients at the syncer, from its present Theta. Here a learner measures its own, from
+    the base that it trained from.
+    """
+    theta_m = before - delta
+    pseudogradient: Float64 = theta - theta_m
+    return pseudogradient
 
 
 # --- merge rules: Delta_m of one tensor, (M, *shape), and w, (M,), to its Delta, (*shape) -----------------

@@ -122,6 +122,16 @@ class Downloads:
                 self.deltas[offer.entry_id] = outcome
             yield offer, outcome
 
+    async def as_merged(self, offers: Iterable[Offer]) -> list[Delta]:
+        """The sound deltas of these; stale ones are rebased, once, where it holds nothing up."""
+        found = []
+        for offer in offers:
+            delta = self.deltas[offer.entry_id]
+            if self._fragment.rebases(delta):
+                delta = self.deltas[offer.entry_id] = await self._offload(self._fragment.rebased, delta)
+            found.append(delta)
+        return found
+
     def timed_out(self, entries: Iterable[str]) -> None:
         """These did not end in time."""
         now = self._clock.now()

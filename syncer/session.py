@@ -110,7 +110,7 @@ class Session:
                         await self._refuse_overdue(decision, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
-                        self._add_up()
+                        await self._add_up()
                         until = min(t for t in (decision.until, look_again, self._state.mending.due_s) if t is not None)
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
@@ -165,9 +165,9 @@ class Session:
                 self._state.doubts.refused(offer.header.learner, reason)
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
-    def _add_up(self) -> None:
+    async def _add_up(self) -> None:
         """Sum what is complete while the rest is awaited."""
-        self._committing.sum.follow([self._downloads.deltas[offer.entry_id] for offer in self.window.complete()])
+        self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
@@ -269,7 +269,7 @@ class Session:
         """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge, "the upload did not end in time")
-        deltas = [self._downloads.deltas[offer.entry_id] for offer in merge.contributions]
+        deltas = await self._downloads.as_merged(merge.contributions)
         record = await self._committing.commit(self._loaded, merge, deltas, began)
         if record is None:
             await self._not_finite(merge)

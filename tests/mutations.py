@@ -329,6 +329,23 @@ MUTATIONS = [
         (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),
     Mutation(
+        "a stale delta is rebased with the wrong sign",
+        fragment,
+        "rebase",
+        (("np.subtract(theta[start:stop], before[start:stop],", "np.subtract(before[start:stop], theta[start:stop],"),),
+    ),
+    Mutation(
+        "a stale delta is rebased by one version too many",
+        FragmentState,
+        "advance",
+        (
+            (
+                "= merged.version, merged.digest, self.theta",
+                "= merged.version, merged.digest, self.theta if self.before is None else self.before",
+            ),
+        ),
+    ),
+    Mutation(
         "the momentum is not carried on",
         FragmentState,
         "advance",

@@ -50,7 +50,9 @@ class Contribution(Message):
     tokens: Count
     weight: Annotated[float, Field(ge=0, le=1)]
     norm: Seconds
-    """L2 norm of the whole delta."""
+    """L2 norm of the whole delta, as it was sent."""
+    rebased: bool = False
+    """It was stale, and merged as measured from the version that it was merged into."""
 
 
 class Committed(Message):

@@ -13,7 +13,6 @@ from diloco.pipeline.messages.head import MergedBase
 from diloco.studies.quality.outer import RULES, Memory, Merge
 from diloco.studies.quality.settings import LabRun
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, Stepped
-from diloco.syncer.merging.merge import delta_norms
 
 Float32 = npt.NDArray[np.float32]
 
@@ -34,22 +33,22 @@ class LabFragment(FragmentState):
         """state: as `FragmentState`."""
         super().__init__(*state)
         self._run, self._stale = run, stale
-        self._before = self.theta
-        """Values at the version before this one; of the first one, its own."""
         self._memory: Memory = {}
         self._next: tuple[Memory, int, int] = ({}, 0, 0)
         """Memory, stale deltas and dropped tokens of the merge in hand, for when it is committed."""
 
+    def rebases(self, delta: Delta) -> bool:
+        """As production's, unless the run has another fate for stale deltas."""
+        return self._run.stale is None and super().rebases(delta)
+
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
-        """As production's; stale deltas fare as the run says, unless there are no others."""
+        """As production's; without stale deltas where the run drops them, unless there are no others."""
         stale = [d.offer.header for d in deltas if self._is_stale(d)]
         taken, dropped = list(deltas), 0
         if self._run.stale == "drop" and len(stale) < len(deltas):
             taken, dropped = [d for d in deltas if not self._is_stale(d)], sum(header.tokens for header in stale)
-        elif self._run.stale == "rebase":
-            taken = [self._rebased(d) if self._is_stale(d) else d for d in deltas]
-        if draft is not None and stale and self._run.stale is not None:
-            draft.discard_sum()  # the stale ones may be in it as they came
+        if draft is not None and dropped:
+            draft.discard_sum()  # they may be in it
         merged = super().merge(taken, before, draft)
         self._next = (self._next[0], len(stale), dropped)
         return merged
@@ -76,7 +75,6 @@ class LabFragment(FragmentState):
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
-        self._before = self.theta
         super().advance(merged)
         self._memory, stale, dropped = self._next
         self._stale.deltas += stale
@@ -84,8 +82,3 @@ class LabFragment(FragmentState):
 
     def _is_stale(self, delta: Delta) -> bool:
         return delta.offer.header.base_version < self.version
-
-    def _rebased(self, delta: Delta) -> Delta:
-        """Its learner's values, measured from the present base: base - values = delta + base - base before."""
-        values = np.asarray(delta.values[:], np.float32) + (self.theta - self._before)
-        return Delta(delta.offer, values, delta_norms(self.layout, values))

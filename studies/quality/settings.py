@@ -115,10 +115,10 @@ class LabRun(BaseModel):
         "(studies/quality/outer.py)",
     )
     outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
-    stale: Literal["drop", "rebase"] | None = Field(
+    stale: Literal["keep", "drop"] | None = Field(
         None,
-        description="What becomes of a delta whose base is the one before the present one. off: merged as it is; drop: "
-        "left out of the merge; rebase: its learner's values are merged, measured from the present base",
+        description="What becomes of a delta whose base is the one before the present one. off: its learner's values "
+        "are merged, measured from the present base; keep: merged as it is; drop: left out of the merge",
     )
     first_interval: int = Field(
         USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"

@@ -26,7 +26,7 @@ from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.outer_state import STATE_RULES, OuterState, vectors
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import merge_weights
-from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares
+from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     TURNS,
     Momentum,
@@ -136,16 +136,23 @@ class DraftWriter:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A sound, complete delta: flat vector (elements,) as it came and its per-tensor norms."""
+    """A sound, complete delta: flat vector (elements,) as it is merged and its per-tensor norms."""
 
     offer: Offer
     values: Vector
     norms: npt.NDArray[np.float64]
+    stale: "Delta | None" = None
+    """As it came, where this is it rebased."""
 
     @property
     def norm(self) -> float:
         """L2 norm of the whole delta."""
         return float(np.linalg.norm(self.norms))
+
+    @property
+    def sent(self) -> "Delta":
+        """As it came."""
+        return self.stale or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +267,8 @@ def _elementwise(
 class FragmentState:
     """Global values, outer state and the norms seen, at one version.
 
-    theta: flat float32 vector (elements,). outer_state: empty while all zero.
+    theta: flat float32 vector (elements,). outer_state: empty while all zero. before: theta of the version before, by
+    which stale deltas are rebased; None where that was made by another owner, or in an earlier life of this one.
     """
 
     def __init__(
@@ -282,6 +290,7 @@ class FragmentState:
         """`Head.interval` of this version."""
         self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
         """Median norm of each merge's contributions."""
+        self.before: npt.NDArray[np.float32] | None = None
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
         """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""
@@ -299,6 +308,16 @@ class FragmentState:
         known = "" if usual is None else f", the running median {usual:.3g}"
         return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
+    def rebases(self, delta: Delta) -> bool:
+        """Whether a delta is still to be rebased before it is summed: it is stale, and the version before is known."""
+        return self.before is not None and delta.stale is None and delta.offer.header.base_version < self.version
+
+    def rebased(self, delta: Delta) -> Delta:
+        """A delta as it is merged into this version: one that `rebases`, measured from its values, or as it is."""
+        if self.before is None or not self.rebases(delta):
+            return delta
+        return Delta(delta.offer, *rebase(self.layout, delta.values, self.theta, self.before), stale=delta)
+
     def outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
         """Outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas), self.interval)
@@ -307,7 +326,7 @@ class FragmentState:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
 
         Args:
-            deltas: M_t, in the order in which they are summed.
+            deltas: M_t, each as `rebased` has it, in the order in which they are summed.
             before: the head's record of merged bases.
             draft: memory for the outcome; the first of the deltas may be in its sum.
         """
@@ -337,7 +356,8 @@ class FragmentState:
                     steps=h.steps,
                     tokens=h.tokens,
                     weight=float(w),
-                    norm=d.norm,
+                    norm=d.sent.norm,
+                    rebased=d.stale is not None,
                 )
                 for h, w, d in zip(headers, weights, deltas, strict=True)
             ),
@@ -357,7 +377,7 @@ class FragmentState:
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
-        self.version, self.digest = merged.version, merged.digest
+        self.version, self.digest, self.before = merged.version, merged.digest, self.theta
         self.theta, self.outer_state = merged.theta, merged.outer_state
         self._norms.append(median(c.norm for c in merged.contributions))
 

@@ -119,6 +119,30 @@ def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
     return norms.norms()
 
 
+# --- stale deltas ---------------------------------------------------------------------------------------
+
+
+def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float32) -> tuple[Float32, Float64]:
+    """`algorithm.rebased` in new memory (elements,), and its `delta_norms`.
+
+    It is theta - before, and then delta added to it: single float32 operations, the same bits on every machine.
+
+    Args:
+        layout: of the fragment.
+        delta: (elements,) from the version before, in any codec.
+        theta, before: (elements,) the present values and those of the version before.
+    """
+    found, scratch = pooled(layout.elements, np.float32), np.empty(min(BLOCK, layout.elements), np.float32)
+    norms = DeltaNorms(layout)
+    for start, stop in _blocks(0, layout.elements):
+        block, term = found[start:stop], scratch[: stop - start]
+        np.copyto(term, delta[start:stop])
+        np.subtract(theta[start:stop], before[start:stop], out=block)
+        np.add(block, term, out=block)
+        norms.advance(found[:stop])
+    return found, norms.norms()
+
+
 # --- merge weights --------------------------------------------------------------------------------------
 
 

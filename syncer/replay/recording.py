@@ -88,7 +88,7 @@ class RecordedMerge:
     directions: Float64
     """(tensors,) as `merge.Reduced`."""
     norms: tuple[Float64, ...]
-    """(tensors,) of each contribution, as `merge.delta_norms`."""
+    """(tensors,) of each contribution as it was merged, rebased or not, as `merge.delta_norms`."""
     deltas: tuple[Vector, ...]
     """(elements,) of each contribution, as it came."""
     orthogonal: Float32 | None = None
@@ -153,12 +153,13 @@ class Recorder:
             digest=merged.digest,
             base_digest=base.digest,
             contributions=merged.contributions,
-            deltas=tuple(self._digest(delta.values) for delta in deltas),
+            deltas=tuple(self._digest(delta.sent.values) for delta in deltas),
             norm=merged.norm,
             orthogonal=None if merged.orthogonal is None else self._digest(merged.orthogonal),
         )
         steps = [] if merged.orthogonal is None else [merged.orthogonal]
-        self._save(header, MERGE, [merged.directions, *(d.norms for d in deltas), *steps, *(d.values for d in deltas)])
+        sent = [delta.sent.values for delta in deltas]
+        self._save(header, MERGE, [merged.directions, *(delta.norms for delta in deltas), *steps, *sent])
 
     def loaded(self, state: FragmentState) -> None:
         """Record values that were read from the bus: no merge recorded here may lead to them."""

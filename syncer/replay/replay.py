@@ -9,7 +9,8 @@ What is compared, for each merge on the tape:
 - orthogonalised steps of matrices: computed again, within `ORTHOGONAL_TOLERANCE`, since products of matrices are
   reductions too;
 - elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps give
-  the tape's digest, bit for bit, on any machine. The outer state takes part, since it goes into the next version.
+  the tape's digest, bit for bit, on any machine. The outer state takes part, since it goes into the next version. So do
+  the values of the version before, where the tape says that a stale delta was rebased.
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
 replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
@@ -33,11 +34,11 @@ from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
-from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
 from diloco.pipeline.transfer.outer_state import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
-from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares
+from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
 from diloco.syncer.merging.outer import outer_at
 from diloco.syncer.replay.recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
@@ -70,6 +71,8 @@ class Values(NamedTuple):
 
     theta: Float32
     outer_state: OuterState
+    before: Float32 | None = None
+    """(elements,) of the version before, where that was replayed too."""
 
 
 class Checked(NamedTuple):
@@ -128,7 +131,7 @@ def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
         what = "order of contributions" if sorted(there) == sorted(here) else "contributions"
         return [*problems, f"{what}: the tape has {', '.join(there)}; the recording {', '.join(here)}"]
     for mine, other in zip(header.contributions, tape.contributions, strict=True):
-        for name in ("attempt", "steps", "tokens", "weight", "norm"):
+        for name in ("attempt", "steps", "tokens", "weight", "norm", "rebased"):
             a, b = getattr(other, name), getattr(mine, name)
             if a != b:
                 problems.append(f"{name} of {mine.learner}: the tape has {a!r}, the recording {b!r}")
@@ -145,7 +148,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     Args:
         layout: of the fragment.
         sync: has chunk size, outer learning rate and momentum.
-        base: values of the version before, as replayed.
+        base: values of the version that was merged into, as replayed.
         recorded: what it was made of.
         tape: what is known to have been committed.
     """
@@ -166,13 +169,20 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         shares = merge_shares(counters, sync.weights)
     else:
         problems.append("steps or tokens of a contribution are not positive")
+    deltas: list[Vector] = []
     for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):
         if payload_digest(as_bytes(values), sync.chunk_bytes) != digest:
             problems.append(f"the delta of {part.learner} is damaged: it does not have its recorded digest")
         measured = delta_norms(layout, values)
+        compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
+        merged = values
+        if part.rebased and base.before is not None:
+            merged, measured = rebase(layout, values, base.theta, base.before)
+        elif part.rebased:
+            problems.append(f"the delta of {part.learner} was rebased: the values of its own base are not known")
         for slot, mine, other in zip(layout.slots, measured, norms, strict=True):
             compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
-        compare(f"norm of the delta of {part.learner}", float(np.linalg.norm(measured)), part.norm)
+        deltas.append(merged)
     version = recorded.header.version - 1
     outer = outer_at(sync, version, (part.steps for part in parts), tape.interval)
     chosen = recorded.orthogonal
@@ -185,8 +195,9 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         layout,
         sync,
         outer,
-        *base,
-        recorded.deltas,
+        base.theta,
+        base.outer_state,
+        deltas,
         recorded.norms,
         shares,
         recorded.directions,
@@ -201,7 +212,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     if digest != tape.digest:
         problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
         return Checked(None, largest, problems)
-    return Checked(Values(stepped.theta, stepped.outer_state), largest, problems)
+    return Checked(Values(stepped.theta, stepped.outer_state, base.theta), largest, problems)
 
 
 def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> list[str]:

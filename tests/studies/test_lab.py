@@ -193,10 +193,10 @@ def test_inner_settings_are_every_method_s(text, method):
 def test_stale_deltas_fare_as_told(text):
     """Without grace slow learners are late for their window: what is dropped counts as rejected, not as merged."""
     runs = {}
-    for fate in (None, "drop", "rebase"):
+    for fate in (None, "drop", "keep"):
         runs[fate] = run = train(small(text, steps=16, slowdown=0.4, grace_gamma=0.0, stale=fate), "cpu")
         assert run["stale_share"] > 0
         assert run["merged_share"] + run["overwritten_share"] + run["rejected_share"] == pytest.approx(1.0)
     assert len({run["digest"] for run in runs.values()}) == 3
     assert runs["drop"]["rejected_share"] > runs[None]["rejected_share"]
-    assert runs["rebase"]["merged_share"] == pytest.approx(runs[None]["merged_share"])
+    assert runs["keep"]["merged_share"] == pytest.approx(runs[None]["merged_share"])

@@ -56,6 +56,11 @@ def test_rda_has_the_mean_length_and_the_mean_direction() -> None:
     np.testing.assert_array_equal(algorithm.rda(f64([3, 4], [-6, -8]), f64(0.5, 0.5)), [0, 0])
 
 
+def test_a_stale_delta_is_measured_from_the_present_values() -> None:
+    """From 10 to 6 is 4; the global has gone to 8 since, from which it is 2. One that the global outran points back."""
+    np.testing.assert_array_equal(algorithm.rebased(f64(4, 4), f64(8, 5), f64(10, 10)), [2, -1])
+
+
 def test_rows_are_merged_each_as_a_tensor() -> None:
     """The first row's learners agree, the second's are orthogonal, the third's cancel."""
     deltas = f64([[2, 0], [2, 0], [1, 1]], [[4, 0], [0, 2], [-3, -3]])
@@ -194,6 +199,18 @@ def test_the_merge_is_the_algorithms_whatever_was_summed_before(
     assert found.norm == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
 
 
+@settings(deadline=None, max_examples=20)
+@given(layouts(), st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 2**32))
+def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: str, seed: int) -> None:
+    """In any codec, on tensors below and above the size of a block; its norms are those of what it has become."""
+    (delta,) = deltas_of(layout, 1, wire, seed)
+    theta, before = deltas_of(layout, 2, "fp32", seed | 1)
+    found, norms = merge.rebase(layout, delta, theta, before)
+    expected = algorithm.rebased(*plain_values([delta, theta, before]))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
+    assert norms.tobytes() == delta_norms(layout, found).tobytes()
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     layouts(),
@@ -238,23 +255,29 @@ def test_syncs_of_a_fragment_are_the_algorithms(
     outer: OuterName,
     seed: int,
 ) -> None:
-    """Weights, merge and outer step together, one version after another, as a syncer commits them."""
+    """Weights, merge and outer step together, one version after another, as a syncer commits them; after the first
+    version the first contribution is stale."""
     sync = samples.sync_spec(
         fragments=1, weights=weights, outer=outer, outer_lr=0.7, outer_momentum=0.6, sync_interval=1
     )
     (start,) = deltas_of(layout, 1, "fp32", seed)
     state = FragmentState(layout, sync, 0, bytes(16), start, {})
     theta, b = start.astype(np.float64), np.zeros(layout.elements)
+    before = theta
     for version, counters in enumerate(merges):
         values = deltas_of(layout, len(counters), "bf16", seed + version)
         offers = [
-            Offer(f"{i}-0", samples.header(f"l{i}", base_version=version, steps=steps, tokens=tokens))
+            Offer(f"{i}-0", samples.header(f"l{i}", base_version=max(0, version - (not i)), steps=steps, tokens=tokens))
             for i, (steps, tokens) in enumerate(counters)
         ]
         deltas = [Delta(o, v, delta_norms(layout, v)) for o, v in zip(offers, values, strict=True)]
-        merged = state.merge(deltas, [])
+        merged = state.merge([state.rebased(delta) for delta in deltas], [])
+        assert [part.rebased for part in merged.contributions] == [version > 0] + [False] * (len(counters) - 1)
         w = algorithm.merge_weights(counters, weights)
-        pseudogradient = algorithm.pseudogradient(layout, plain_values(values), w)
+        plain = plain_values(values)
+        if version:
+            plain[0] = algorithm.rebased(plain[0], theta, before)
+        pseudogradient, before = algorithm.pseudogradient(layout, plain, w), theta
         theta, b = algorithm.outer_step(layout, theta, b, pseudogradient, 0.7, 0.6, outer)
         np.testing.assert_allclose([part.weight for part in merged.contributions], w, rtol=1e-12)
         allowed = (version + 1) * CLOSE * (np.abs(pseudogradient).max() + np.abs(theta).max())

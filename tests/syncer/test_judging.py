@@ -65,3 +65,48 @@ def test_a_delta_a_hundred_times_as_long_as_usual_is_refused(learners: int) -> N
         assert refused[0] is RefusalReason.ABSURD_NORM
         assert isinstance(judge(state, offer, along(0.9 * most)), Delta)
         merged(state, learners, 0.3)
+
+
+def test_a_stale_delta_is_judged_and_told_as_it_was_sent() -> None:
+    """However long it becomes by what the global has moved since: neither tape nor usual length shows that."""
+    state = fragment()
+    state.sync = state.sync.model_copy(update={"outer_lr": 1.0, "outer_momentum": 0.0})
+    for _ in range(MERGES_NEEDED):
+        merged(state, 1, 0.05)
+    late = judge(state, Offer("0-0", samples.header("late", base_version=state.version)), along(0.05))
+    merged(state, 1, 4.0)
+    assert isinstance(late, Delta)
+    rebased = state.rebased(late)
+    assert rebased.norm == pytest.approx(3.95, rel=1e-4)
+    assert state.rebased(rebased) is rebased
+    outcome = state.merge([rebased], [])
+    (part,) = outcome.contributions
+    assert part.rebased
+    assert part.norm == late.norm
+    state.advance(outcome)
+    hostile = judge(state, Offer("0-0", samples.header(base_version=state.version - 1)), along(15.0))
+    assert isinstance(hostile, tuple)
+    assert hostile[0] is RefusalReason.ABSURD_NORM
+
+
+def test_who_does_not_know_the_version_before_merges_a_stale_delta_as_it_is() -> None:
+    """A new owner has read the present version alone; from its own first merge on it knows. A fresh delta stays."""
+    state = FragmentState(
+        fragment().layout,
+        samples.sync_spec(fragments=1, outer_lr=1.0, outer_momentum=0.0),
+        7,
+        bytes(16),
+        along(10.0),
+        {},
+    )
+    stale = judge(state, Offer("0-0", samples.header("late", base_version=6)), along(1.0))
+    assert isinstance(stale, Delta)
+    assert state.rebased(stale) is stale
+    outcome = state.merge([stale], [])
+    assert not outcome.contributions[0].rebased
+    state.advance(outcome)
+    stale, fresh = (judge(state, Offer("0-0", samples.header(base_version=base)), along(1.0)) for base in (7, 8))
+    assert isinstance(stale, Delta)
+    assert isinstance(fresh, Delta)
+    assert state.rebased(stale).norm < 1e-3
+    assert state.rebased(fresh) is fresh

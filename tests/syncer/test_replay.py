@@ -1,10 +1,12 @@
 """The replay of recorded runs: a true recording is found equal, and each kind of change is found and named."""
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -12,7 +14,8 @@ from diloco import replay as command
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, Contribution
+from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.testing.virtual_time import run_virtual
@@ -240,6 +243,131 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
     Recorder(tmp_path, spec, writer).loaded(state)
     (line,) = told(check(tmp_path, commits))
     assert line.startswith(f"fragment 0 version {name.version}: momentum: computed again it differs")
+
+
+# --- stale deltas ----------------------------------------------------------------------------------------
+
+
+def record_stragglers(folder: Path, **changes: Any) -> list[Committed]:
+    """Three learners, of whom one's headers come after the others' merge; a second syncer takes over."""
+    commits: list[Committed] = []
+    given = {"quorum": 2, "tokens": 5000, "grace_gamma": 0.0, "outer_momentum": 0.5} | changes
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(**given), record_deltas=folder)
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, incarnation=f"{i:016x}").start() for i in range(3)]
+        await world.until_version(2)
+        offer = learners[2].bus.offer
+
+        async def slowly(header: Any) -> str:
+            await asyncio.sleep(0.45)
+            answer: str = await offer(header)
+            return answer
+
+        learners[2].bus.offer = slowly
+        await world.until_version(8)
+        world.stop.set()
+        await world.syncer
+        world.start_syncer()
+        await world.finish(*learners)
+        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+
+    run_virtual(main())
+    return commits
+
+
+def stale_parts(commits: list[Committed]) -> list[tuple[Committed, Contribution]]:
+    return [(c, part) for c in commits for part in c.contributions if part.base_version < c.version - 1]
+
+
+@pytest.mark.parametrize(
+    ("merge", "codec", "global_codec"), [("mean", "bf16", "fp32"), ("rda", "int4", "bf16"), ("rda-row", "fp32", "int8")]
+)
+def test_rebased_deltas_are_replayed_bit_for_bit(tmp_path, merge: str, codec: str, global_codec: str) -> None:
+    """The tape says which; the recording has them as they were sent."""
+    commits = record_stragglers(tmp_path, merge=merge, codec=codec, global_codec=global_codec)
+    assert sum(part.rebased for _, part in stale_parts(commits)) >= 3
+    fresh = {part.rebased for c in commits for part in c.contributions if part.base_version == c.version - 1}
+    assert fresh == {False}
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.merges == outcome.repeated
+
+
+@pytest.fixture(scope="module")
+def stragglers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Committed]]:
+    folder = tmp_path_factory.mktemp("stragglers")
+    return folder, record_stragglers(folder)
+
+
+def test_a_new_owner_merges_a_stale_delta_as_it_is_and_says_so(stragglers) -> None:
+    """It has not the version before the one with which it took over; of all others stale deltas are rebased."""
+    folder, commits = stragglers
+    began = {name[:2] for p in (0, 1) for path, name in list_files(folder, p).items() if name.kind == ".global"}
+    kept = {(c.fragment, c.version - 1) for c, part in stale_parts(commits) if not part.rebased}
+    rebased = {(c.fragment, c.version - 1) for c, part in stale_parts(commits) if part.rebased}
+    assert kept, "no delta was stale after the take-over"
+    assert kept <= began
+    assert not rebased & began
+
+
+def test_a_tape_that_says_otherwise_of_a_stale_delta_is_found(stragglers, tmp_path) -> None:
+    """Named in the merge, whose values do not come out either if the recording says so too."""
+    folder, commits = stragglers
+    shutil.copytree(folder, tmp_path / "copy")
+    bad = next(c for c, part in stale_parts(commits) if part.rebased)
+    at = next(i for i, part in enumerate(bad.contributions) if part.rebased)
+    parts = [part.model_copy(update={"rebased": part.rebased and i != at}) for i, part in enumerate(bad.contributions)]
+    changed = bad.model_copy(update={"contributions": tuple(parts)})
+    other = [changed if c is bad else c for c in commits]
+    (line,) = told(check(tmp_path / "copy", other))
+    where = f"fragment {bad.fragment} version {bad.version}: "
+    assert line == f"{where}rebased of {parts[at].learner}: the tape has False, the recording True"
+    rewrite(file_of(tmp_path / "copy", bad), lambda h, b: h.model_copy(update={"contributions": tuple(parts)}))
+    lines = told(check(tmp_path / "copy", other))
+    assert any(f"{where}norm of t" in line for line in lines)
+    assert any(f"{where}values: the tape has digest" in line for line in lines)
+
+
+def test_a_rebased_delta_whose_base_was_not_replayed_is_told(stragglers, tmp_path) -> None:
+    """As if the values of its version had been read from the bus: those before them are in no file."""
+    folder, commits = stragglers
+    spec = recording.read_spec(folder)
+    bad = next(c for c, part in stale_parts(commits) if part.rebased)
+    layout = layout_of(spec.tensors).fragments[bad.fragment]
+    recorded = read_merge(file_of(folder, bad), layout, spec)
+    theta = np.ones(layout.elements, np.float32)
+    made = replay.repeat(layout, spec.sync, replay.Values(theta, {}), recorded, bad)
+    assert made.values is None
+    assert any(problem.endswith("was rebased: the values of its own base are not known") for problem in made.problems)
+
+
+def test_tapes_and_recordings_from_before_stale_deltas_were_rebased_are_replayed(tmp_path, monkeypatch) -> None:
+    """They do not say so of any, and merged them as they were."""
+    monkeypatch.setattr(FragmentState, "rebases", lambda state, delta: False)
+    commits = record_stragglers(tmp_path)
+    assert stale_parts(commits)
+
+    def without(message: Message) -> bytes:
+        fields = message.model_dump()
+        parts = [{k: v for k, v in part.items() if k != "rebased"} for part in fields["contributions"]]
+        packed: bytes = msgpack.packb(fields | {"contributions": parts})
+        return packed
+
+    for commit in (c for c in commits if c.contributions):
+        path = file_of(tmp_path, commit)
+        data = path.read_bytes()
+        _, length = _PREFIX.unpack(data[: _PREFIX.size])
+        packed = without(decode(MergeHeader, data[_PREFIX.size : _PREFIX.size + length]))
+        assert len(packed) < length
+        path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + data[_PREFIX.size + length :])
+    outcome = check(tmp_path, [decode(Committed, without(c)) for c in commits])
+    assert told(outcome) == []
+    assert outcome.repeated == outcome.merges
+
+
+# --- other lives ------------------------------------------------------------------------------------------
 
 
 def replay_state(spec: Spec, found: recording.RecordedGlobal) -> FragmentState:

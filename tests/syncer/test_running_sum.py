@@ -19,6 +19,7 @@ from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
+from diloco.syncer.merging import fragment
 from diloco.syncer.merging.fragment import Delta, Draft
 from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
@@ -336,6 +337,58 @@ def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> No
         weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], sync.weights)
         gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
         np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
+        for learner in (a, b, c, d):
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, although it is in the sum while another is awaited: as its learner's values, measured from the present."""
+    rebased: list[int] = []
+    rebase = fragment.rebase
+
+    def counted(layout: Any, *args: Any) -> Any:
+        rebased.append(layout.id)
+        return rebase(layout, *args)
+
+    monkeypatch.setattr(fragment, "rebase", counted)
+    added: list[int] = []
+    add = Sum.add
+
+    def adding(self: Sum, deltas: Any, *args: Any) -> None:
+        added.append(len(deltas))
+        add(self, deltas, *args)
+
+    monkeypatch.setattr(Sum, "add", adding)
+
+    async def main() -> None:
+        world = VirtualRun(one_fragment(quorum=3))
+        _, (a, b, c, d) = await four(world)
+        for learner in (a, b, c):
+            await learner.send(0.1)
+        for learner in (a, b, c):
+            await learner.at(1)
+        present = a.values[0].copy()
+        await d.send(0.3)  # on version 0: stale by one
+        added.clear()
+        await a.send(0.11)
+        await asyncio.sleep(0.5)
+        assert added == [2]
+        await b.send(0.12)
+        await a.at(2)
+        record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
+        assert [(part.learner, part.rebased) for part in record.contributions] == [
+            ("l3", True),
+            ("l0", False),
+            ("l1", False),
+        ]
+        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions])
+        ramp = np.arange(1, len(present) + 1)
+        layout, lr = layout_of(world.spec.tensors).fragments[0], world.spec.sync.outer_lr
+        gradient = algorithm.pseudogradient(layout, [present - (10 + 0.3 * ramp), -0.11 * ramp, -0.12 * ramp], weights)
+        np.testing.assert_allclose(a.values[0], present - lr * gradient, rtol=1e-5)
+        assert rebased == [0]
         for learner in (a, b, c, d):
             await learner.kill()
 

@@ -228,7 +228,7 @@ def sum_what_is_committed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, st
     def advancing(state: FragmentState, merged: Merged) -> None:
         for delta in parts[id(merged)][1]:
             key = state.layout.id, delta.offer.header.learner
-            sums[key] = sums.get(key, 0) + delta.values[0 : state.layout.elements].astype(np.float64)
+            sums[key] = sums.get(key, 0) + delta.sent.values[0 : state.layout.elements].astype(np.float64)
         advance(state, merged)
 
     monkeypatch.setattr(FragmentState, "merge", merging)

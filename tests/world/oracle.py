@@ -315,6 +315,7 @@ class Oracle:
         theta, shown, momentum = found
         if commit.expected is not None:
             self._check_merge(link, p, commit, theta, momentum)
+        state.before = state.theta
         state.theta = theta
         self._check_interval(p, commit, state)
         state.version, state.interval = commit.version, commit.interval
@@ -346,6 +347,7 @@ class Oracle:
         if found is None:
             return
         theta, _, momentum = found
+        state.before = was.before
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
         if commit.interval != was.interval:
@@ -393,7 +395,12 @@ class Oracle:
             state.merged[key] = header.tokens
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
-            deltas.append(self._published_as(header))
+            delta = self._published_as(header)
+            if part.rebased:  # a new owner does not know the version before: the tape tells
+                delta = algorithm.rebased(delta, state.theta, state.before)
+                if header.base_version == state.version:
+                    self.broken("only a stale delta is rebased", f"{where}: {part.learner}'s")
+            deltas.append(delta)
         gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
         averaged = reference.averages(sync, state.version, [part.steps for part in parts], state.interval)
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)

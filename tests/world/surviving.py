@@ -26,6 +26,8 @@ class Surviving:
     """(learner, incarnation, base version) -> tokens."""
     due: set[bytes] = field(default_factory=set)
     """Digests of bases on which a due delta was offered."""
+    before: Float64 = field(default_factory=lambda: np.zeros(0))
+    """(elements,) theta of the version before; of none before the second one."""
 
     @classmethod
     def none(cls, elements: int) -> "Surviving":
