@@ -31,6 +31,7 @@ from diloco.pipeline.settings import (
     SyncSettings,
     TrainerSettings,
     allowed,
+    check_outer,
     defaults,
     expert,
     flag_of,
@@ -237,6 +238,8 @@ def check(settings: RunProcess) -> None:
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
             f"cannot join; give {' or '.join(remedies)}"
         )
+    if settings.method != "data-parallel":
+        check_outer(settings)
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
         raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
     if settings.redis_url is not None and settings.redis_port is not None:

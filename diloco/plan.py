@@ -1,5 +1,6 @@
 """`diloco plan`: what a run needs. The arithmetic is `pipeline.needs`'s."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,9 @@ class PlanSettings(Site):
     """What is asked of a plan beside its site."""
 
     learners: int = Field(USUAL["learners"], ge=1, le=4096, description="Number of learners M")
-    overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="Inner steps tau that a sync may hide behind")
+    overlap_steps: int = Field(
+        USUAL["overlap_steps"], ge=0, le=10**6, description="Inner steps tau that a sync may hide behind"
+    )
     codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
     global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Of the globals that learners pull")
     outer: OuterName = Field(
@@ -33,6 +36,20 @@ class PlanSettings(Site):
 
 
 PANELS[PlanSettings] = "The run"
+
+
+def check_file(file: Path) -> None:
+    """Before anything is computed: whether a file can be written.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if file.is_dir():
+        raise UsageError(f"{file}: a folder, not a file")
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"{file}: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise UsageError(f"{file}: it may not be written")
 
 
 def choices(needs: Needs, title: str) -> Table:
@@ -76,6 +93,8 @@ def command(
 
     Example: diloco plan --learners 4 --params 70B --step-time 3s --link 5Gbps --outer nesterov
     """
+    if json_file is not None:
+        check_file(json_file)
     settings = settings.model_copy(update={"params": params_of(settings)})
     learners, overlap_steps, outer = settings.learners, settings.overlap_steps, settings.outer
     try:

@@ -11,21 +11,35 @@ from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, locate, open_bus, read_object
 from diloco.launcher.report import summary
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, read_status
 
 
-async def _read(url: str, run: str) -> Status:
+async def _read(url: str, run: str, known: bool) -> Status:
+    """The status of a run; `known`: a launcher is at work on it, whatever is on the bus so far.
+
+    Raises:
+        DilocoError: nothing on this Redis is of that run.
+    """
     async with open_bus(url, run) as bus:
-        return await read_status(bus, LoopClock())
+        there = known or await bus.read_spec() is not None
+        status = await read_status(bus, LoopClock())
+    if not (there or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
+        raise DilocoError(f"no run {run!r} on this Redis: is it --run?")
+    return status
 
 
 def show(settings: BusSettings, folder: Path | None, as_json: bool) -> None:
-    """Print the state of the run that `locate` finds."""
+    """Print the state of the run that `locate` finds.
+
+    Raises:
+        DilocoError: as `locate`, or nothing on the Redis is of that run.
+    """
     place = locate(settings, folder)
     if place.redis_url is not None:
-        status = asyncio.run(_read(place.redis_url, place.run))
+        status = asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None))
     elif place.folder is not None and (place.folder / REPORT_FILE).is_file():
         report = read_object(place.folder / REPORT_FILE)
         typer.echo(dumps(report) if as_json else summary(report))

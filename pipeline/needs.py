@@ -77,6 +77,8 @@ OF_OUTER: dict[OuterName, dict[str, float]] = {
     "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24},
 }
 """What goes with an outer step and is not the default (docs/results/quality.md)."""
+LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
+"""Of a model that a plan is for."""
 MOST_IN_LAYERS = 1.1
 """Of a model's parameters, as people round them."""
 _LAYERS = ((1e9, 24), (10e9, 48), (100e9, 108))
@@ -89,7 +91,7 @@ class Site(Settings):
     from_environment = False
     """Variables of a real run are about something else."""
 
-    params: Amount = Field(70e9, ge=1e4, le=1e13, description="Parameters of the model. Assumed")
+    params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
     layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
     width: int = Field(
         0,
@@ -111,7 +113,7 @@ class Site(Settings):
         description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
         "merge_rate: staging, commit. Assumed",
     )
-    syncer_cores: int = Field(32, ge=1, description="Cores of a syncer that merge. Assumed")
+    syncer_cores: int = Field(32, ge=1, le=1024, description="Cores of a syncer that merge. Assumed")
 
 
 def layers_of(params: float) -> int:
@@ -139,10 +141,20 @@ def shape_of(site: Site) -> tuple[float, float]:
 
 
 def params_of(site: Site) -> float:
-    """Parameters of a site's model: as told, else those of its layers, where these and their width are told."""
+    """Parameters of a site's model: as told, else those of its layers, where these and their width are told.
+
+    Raises:
+        UsageError: fewer or more than a plan is for.
+    """
     if "params" in site.model_fields_set or not (site.layers and site.width):
         return site.params
-    return 12.0 * site.width**2 * site.layers
+    params = 12.0 * site.width**2 * site.layers
+    if not LEAST_PARAMS <= params <= MOST_PARAMS:
+        raise UsageError(
+            f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 each): from "
+            f"{written(LEAST_PARAMS)} to {written(MOST_PARAMS)} are planned for; change --layers or --width"
+        )
+    return params
 
 
 def outer_operations(site: Site, outer: OuterName) -> float:
@@ -205,14 +217,14 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
             f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
             f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
         )
-    most = min(interval, TENSORS_A_LAYER * layers_of(site.params))
+    most = min(interval, int(TENSORS_A_LAYER * shape_of(site)[1]))
     hidden_s = overlap_steps * site.step_time
     alone_s = outer_operations(site, outer) / CORE_FLOPS
     step_s = alone_s / site.syncer_cores
 
     def fragmented(name: str) -> tuple[int, str, float]:
         """The fewest fragments whose round trip is hidden; if none, the most."""
-        fitting = [p for p in FRAGMENTS if p <= most]
+        fitting = [p for p in FRAGMENTS if p <= most] or [most]
         trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, step_s / p) for p in fitting}
         fragments = next((p for p, trip_s in trips.items() if not beyond(trip_s)), fitting[-1])
         return fragments, name, trips[fragments]

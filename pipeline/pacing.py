@@ -17,6 +17,10 @@ from diloco.pipeline.ramps import interval_at
 LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
 LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
+MOST_THREADS = 64
+"""Of one product of matrices: BLAS is built for no more."""
+MOST_INTERVAL = 10**6
+"""Of the setting sync_interval."""
 ROOM = 1 / 3
 """Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
@@ -115,27 +119,44 @@ def slow_merges(
     ratio, worst = max(slow)
     takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
     round_s = interval * step_s
-    outer = f", outer step {worst.outer_s:.1f} s" if worst.outer_s > takes_s / 2 else ""
+    by_outer = worst.outer_s > takes_s / 2
+    outer = f", outer step {_time(worst.outer_s)}" if by_outer else ""
     return (
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
-        f"fragment {worst.fragment} {takes_s:.1f} s{outer}, its round of {interval} steps {round_s:.1f} s, room "
-        f"{takes_s / ratio:.1f} s), and learners train longer between two syncs: "
-        f"{'; or '.join(_helps(sync, worst, ratio, syncers))}"
+        f"fragment {worst.fragment} {_time(takes_s)}{outer}, its round of {interval} steps {_time(round_s)}, room "
+        f"{_time(takes_s / ratio)}), and learners train longer between two syncs: "
+        f"{'; or '.join(_helps(sync, worst, ratio, syncers, by_outer))}"
     )
 
 
-def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int) -> list[str]:
-    """What makes a merge fit that takes so many times its room, and what that costs."""
+def _time(seconds: float) -> str:
+    """'2.6 s', '12 ms', '0.25 ms'."""
+    if seconds >= 0.1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
+
+
+def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int, by_outer: bool) -> list[str]:
+    """What makes a merge fit that takes so many times its room, and what that costs.
+
+    by_outer: most of it is the outer step. If not, steps are short beside a round trip, and longer rounds help most.
+    """
     times = math.ceil(ratio)
+    multiplies = by_outer and sync.outer in CHEAPER
     helps = ["give the syncer more cores, or fewer neighbours"]
-    if sync.outer in CHEAPER:
-        helps.append(f"let it multiply matrices on {times} cores that nobody else needs (OPENBLAS_NUM_THREADS={times})")
+    if multiplies:
+        threads = min(times, MOST_THREADS)
+        spare = f"{threads} cores that nobody else needs (OPENBLAS_NUM_THREADS={threads})"
+        helps.append(f"let it multiply matrices on {spare}")
     if syncers < sync.fragments:
         helps.append("start another syncer on another machine")
+    longer = min(sync.sync_interval * times, MOST_INTERVAL)
+    rounds = []
     if interval_at(sync, worst.version) < sync.sync_interval:
-        helps.append("begin with longer rounds (first_interval), from which short runs learn less")
-    else:
-        helps.append(f"start the run with longer rounds (--sync-interval {sync.sync_interval * times}; {LONGER_COSTS})")
-    if sync.outer in CHEAPER:
+        rounds = ["begin with longer rounds (first_interval), from which short runs learn less"]
+    elif longer > sync.sync_interval:
+        rounds = [f"start the run with longer rounds (--sync-interval {longer}; {LONGER_COSTS})"]
+    helps = [*helps, *rounds] if by_outer else [*rounds, *helps]
+    if multiplies:
         helps.append(f"start the run with {CHEAPER[sync.outer]}")
     return helps

@@ -192,6 +192,19 @@ class SyncSettings(Settings):
         return SyncSpec(**{name: getattr(self, name) for name in SyncSettings.model_fields})
 
 
+def check_outer(sync: SyncSettings | SyncSpec) -> None:
+    """Whether the outer step that is asked for can be made.
+
+    Raises:
+        UsageError: it could never be orthogonalised.
+    """
+    if sync.outer != "nesterov" and not sync.outer_momentum:
+        raise UsageError(
+            f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
+            "average only, set outer=nesterov too"
+        )
+
+
 class TrainerSettings(Settings):
     """The built-in trainer; equal for all learners, kept in the run's spec."""
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.fragments import fragments_of, layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
@@ -53,7 +53,7 @@ from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery, Source
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import FragmentParameters, tensor_table, trained_tensors
 from diloco.workers.proposal import fitting, proposal
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
@@ -303,7 +303,9 @@ class Learner:
             read = partial(self.read_spec, self._url, self._given.run)
             held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
         if held is not None:
-            sync_spec, trainer = held.sync, trainer or held.trainer
+            # Another model than the run's may have too few tensors: joining says how they differ.
+            fragments = fragments_of(held.sync.fragments, len(trained_tensors(self.model)))
+            sync_spec, trainer = held.sync.model_copy(update={"fragments": fragments}), trainer or held.trainer
         else:
             usual = sync or load(SyncSettings)
             fitted = fitting(usual, self.model)

@@ -19,7 +19,7 @@ from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, MergeName, MergeRule
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.settings import SyncSettings, check_outer
 
 ITEM = 4
 """Bytes of a float32."""
@@ -89,11 +89,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
         UsageError: as `trained_tensors`; fewer tensors than fragments, or a step that could never be orthogonalised.
     """
     orthogonal = sync.outer != "nesterov"
-    if orthogonal and not sync.outer_momentum:
-        raise UsageError(
-            f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
-            "average only, set outer=nesterov too"
-        )
+    check_outer(sync)
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
     fragment = balance(((name, tensor.numel()) for name, tensor in trained.items()), sync.fragments)

@@ -46,6 +46,8 @@ class LearnerStatus(TypedDict):
     """Since the report, by the server's clock."""
     # A rank of a data-parallel baseline says nothing of these.
     step_s_median: NotRequired[float]
+    pull_s: NotRequired[float]
+    """From a head that it saw to the fragment's global pulled."""
     blocked_s: NotRequired[float]
     wall_s: NotRequired[float]
     host: NotRequired[str]
@@ -157,6 +159,7 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "loss": report.loss,
         "step_s": report.step_s,
         "step_s_median": report.step_s_median,
+        "pull_s": report.pull_s,
         "blocked_s": report.blocked_s,
         "wall_s": report.wall_s,
         "versions": list(report.versions),

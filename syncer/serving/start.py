@@ -61,6 +61,8 @@ class Start:
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
         while data is None:
+            # So that whoever asks for the status can tell a run that waits from one that is not there.
+            await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
             await asyncio.sleep(LOOK_S)
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)

@@ -105,7 +105,15 @@ def test_each_window_shows_k_of_k_and_the_grace_left():
 
 def test_run_totals_warnings_and_time_left_are_there():
     text = text_of(status())
-    for part in ("my-run: running", "104", "2.1874", "24.0k tokens", "quorum 3 > 2 live", "1:21 gone", "1:28 left"):
+    for part in (
+        "my-run: running",
+        "104",
+        "2.1874",
+        "21.0k overwritten, 0 rejected, 3000 died",
+        "quorum 3 > 2 live",
+        "1:21 gone",
+        "1:28 left",
+    ):
         assert part in text
 
 

@@ -35,6 +35,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 from diloco.studies.quality.settings import PRESETS as LAB_PRESETS
+from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,6 +207,8 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"drain_s": 9.0, "method": "data-parallel"}, "DILOCO_DRAIN_S"),
         ({"http_port": 8080, "method": "data-parallel"}, "--http-port"),
         ({"codec": "int8", "method": "data-parallel"}, "--codec"),
+        ({"outer_momentum": 0.0}, "outer=halley needs an outer momentum above 0"),
+        ({"outer": "muon", "outer_momentum": 0.0}, "outer=muon needs an outer momentum above 0"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):
@@ -334,6 +337,19 @@ def test_the_password_of_a_live_run_comes_from_the_environment(tmp_path):
     with pytest.raises(UsageError, match="DILOCO_REDIS_URL"):
         locate(BusSettings(), tmp_path / "out")
     assert locate(BusSettings(redis_url="redis://:pw@h"), tmp_path / "out").redis_url == "redis://:pw@h"
+
+
+@pytest.mark.redis
+def test_a_run_that_is_not_there_is_told_from_one_that_waits(tmp_path, redis_server, capsys):
+    """A syncer that waits for its first learner says that it is here; of any other name nothing is on this Redis."""
+    name = f"waits-{tmp_path.name}"
+    assert cli.main(["status", "--redis-url", redis_server, "--run", name]) == 1
+    assert f"no run '{name}' on this Redis: is it --run?" in capsys.readouterr().err
+    ask = ["status", "--json", "--redis-url", redis_server, "--run", name]
+    with a_syncer(redis_server, name):
+        wait_for(lambda: cli.main(ask) == 0)
+        status = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (status["phase"], status["reason"]) == ("waiting", "waiting for the first learner")
 
 
 def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):

@@ -211,4 +211,33 @@ def test_help_shows_numbers_as_people_write_them(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert "70B" in shown
     assert "100Gbps" in shown
-    assert "000000" not in shown
+    assert "0000000" not in shown, "a million is as long as it gets"
+
+
+def test_a_model_of_few_layers_has_no_more_fragments_than_tensors() -> None:
+    """Seven tensors a layer, by the layers that are told, or that follow from the width."""
+    for told in ({"layers": 1}, {"width": 280}):
+        pace = pace_of(load(Site, {"params": "1M", "link": "1Mbps", **told}), 4, 2, "bf16", "fp32", "halley")
+        assert pace.fragments == 7, told
+    assert pace_of(load(Site, {"params": "1M", "link": "1Mbps"}), 4, 2, "bf16", "fp32", "halley").fragments > 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (["--overlap-steps", "10000000"], "overlap_steps"),
+        (["--syncer-cores", "100000"], "syncer_cores"),
+        (["--width", "5", "--layers", "1"], "1 layers of width 5 have 300 parameters"),
+        (["--width", "100000", "--layers", "10000"], "are planned for"),
+        (["--json", "nowhere/plan.json"], "there is no folder nowhere"),
+        (["--json", "."], "a folder, not a file"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_it_is_made(
+    asked: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *asked]) == 2
+    said = capsys.readouterr()
+    assert named in said.err
+    assert said.out == ""

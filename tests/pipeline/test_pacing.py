@@ -2,13 +2,14 @@
 
 import pytest
 
-from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
+from diloco.pipeline.pacing import MOST_INTERVAL, Pace, least_step_s, outer_room, slow_merges
+from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.grace import LastMerges
 from tests import samples
 
 
-def said(*merge_s, step_s=(0.1,), syncers=1, version=9, allowed=1.0, **sync):
-    paces = [Pace(p, version, s) for p, s in enumerate(merge_s)]
+def said(*merge_s, step_s=(0.1,), syncers=1, version=9, allowed=1.0, outer_s=0.0, **sync):
+    paces = [Pace(p, version, s, outer_s) for p, s in enumerate(merge_s)]
     return slow_merges(samples.sync_spec(fragments=len(paces), **sync), paces, step_s, syncers, allowed)
 
 
@@ -73,14 +74,14 @@ def test_a_round_is_the_interval_in_force_of_the_median_learner():
 
 def test_only_what_helps_is_advised():
     """More syncers than fragments merge nothing more, and only an orthogonalised step multiplies matrices."""
-    alone, shared = said(1.0, 1.0, syncers=1, outer="halley"), said(1.0, 1.0, syncers=2)
+    alone, shared = said(1.0, 1.0, syncers=1, outer="halley", outer_s=0.9), said(1.0, 1.0, syncers=2)
     assert "cores" in alone
     assert "another syncer" in alone
     assert "--outer nesterov" in alone
     assert "OPENBLAS_NUM_THREADS" in alone
     assert "another syncer" not in shared
     assert "nesterov" not in shared
-    assert "--outer halley" in (said(1.0, 1.0, syncers=1, outer="muon") or "")
+    assert "--outer halley" in said(1.0, 1.0, syncers=1, outer="muon", outer_s=0.9)
 
 
 def test_one_hold_up_is_no_slow_merge():
@@ -101,3 +102,28 @@ def test_from_which_step_time_on_an_outer_step_fits(outer_s, together_s):
     pace = [Pace(0, 9, 0.0, outer_s)]
     assert slow_merges(sync, pace, [1.01 * step_s], 1, 1.0, together_s) is None
     assert slow_merges(sync, pace, [0.99 * step_s], 1, 1.0, together_s)
+
+
+def test_a_tiny_models_merges_are_told_in_milliseconds_and_helped_by_longer_rounds():
+    """Its outer step is the smaller part: neither threads nor another one would help, and longer rounds come first."""
+    text = said(0.012, step_s=(0.0002,), outer="halley")
+    assert "fragment 0 12 ms, its round of 4 steps 0.8 ms, room 0.27 ms" in text
+    assert text.split(": ")[1].startswith("start the run with longer rounds (--sync-interval 180;")
+    assert "OPENBLAS_NUM_THREADS" not in text
+    assert "nesterov" not in text
+
+
+def test_no_advice_is_beyond_what_can_be_set():
+    """However long a merge takes: threads that BLAS has, and an interval that the setting takes."""
+    pace = [Pace(0, 9, 0.0, 1e5)]
+    text = slow_merges(samples.sync_spec(fragments=1, outer="halley"), pace, [1e-3], 1)
+    assert "OPENBLAS_NUM_THREADS=64)" in text
+    assert "--sync-interval 1000000;" in text
+    longest = samples.sync_spec(fragments=1, sync_interval=10**6, first_interval=0)
+    assert "longer rounds" not in slow_merges(longest, [Pace(0, 9, 1e9)], [1e-3], 1)
+
+
+def test_the_advised_interval_is_bounded_as_the_setting_is():
+    with pytest.raises(ValueError, match="sync_interval"):
+        SyncSettings(sync_interval=MOST_INTERVAL + 1)
+    assert SyncSettings(sync_interval=MOST_INTERVAL)

@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
 from diloco.workers.learner import Learner
 from diloco.workers.proposal import fitting
@@ -65,6 +65,18 @@ def test_learners_and_a_syncer_that_say_nothing_agree_on_a_small_model(redis_ser
             assert (said["run"], said["learner"], said["fragments"]) == ("small", later.id, 3)
             assert said["learners_live"] == 2
             assert "version" in said
+
+
+@pytest.mark.redis
+def test_another_model_is_told_how_it_differs_from_the_runs(redis_server: str) -> None:
+    """By its tensors, even where it has fewer of them than the run has fragments."""
+    with a_syncer(redis_server, "other"), learner_of(redis_server, "other"):
+        other = nn.Linear(3, 3)
+        late = Learner(other, torch.optim.AdamW(other.parameters()), run="other", redis_url=redis_server)
+        with pytest.raises(SpecMismatch, match="choose another run name") as refused, late:
+            pass
+    assert "tensor weight: here [3, 3]" in str(refused.value)
+    assert "tensor 0.weight: here absent, the run has [4, 4]" in str(refused.value)
 
 
 @pytest.mark.redis
