@@ -17,10 +17,6 @@ DECAY = 0.8
 SLOWEST_FACTOR = 10.0
 """A step time counts up to so many times the median: no learner's word alone stretches a window."""
 
-STEPS_VARY = 0.25
-"""Steps take longer than on average by so much, now and then: a straggler's header may come so much later. Who misses
-a merge for it loses an interval."""
-
 MOST_STEPS = 10**6
 """The longest interval."""
 
@@ -94,8 +90,7 @@ class GraceEstimator:
             return None
         slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
-        late_s = control_latency_s + STEPS_VARY * slowest
-        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, late_s)
+        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
 
 
 class UploadEstimator:

@@ -65,8 +65,9 @@ class Windows:
     def changed(self, p: int, state: Surviving) -> None:
         """What is pending on a fragment's stream, or what of it is uploaded, is another now."""
         version, there = state.version, set[str]()
-        planned = reference.interval(self._sync, version)
-        hides = math.ceil(self._sync.overlap_steps * max(state.interval, planned) / planned)
+        hides = self._sync.overlap_steps
+        if state.interval:  # else it is as planned, or nothing is installed
+            hides = math.ceil(hides * state.interval / reference.interval(self._sync, version))
         self._grace_s[p] = self._sync.grace_gamma * hides * self._slowest_step_s
         for header in state.pending.values():
             base = header.base_version
