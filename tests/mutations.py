@@ -269,6 +269,18 @@ MUTATIONS = [
         (("interval=loaded.head.interval", "interval=0"),),
     ),
     Mutation(
+        "a head does not say its interval",
+        stored_values,
+        "head_fields",
+        (('"interval": b"%d" % commit.interval', '"interval": b"0"'),),
+    ),
+    Mutation(
+        "a delta goes before the one that renews it is whole",
+        Publishing,
+        "_offer_one",
+        (("if not item[0].renews:", "if True:"),),
+    ),
+    Mutation(
         "an owner goes on from what learners have",
         FragmentState,
         "advance",

@@ -59,8 +59,9 @@ class Publication:
     steps: int
     tokens: int
     due: bool
-    renews: bool = False
-    """It takes the place of one that is on the bus: the payload goes first, so that there is always a whole one."""
+    renews: int = 0
+    """Serial of the one on the bus whose place it takes; the payload goes first, so that there is always a whole one.
+    0: of none."""
 
 
 class Counts(NamedTuple):
@@ -164,7 +165,7 @@ class Rounds:
             elif counters.again or reopened:
                 yield self._publication(counters, base, window, due)
             elif uploaded.get(p) == counters.published_serial and self._renewable(counters):
-                yield self._publication(counters, base, window, due, renews=True)
+                yield self._publication(counters, base, window, due, renews=counters.published_serial)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
@@ -204,7 +205,7 @@ class Rounds:
         return late and counters.tokens > counters.published_tokens
 
     def _publication(
-        self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool, renews: bool = False
+        self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool, renews: int = 0
     ) -> Publication:
         counters.window_attempt = window.attempt if window else 0
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1

@@ -33,7 +33,7 @@ def published(rounds: Rounds, steps: int, uploaded: dict[int, int], uploads: boo
     for _ in range(steps):
         rounds.trained(10)
         for one in rounds.publications({}, uploaded):
-            found.append((one.steps, one.renews))
+            found.append((one.steps, bool(one.renews)))
             if uploads:
                 uploaded[0] = one.serial
     return found
@@ -86,7 +86,7 @@ class Noting(VirtualLearner):
         return connected
 
     def publish(self, publication: Publication) -> None:
-        self.renewed = getattr(self, "renewed", 0) + publication.renews
+        self.renewed = getattr(self, "renewed", 0) + bool(publication.renews)
         super().publish(publication)
 
 

@@ -48,12 +48,10 @@ class Publishing:
         self._reporting, self._latest, self._feedback = reporting, latest, feedback
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
-        self._offered: dict[int, tuple[tuple[int, bytes], int, str]] = {}
-        """Fragment -> (base, attempt, entry) of its last header."""
+        self._offered: dict[int, tuple[int, str]] = {}
+        """Fragment -> (serial, entry) of its last header."""
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
-        self._whole: dict[int, tuple[tuple[int, bytes], str]] = {}
-        """Fragment -> (base, key) of the last payload that is on the bus whole."""
         self._header_wake = asyncio.Event()
         self._uploads: asyncio.Queue[tuple[Publication, Values]] = asyncio.Queue()
         self.unsent = 0
@@ -105,13 +103,9 @@ class Publishing:
             layout=member.layout.digest,
             step_s=report.step_s,
         )
-        p, at, renews = base.fragment, (base.version, base.digest), ""
-        if publication.renews and p in self._offered:
-            before, attempt, entry = self._offered[p]
-            renews = (
-                entry if before == at and attempt < publication.attempt else ""
-            )  # a later one may have overtaken it
-        self._offered[p] = at, publication.attempt, await member.bus.offer(header, renews)
+        last, entry = self._offered.get(base.fragment, (0, ""))
+        renews = entry if last == publication.renews else ""
+        self._offered[base.fragment] = publication.serial, await member.bus.offer(header, renews)
 
     async def upload(self) -> None:
         """Upload the payloads of headers that were sent."""
@@ -123,24 +117,18 @@ class Publishing:
 
     async def _send_one(self, publication: Publication, values: Values) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
+        member, p, renews = self._member, publication.base.fragment, publication.renews
         whole = await self._upload_one(publication, values)
-        if publication.renews:
-            await self._member.outages.retry(self._send_header, publication)
+        if renews and not self._is_outdone(publication):
+            await member.outages.retry(self._send_header, publication)
         if whole:
-            await self._uploaded(publication)
-
-    async def _uploaded(self, publication: Publication) -> None:
-        """Header and payload are on the bus: what they renew is needed no more."""
-        p, base = publication.base.fragment, (publication.base.version, publication.base.digest)
-        before, self._whole[p] = self._whole.get(p), (base, self._key(publication))
-        self._member.shared.uploaded[p] = publication.serial
-        if publication.renews and before is not None and before[0] == base:
+            member.shared.uploaded[p] = publication.serial
+        if whole and renews:
             with suppress(BusError):  # else it expires later
-                await self._member.bus.expire_soon(before[1], RENEWED_TTL_S)
+                await member.bus.expire_soon(self._key(p, renews), RENEWED_TTL_S)
 
-    def _key(self, publication: Publication) -> str:
-        member, p = self._member, publication.base.fragment
-        return member.bus.keys.delta_payload(p, member.learner, member.incarnation, publication.serial)
+    def _key(self, fragment: int, serial: int) -> str:
+        return self._member.bus.keys.delta_payload(fragment, self._member.learner, self._member.incarnation, serial)
 
     async def _upload_one(self, publication: Publication, values: Values) -> bool:
         """Whether all of it is on the bus."""
@@ -171,7 +159,7 @@ class Publishing:
         async def push() -> None:
             nonlocal whole
             if self._is_of_use(publication):
-                key = self._key(publication)
+                key = self._key(base.fragment, publication.serial)
                 await push_growing(member.bus, key, payload, self._sync.chunk_bytes, DELTA_TTL_S, more)
                 told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
                 member.log.debug("delta_published", **told)
@@ -183,7 +171,9 @@ class Publishing:
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
-        p, base, latest = publication.base.fragment, publication.base.version, self._latest
-        newest_base, newest_attempt = self.newest[p]
-        outdone = newest_base == base and newest_attempt > publication.attempt
-        return latest[p][0] - 1 <= base <= latest[p][0] and not outdone
+        base, (latest, _) = publication.base.version, self._latest[publication.base.fragment]
+        return latest - 1 <= base <= latest and not self._is_outdone(publication)
+
+    def _is_outdone(self, publication: Publication) -> bool:
+        base, attempt = self.newest[publication.base.fragment]
+        return base == publication.base.version and attempt > publication.attempt
