@@ -99,7 +99,7 @@ def slow_merges(
 ) -> str | None:
     """A warning if merges take longer than they have room, with what helps; None: they fit, or it is not known yet.
 
-    A round is the interval in force (`ramps.interval_at`) times the median step time of the live learners.
+    A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners.
 
     Args:
         sync: the run's.
@@ -126,8 +126,8 @@ def slow_merges(
     return (
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
         f"fragment {worst.fragment} {_time(takes_s)}{outer}, its round of {interval} steps {_time(round_s)}, room "
-        f"{_time(takes_s / ratio)}), and what is trained meanwhile is overwritten, about "
-        f"{takes_s / (takes_s + round_s):.0%}: {'; or '.join(_helps(sync, worst, ratio, syncers, by_outer))}"
+        f"{_time(takes_s / ratio)}), and learners train longer between two syncs: "
+        f"{'; or '.join(_helps(sync, worst, ratio, syncers, by_outer))}"
     )
 
 

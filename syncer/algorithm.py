@@ -200,12 +200,15 @@ def outer_step(
 
 # --- the grace window ---------------------------------------------------------------------------------------
 
+STEPS_VARY = 0.25
+"""Steps take longer than on average by so much, now and then. Who misses a merge for it loses an interval."""
+
 
 def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamma: float, latency: float) -> float:
     """Seconds to wait beyond the quorum (paper, adaptive grace window): gamma * slack, and never below 0.
 
     slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync. The cap is one
-    step and the latency of a header: a straggler that follows has done so by then.
+    step that takes `STEPS_VARY` longer, and the latency of a header: a straggler that follows has done so by then.
 
     Args:
         step_time: of a learner's inner step, s.
@@ -216,4 +219,4 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
         latency: from a learner's decision to publish to its header at the syncer, s.
     """
     slack = tau * step_time - (quorum_time + sync_time)
-    return max(0.0, min(gamma * slack, step_time + latency))
+    return max(0.0, min(gamma * slack, (1 + STEPS_VARY) * step_time + latency))

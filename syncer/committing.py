@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import structlog
 
@@ -21,7 +22,9 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.wire import MOST_STEPS
 from diloco.pipeline.payload.codec import Payload
+from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
@@ -234,6 +237,49 @@ class Loaded:
         return self.head.version, self.head.digest
 
 
+class RoundTrips:
+    """How many steps the last two of one fragment took.
+
+    A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
+    of these steps are overwritten. `stretched` makes intervals longer by them.
+    """
+
+    def __init__(self) -> None:
+        self._took = (0.0, 0.0)
+
+    def observe(self, seconds: float) -> None:
+        """One more: quorum time, grace, and sync time of one window, the pull in it."""
+        self._took = self._took[1], seconds
+
+    def steps(self, step_times: Sequence[float], latency_s: float) -> float:
+        """The step in which a learner adopts, and what passes besides; 0: not known yet.
+
+        The shorter one of the last two counts, so that one hold-up is no sign.
+
+        Args:
+            step_times: of the learners that were merged, s; 0 is not known yet.
+            latency_s: from a learner's decision to publish to its header at the syncer.
+        """
+        known, round_trip_s = [s for s in step_times if s > 0], min(self._took)
+        return 1 + (round_trip_s + latency_s) / median(known) if known and round_trip_s else 0.0
+
+
+def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
+    """`ramps.interval_at`, made longer where round trips take long.
+
+    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
+    once the interval is H, no greater a share than tau of H.
+
+    Args:
+        sync: tau, and what `ramps.interval_at` needs; tau of 0 counts as 1 here.
+        version: of the base.
+        round_trip: steps (`RoundTrips`).
+    """
+    interval = interval_at(sync, version)
+    hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
+    return min(MOST_STEPS, max(interval, int(hides * round_trip)))
+
+
 class LastMerges:
     """How long the last two merges of one fragment took; the shorter one counts, so that one hold-up is no sign."""
 
@@ -274,8 +320,16 @@ def payload_key(bus: Bus, offer: Offer) -> str:
 class Committing:
     """Makes the next versions of one loaded fragment."""
 
-    def __init__(self, context: SyncerContext, layout: FragmentLayout, staging: Staging, merges: LastMerges) -> None:
-        self._context, self._layout, self._staging, self._merges = context, layout, staging, merges
+    def __init__(
+        self,
+        context: SyncerContext,
+        layout: FragmentLayout,
+        staging: Staging,
+        merges: LastMerges,
+        round_trips: RoundTrips,
+    ) -> None:
+        self._context, self._layout, self._staging = context, layout, staging
+        self._merges, self._round_trips = merges, round_trips
         self.sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
@@ -302,6 +356,7 @@ class Committing:
         commit = self._commit(loaded, merge, merged, published, record)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)
+        loaded.fragment.interval = commit.interval
         loaded.head = head_after(loaded.head, commit)
         self._context.metrics.merged(record, outer_s)
         self._log.info(
@@ -349,7 +404,13 @@ class Committing:
             merge_s=self._context.clock.now() - began,
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
+            interval=loaded.head.interval,
         )
+
+    def _interval(self, version: int, merge: Merge) -> int:
+        """Of the version that this merge makes."""
+        sync, step_times = self._context.sync, [offer.header.step_s for offer in merge.contributions]
+        return stretched(sync, version, self._round_trips.steps(step_times, 2 * self._context.watch.latency_s))
 
     def _commit(self, loaded: Loaded, merge: Merge, merged: Merged, published: Published, record: Committed) -> Commit:
         offers = merge.contributions
@@ -366,6 +427,7 @@ class Committing:
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
+            interval=self._interval(merged.version, merge),
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),

@@ -45,7 +45,7 @@ class GraceEstimator:
         The step time in the slack is the slowest expected learner's: grace is there for stragglers, and one
         measured in the steps of the fastest would close on mixed hardware before a straggler's next step
         boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
-        such step and the latency of a header: that is the cap.
+        such step, as long as it may be, and the latency of a header: that is the cap.
 
         The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
         and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
@@ -53,7 +53,7 @@ class GraceEstimator:
         Args:
             step_times: compute step time of each expected learner, s; 0.0 is not known yet and is ignored.
             pull_times: from a head to the fragment's global pulled, of each expected learner, s; 0.0 before its first.
-            overlap_steps: tau.
+            overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
 

@@ -34,6 +34,7 @@ class Refusals:
         header: DeltaHeader | None,
         refused: Refused,
         payloads: tuple[str, ...] = (),
+        tell: bool = True,
     ) -> None:
         """Refuse one entry of the stream, once and for all.
 
@@ -43,6 +44,7 @@ class Refusals:
             header: None where its bytes did not decode.
             refused: why, and what was trained for nothing.
             payloads: keys that go with it.
+            tell: False: of no interest to anybody, since nothing is lost by it. It is counted.
 
         Raises:
             BusError: as `Bus.refuse`.
@@ -53,13 +55,13 @@ class Refusals:
         records: tuple[Rejected, ...] = ()
         if at != self._at:  # another window: all is told again
             self._told, self._at = Counter(), at
-        self._told[learner] += 1
-        if (told := self._told[learner]) <= TOLD_A_WINDOW:
+        self._told[learner] += tell
+        if tell and (told := self._told[learner]) <= TOLD_A_WINDOW:
             self._log.warning("delta_rejected", learner=learner, reason=reason.value, detail=detail)
             unix_s, where = self._clock.unix(), (self._p, at[0])
             record = Rejected.of(header, where, lost_tokens=lost_tokens, reason=reason, detail=detail, unix_s=unix_s)
             records = (record.model_copy(update={"last_told": told == TOLD_A_WINDOW}),)
-        elif told == TOLD_A_WINDOW + 1:
+        elif tell and told == TOLD_A_WINDOW + 1:
             self._log.warning("refusals_untold", learner=learner, after=TOLD_A_WINDOW, until="the next window")
         untold = () if records else (reason,)
         await self._bus.refuse(

@@ -7,6 +7,7 @@ who is given up and when to merge is decided elsewhere (`window`, `watch`); this
 
 import asyncio
 from collections.abc import Callable
+from statistics import median_low
 
 import structlog
 
@@ -16,9 +17,10 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
+from diloco.pipeline.ramps import overlap_in_force
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, LastMerges, Loaded, Staging, payload_key
+from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
@@ -38,7 +40,7 @@ class OwnerState:
         bus, clock, sync = context.bus, context.clock, context.sync
         self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
         operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
-        self.merges = LastMerges(operations / context.speed.flops)
+        self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
         self.not_finite_times = 0
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
@@ -69,9 +71,10 @@ class Session:
         )
         self.window = self._new_window()
         self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
-        self._committing = Committing(context, layout, state.staging, state.merges)
+        self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
+        self._rest_s = 0.0
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     def _new_window(self) -> Window:
@@ -99,11 +102,12 @@ class Session:
                 # loses the bus in between would find a window for which nobody is asked again.
                 await self._show_window(decision, conditions)
                 await self._refuse_left()
+                await self._rest()
                 match decision:
                     case Merge():
                         await self._merge(decision)
                     case Reopened():
-                        await self._refuse_overdue(decision.overdue, f"reopened: {decision.reason}")
+                        await self._refuse_overdue(decision, f"reopened: {decision.reason}")
                         self._download()
                     case Wait() if arrivals.empty:
                         await self._add_up()
@@ -179,14 +183,18 @@ class Session:
 
     def _conditions(self) -> Conditions:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
-        doubted = state.doubts.learners
-        expected = watch.expected(self._p, version)
-        trusted = [s.report for s in expected if s.report.learner not in doubted]
-        steps, pulls = [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
-        grace = state.grace.grace_s(steps, pulls, sync.overlap_steps, sync.grace_gamma, 2 * watch.latency_s)
+        steps, pulls = self._reported()
+        overlap = overlap_in_force(sync, version, self._loaded.head.interval)
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, doubted)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
+
+    def _reported(self) -> tuple[list[float], list[float]]:
+        """Step times and pull times of the learners that are expected and not doubted, s."""
+        expected, doubted = self._context.watch.expected(self._p, self.window.version), self._state.doubts.learners
+        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
         """Write the window's state to the head when it changed; wake followers when it opened."""
@@ -232,40 +240,45 @@ class Session:
         for offer, refused in left:
             await self._refuse(offer, refused)
 
-    async def _refuse(self, offer: Offer, refused: Refused) -> None:
+    async def _refuse(self, offer: Offer, refused: Refused, tell: bool = True) -> None:
         key = payload_key(self._bus, offer)
         pending = self.window.pending()
         still_needed = any(payload_key(self._bus, other) == key for other in pending if other is not offer)
         self._downloads.forget([offer.entry_id])
         gone = () if still_needed else (key,)
-        await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone)
+        await self._state.refusals.refuse(self._loaded.at, offer.entry_id, offer.header, refused, gone, tell)
 
     async def _refuse_replaced(self, replaced: Offer, offer: Offer) -> None:
         same = replaced.header.base_version == offer.header.base_version
         reason = RefusalReason.DUPLICATE if same else RefusalReason.TOO_STALE
         lost = 0 if same else replaced.header.tokens
-        await self._refuse(replaced, Refused(reason, "a newer delta of the same learner took its place", lost))
+        refused = Refused(reason, "a newer delta of the same learner took its place", lost)
+        await self._refuse(replaced, refused, tell=not same)
 
-    async def _refuse_overdue(self, overdue: tuple[Offer, ...], detail: str) -> None:
-        self._downloads.timed_out(offer.entry_id for offer in overdue)
-        for offer in overdue:
-            refused = Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)
-            self._state.doubts.refused(offer.header.learner, refused.reason)
-            await self._refuse(offer, refused)
+    async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
+        """Whoever was waited for in vain is doubted sooner, also if its newest attempt may still come."""
+        for learner in decision.in_vain:
+            self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
+        self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
+        for offer in decision.overdue:
+            await self._refuse(offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens))
 
     # --- merging ------------------------------------------------------------------------------------------
 
     async def _merge(self, merge: Merge) -> None:
         """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
         state, began = self._state, self._clock.now()
-        await self._refuse_overdue(merge.overdue, "the upload did not end in time")
+        await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = await self._downloads.as_merged(merge.contributions)
         record = await self._committing.commit(self._loaded, merge, deltas, began)
         if record is None:
             await self._not_finite(merge)
             return
         state.grace.observe_quorum(record.quorum_s)
-        state.grace.observe_sync(self._clock.now() - merge.fixed_at)
+        state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
+        if not merge.overdue:  # an upload that does not come says nothing of those that do
+            pull_s = median_low(self._reported()[1] or [0.0])
+            state.round_trips.observe(record.quorum_s + record.grace_s + sync_s + pull_s)
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
@@ -280,6 +293,12 @@ class Session:
         pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
-        await pause(self._wake, self._goes_on, self._clock, pause_s)
         refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
         self._left += zip(gone, refused, strict=True)
+        self._rest_s = pause_s
+
+    async def _rest(self) -> None:
+        """After a merge that came to nothing, once learners know of it: who renews its delta takes the reason away."""
+        rest_s, self._rest_s = self._rest_s, 0.0
+        if rest_s:
+            await pause(self._wake, self._goes_on, self._clock, rest_s)

@@ -13,7 +13,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
 | UPLOADING or MERGING | offer | another learner | unchanged | Late |
 | UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
-| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Refused |
+| COLLECTING or GRACE | offer | a later attempt of a member that has uploaded | unchanged | Accepted |
+| UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Late |
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
@@ -35,7 +36,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
 merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
 more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
-then, not refused. `tests/syncer/test_window_table.py` reads this table.
+then, not refused. Its learner was waited for in vain all the same, and is doubted for it.
+`tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
 merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
@@ -115,6 +117,8 @@ class Merge:
     quorum_at: float
     fixed_at: float
     """When M_t was fixed."""
+    in_vain: tuple[str, ...] = ()
+    """Learners that were waited for until the upload deadline: the overdue, and those with an attempt since."""
 
     @property
     def quorum_s(self) -> float:
@@ -134,6 +138,8 @@ class Reopened:
     overdue: tuple[Offer, ...]
     reason: str
     opened_at: float
+    in_vain: tuple[str, ...] = ()
+    """As of a `Merge`."""
 
 
 Decision = Wait | Merge | Reopened
@@ -264,10 +270,12 @@ class Window:
         if same_delta(header, before):
             return DUPLICATE
         again = same_training(header, before)
-        if again and (member.uploaded is not None or header.attempt < before.attempt):
+        if again and header.attempt < before.attempt:
             return outdone(header, before)
-        # While its payload is awaited too: a learner never uploads what it has outdone.
-        in_its_place = again and not isinstance(self.phase, Merging)
+        # A later attempt holds more. While the payload of a fixed set is awaited too: a learner never uploads what it
+        # has outdone. One that is complete stays; the later one is kept until it is merged, lest it never is.
+        complete = fixed and member.uploaded is not None
+        in_its_place = again and not complete and not isinstance(self.phase, Merging)
         if in_its_place or (not fixed and header.base_version > before.base_version):
             return self._accept(offer, now, member.offer)
         return self._hold(offer, now)
@@ -350,10 +358,12 @@ class Window:
             return Wait(phase.deadline, reason)
         overdue = _overdue(phase, waiting, now)
         if len(done) < given.quorum:
-            return Reopened(overdue, f"{len(done)} of quorum {given.quorum} uploaded in time", phase.opened_at)
+            reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
+            return Reopened(overdue, reason, phase.opened_at, tuple(waiting))
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
-        return Merging(Merge(done, overdue, reason, phase.opened_at, phase.quorum_at, phase.fixed_at))
+        times = phase.opened_at, phase.quorum_at, phase.fixed_at
+        return Merging(Merge(done, overdue, reason, *times, tuple(waiting)))
 
     # --- transitions -----------------------------------------------------------------------------------
 

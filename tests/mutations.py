@@ -14,6 +14,7 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.transfer import global_int8
 from diloco.pipeline.transfer.updates import CodedGradient, StepCoder
 from diloco.syncer.admission import Admission
+from diloco.syncer.committing import Committing
 from diloco.syncer.merging import fragment, outer
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.owner import FragmentOwner
@@ -253,7 +254,31 @@ MUTATIONS = [
         "a growing interval goes by a learner's own rounds",
         Rounds,
         "_due_after",
-        (("interval_at(self._sync, counters.base.version)", "interval_at(self._sync, counters.rounds)"),),
+        (("(self._sync, base.version, base.interval)", "(self._sync, counters.rounds, 0)"),),
+    ),
+    Mutation(
+        "a learner goes by the planned interval, whatever its head says",
+        Rounds,
+        "_due_after",
+        (("(self._sync, base.version, base.interval)", "(self._sync, base.version, 0)"),),
+    ),
+    Mutation(
+        "the tape tells another interval than the head",
+        Committing,
+        "_record",
+        (("interval=loaded.head.interval", "interval=0"),),
+    ),
+    Mutation(
+        "a head does not say its interval",
+        stored_values,
+        "head_fields",
+        (('"interval": b"%d" % commit.interval', '"interval": b"0"'),),
+    ),
+    Mutation(
+        "a delta goes before the one that renews it is whole",
+        Publishing,
+        "_offer_one",
+        (("if not item[0].renews:", "if True:"),),
     ),
     Mutation(
         "an owner goes on from what learners have",

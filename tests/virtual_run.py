@@ -114,7 +114,8 @@ class VirtualLearner:
                 if self.exchange.shared.offer_again:
                     self.exchange.shared.offer_again = False
                     self.rounds.offer_again()
-                for publication in self.rounds.publications(self.exchange.shared.windows):
+                shared = self.exchange.shared
+                for publication in self.rounds.publications(shared.windows, shared.uploaded):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)
             for publication in list(self.rounds.last(self.exchange.shared.windows, self.over)):

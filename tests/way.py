@@ -47,6 +47,8 @@ SCRIPTS = "pipeline/bus/redis/lua"
 DELTAS = 6
 INTERVAL = 50
 STEP_S = 0.02
+UNSTRETCHED = {"overlap_steps": INTERVAL // 2}
+"""A round trip may be half an interval, whatever else the machine does: deltas stay that far apart."""
 SETTLED_STEPS = 20
 """After an adoption, until reports have told of it: what runs then belongs to neither."""
 WAIT_S = 60.0
@@ -138,7 +140,9 @@ def call_of(code: CodeType) -> Call | None:
 def trace(url: str, run: str = "way") -> Way:
     """Record the ways of some deltas over this Redis."""
     recorder, model, idle, ways = Recorder(), nn.Linear(64, 64), set[Call](), list[Record]()
-    sync = SyncSettings(fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40)
+    sync = SyncSettings(
+        fragments=1, sync_interval=INTERVAL, first_interval=0, outer_warmup=0, quorum=1, tokens=2**40, **UNSTRETCHED
+    )
     with (
         patch.object(mending, "LOOK_S", OFTEN_S),
         patch.object(pulling, "LOOK_AT_ALL_S", OFTEN_S),

@@ -179,7 +179,7 @@ class Learner:
         if shared.offer_again:
             shared.offer_again = False
             training.rounds.offer_again()
-        joined.hand_over(training.rounds.publications(shared.windows), adopted)
+        joined.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
         training.loss = training.loss if loss is None else loss
         training.keeper.stepped(shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)

@@ -3,17 +3,26 @@
 Per fragment: inner steps and tokens since its base was adopted (paper, learner). A fragment is due when it has
 H steps on its base; in the first round at its offset, so that fragments take turns. It follows an open window
 at the next step. One whose steps had no tokens at all (all of their batches masked) waits for some: they are its
-weight. One delta per (base, attempt). Adopting zeroes the counters; what was trained past the last snapshot is
-overwritten, and counted as such.
+weight. One delta per (base, attempt). While nothing is merged, a delta that is on the bus is renewed: a later attempt
+takes its place, so that what is lost is no more than the work since. Adopting zeroes the counters; what was trained
+past the last snapshot is overwritten, and counted as such.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.ramps import interval_at
+from diloco.pipeline.ramps import interval_at, interval_in_force
+
+NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
+RENEWED_BY = 6
+"""A delta is renewed when there is a sixth more of it, if half an interval is less: the longer nothing is merged, the
+less often, so that an upload ends in the end, however slow it is."""
+LEAST_RENEWED = 12
+"""Steps: a round trip may take so many where steps are short, and what does not come is refused before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class Base:
     digest: bytes
     values: Any
     """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device."""
+    interval: int = 0
+    """As `Head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,9 @@ class Publication:
     steps: int
     tokens: int
     due: bool
+    renews: int = 0
+    """Serial of the one on the bus whose place it takes; the payload goes first, so that there is always a whole one.
+    0: of none."""
 
 
 class Counts(NamedTuple):
@@ -69,6 +83,8 @@ class _Counters:
     steps: int = 0
     tokens: int = 0
     published_tokens: int = 0
+    published_steps: int = 0
+    published_serial: int = 0
     published_attempt: int | None = None
     window_attempt: int = 0
     """The window's attempt when this learner last published into it."""
@@ -104,7 +120,7 @@ class Rounds:
         self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
         counters.rounds += counters.base is not None
         counters.base = base
-        counters.steps = counters.tokens = counters.published_tokens = 0
+        counters.steps = counters.tokens = counters.published_tokens = counters.published_steps = 0
         counters.published_attempt = None
         counters.window_attempt = 0
         counters.again = False
@@ -127,8 +143,13 @@ class Rounds:
             counters.tokens += tokens
         self._count()
 
-    def publications(self, windows: Mapping[int, OpenWindow]) -> Iterator[Publication]:
-        """What to publish after this step; each is counted as published once it is taken from here."""
+    def publications(
+        self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED
+    ) -> Iterator[Publication]:
+        """What to publish after this step; each is counted as published once it is taken from here.
+
+        uploaded: fragment -> serial of the last delta of which all is on the bus.
+        """
         for p, counters in enumerate(self._fragments):
             base = counters.base
             if base is None or counters.tokens == 0:
@@ -143,6 +164,8 @@ class Rounds:
                     yield self._publication(counters, base, window, due)
             elif counters.again or reopened:
                 yield self._publication(counters, base, window, due)
+            elif uploaded.get(p) == counters.published_serial and self._renewable(counters):
+                yield self._publication(counters, base, window, due, renews=counters.published_serial)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
@@ -164,20 +187,33 @@ class Rounds:
         self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)
 
     def _due_after(self, counters: _Counters) -> int:
-        interval = self._sync.sync_interval if counters.base is None else interval_at(self._sync, counters.base.version)
-        if counters.rounds or counters.base is None:
+        base = counters.base
+        if base is None:
+            return self._sync.sync_interval
+        interval = interval_in_force(self._sync, base.version, base.interval)
+        if counters.rounds:
             return interval
         # First round. At the start of a run fragments take turns from the first step on. A learner that joins
         # later must not open windows early, so it takes its turns one interval on; usually it follows first.
-        return counters.first_due if counters.base.version == 0 else interval + counters.first_due
+        return counters.first_due if base.version == 0 else interval + counters.first_due
 
-    def _publication(self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool) -> Publication:
+    def _renewable(self, counters: _Counters) -> bool:
+        """Whether so much was trained since the delta that it is worth another upload."""
+        more = counters.steps - counters.published_steps
+        half = max(self._due_after(counters), self._sync.sync_interval) / 2
+        late = more >= max(half, LEAST_RENEWED, counters.published_steps / RENEWED_BY)
+        return late and counters.tokens > counters.published_tokens
+
+    def _publication(
+        self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool, renews: int = 0
+    ) -> Publication:
         counters.window_attempt = window.attempt if window else 0
         next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
         attempt = max(counters.window_attempt, next_attempt)
         counters.published_attempt, counters.again = attempt, False
         self.published += (counters.tokens - counters.published_tokens) * counters.elements
-        counters.published_tokens = counters.tokens
+        counters.published_tokens, counters.published_steps = counters.tokens, counters.steps
         self._count()
         self.deltas += 1
-        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due)
+        counters.published_serial = self.deltas
+        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due, renews)

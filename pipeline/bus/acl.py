@@ -87,7 +87,8 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
                 ],
             ),
             # Its deltas.
-            (_CHUNKS, keys.of_groups(f"deltas:*:{own}", f"delta:*:{own}:*")),
+            (f"{_CHUNKS} +xdel", keys.of_groups(f"deltas:*:{own}")),
+            (_CHUNKS, keys.of_groups(f"delta:*:{own}:*")),
             ("+hsetnx +type", keys.of_groups("senders")),
             ("+xadd +type", keys.of_groups("arrivals")),
             # What learners share: nobody's word is taken for more than it is worth.

@@ -76,6 +76,8 @@ class Commit:
     """How long the global payload, rest and updates live on that the head names no more."""
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
+    interval: int = 0
+    """As `Head`."""
     lost: Head | None = None
     """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
 

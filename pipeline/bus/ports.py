@@ -243,6 +243,10 @@ class PayloadStore(Keyed, Protocol):
         """
         ...
 
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        """Let a payload that is about to expire live so long at most; one that a commit made stay, stays."""
+        ...
+
 
 class Heads(Keyed, Protocol):
     """The present truth about every fragment, to read."""
@@ -271,8 +275,11 @@ class Tape(Keyed, Protocol):
 class Offers(Keyed, Protocol):
     """Headers of deltas: learners offer them, the fragment's owner reads them."""
 
-    async def offer(self, header: DeltaHeader) -> str:
-        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`."""
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
+        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`.
+
+        renews: name of an earlier one of that stream, which goes in the same step if it is still there.
+        """
         ...
 
     async def read_offers(

@@ -220,6 +220,7 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
     return {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
+        "interval": b"%d" % commit.interval,
         **payload_fields(commit),
         "previous_digest": previous or b"",
         "window": encode(commit.window),
@@ -301,6 +302,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         digest=commit.digest,
         **payload_names(commit),
         previous_digest=head.digest,
+        interval=commit.interval,
         window=commit.window,
         merged=commit.merged,
         merged_deltas=head.merged_deltas + len(commit.entries),
@@ -345,6 +347,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             payload_digest=fields.get(b"payload_digest") or None,
             updates=decode_updates(fields.get(b"updates")),
             behind=decode_count("behind", fields.get(b"behind")),
+            interval=decode_count("interval", fields.get(b"interval")),
             refused={reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
         )
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors

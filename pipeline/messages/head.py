@@ -8,6 +8,7 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
     MAX_UPDATES,
+    MOST_STEPS,
     Count,
     Digest,
     FragmentId,
@@ -76,6 +77,8 @@ class Head(Message):
     """Those that led here, oldest first, the last one to this version."""
     behind: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
     """How many of the last of them the key frame lacks."""
+    interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Inner steps between two syncs, for who trains on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
+    MOST_STEPS,
     Count,
     Digest,
     FragmentId,
@@ -73,6 +74,8 @@ class Committed(Message):
     merge_s: Seconds
     syncer: PartyId
     unix_s: UnixSeconds
+    interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Sync interval of the base that was merged into, as its head said it."""
 
     @classmethod
     def installed(

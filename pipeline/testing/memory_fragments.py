@@ -52,7 +52,12 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self._expire(key, extend_s)
         return [data for _, entries in found for _, data in entries]
 
-    async def offer(self, header: DeltaHeader) -> str:
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        await self._turn()
+        if self.store.expiries.get(key, 0.0) - self._clock.now() > ttl_s:
+            self._expire(key, ttl_s)
+
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         await self._turn()
         key = self.keys.deltas(header.fragment, header.learner)
         senders = self.keys.senders(self.keys.group(header.fragment))
@@ -60,6 +65,8 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
         self.store.need_room()
         at = self._xadd(key, encode(header))
+        if renews:
+            self._stream(key).delete(stored_values.entry_id(stored_values.parse_offer_id(renews)[1]))
         if header.learner.encode() not in known:
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())

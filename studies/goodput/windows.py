@@ -2,10 +2,10 @@
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
 to wait and when to merge, `syncer.grace` how long the grace is and how long uploads may take,
-`syncer.watch` and `syncer.doubts` who is live, expected and waited for; `ownership` runs leases. What is left
-out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after H steps, followers at their next
-step boundary, adoption at a step boundary); a learner that is paused reports nothing. The P fragments are alike but
-for their turn, so one of them stands for all.
+`syncer.watch` and `syncer.admission` who is live, expected and waited for; `ownership` runs leases. What is left
+out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after the
+interval in force, followers at their next step boundary, adoption at a step boundary); a learner that is paused
+reports nothing. The P fragments are alike but for their turn, so one of them stands for all.
 """
 
 import heapq
@@ -22,11 +22,13 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.needs import outer_operations
 from diloco.pipeline.outer_cost import CORE_FLOPS
+from diloco.pipeline.ramps import overlap_in_force
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.link import Link, link_of
 from diloco.studies.goodput.parties import CODEC, LAYOUT, TOKENS, Party, StepClock, bare, digest_of
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Offer, Refused
+from diloco.syncer.committing import RoundTrips, stretched
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch
@@ -120,6 +122,8 @@ class Follower:
         self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
         self._queue: list[_Event] = []
         self._numbers = itertools.count()
+        self._round_trips, self._intervals = RoundTrips(), {0: sync.sync_interval}
+        """Version -> its interval."""
         self._version, self._merged = 0, tuple[MergedBase, ...]()
         self._owned, self._told_attempt = True, -1
         self._stream: dict[str, Offer] = {}
@@ -168,7 +172,7 @@ class Follower:
             return
         step = party.clock.step_at(now)
         steps = step - party.adopted_step
-        due = steps >= (self._sync.sync_interval if party.version or self._waits else 1)
+        due = steps >= (self._intervals[party.version] if party.version or self._waits else 1)
         window = self._window
         opened = self._owned and window.state is not State.IDLE and window.version == party.version and not self._waits
         member = opened and party.name in window.members
@@ -214,7 +218,7 @@ class Follower:
             self.tally.overwritten += step - kept
         party.version, party.adopted_step = event.version, step
         party.published_step, party.published_attempt = None, -1
-        self._at(party.clock.wall_s(step + self._sync.sync_interval), "boundary", party, event.version)
+        self._at(party.clock.wall_s(step + self._intervals[event.version]), "boundary", party, event.version)
         opened = self._owned and self._window.state is not State.IDLE and self._window.version == event.version
         if opened and not self._waits:
             self._look(party, now)
@@ -278,7 +282,7 @@ class Follower:
         if not self._owned or self._merging is not None or window.state is State.IDLE:  # idle: no delta is due
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
-            self._overdue(decision.overdue, now)
+            self._overdue(decision, now)
             self._reopened += 1
             self.tally.reopened += self._counting
             for offer in window.awaited():  # late ones are members now, and may be here
@@ -291,7 +295,7 @@ class Follower:
                 self._told_attempt = window.attempt
                 self._tell(now)
             return
-        self._overdue(decision.overdue, now)
+        self._overdue(decision, now)
         self._merging = decision
         staged_s = now + len(decision.contributions) * self._merge_s + self._sync_s
         self._at(staged_s, "commit", version=self._version)
@@ -311,13 +315,15 @@ class Follower:
         expected = watch.expected(0, self._version)
         trusted = [s.report for s in expected if s.report.learner not in doubted]
         steps, pulls = [r.step_s for r in trusted], [r.pull_s for r in trusted]
-        grace_s = self._grace.grace_s(steps, pulls, self._sync.overlap_steps, self._gamma, 2 * watch.latency_s)
+        overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
+        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s)
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
-    def _overdue(self, offers: tuple[Offer, ...], now: float) -> None:
-        self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in offers])
-        for offer in offers:
-            self._doubts.refused(offer.header.learner, RefusalReason.UPLOAD_TIMEOUT)
+    def _overdue(self, decision: Merge | Reopened, now: float) -> None:
+        self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in decision.overdue])
+        for learner in decision.in_vain:
+            self._doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
+        for offer in decision.overdue:
             self._drop(offer, offer.header.tokens)
 
     def _on_commit(self, now: float, event: _Event) -> None:
@@ -331,6 +337,7 @@ class Follower:
         if self._counting:
             self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)
         self._version += 1
+        self._intervals[self._version] = self._next_interval(decision, now, pulled_s)
         merged = {m.learner: m for m in self._merged if m.base_version >= self._version - 1}
         for offer in decision.contributions:
             h = offer.header
@@ -348,6 +355,16 @@ class Follower:
             at_s = pulled_s if party.waits_since is not None else clock.wall_s(clock.step_at(pulled_s) + 1)
             self._at(at_s, "adopt", party, self._version)
         self._decide(now)
+
+    def _next_interval(self, merge: Merge, now: float, pulled_s: float) -> int:
+        """Of the version that is made, by the round trips before: its owner knows no more when it commits."""
+        if self._waits:
+            return self._sync.sync_interval
+        steps = [offer.header.step_s for offer in merge.contributions]
+        trip = self._round_trips.steps(steps, 2 * self._watch.latency_s)
+        if not merge.overdue:
+            self._round_trips.observe(merge.quorum_s + merge.grace_s + pulled_s - merge.fixed_at)
+        return stretched(self._sync, self._version, trip)
 
     def _count(self, merge: Merge, now: float, grace_s: float, sync_s: float) -> None:
         tally = self.tally
@@ -383,6 +400,7 @@ class Follower:
         """The successor rebuilds the window from the stream; what it measured before is gone."""
         self._owned = True
         self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
+        self._round_trips = RoundTrips()
         opened = self._window.state is not State.IDLE
         self._window = self._new_window(now, "collecting" if opened else "idle")
         for offer in list(self._stream.values()):

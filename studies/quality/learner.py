@@ -107,7 +107,7 @@ class LabLearner:
                 if shared.offer_again:
                     shared.offer_again = False
                     self._rounds.offer_again()
-                published = [self._snapshot(one) for one in self._rounds.publications(shared.windows)]
+                published = [self._snapshot(one) for one in self._rounds.publications(shared.windows, shared.uploaded)]
                 exchange.publishing.queue(published)
                 if adopted:
                     exchange.reporting.soon()

@@ -285,6 +285,8 @@ class FragmentState:
         self.digest = digest
         self.theta = theta
         self.outer_state = outer_state
+        self.interval = 0
+        """`Head.interval` of this version."""
         self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
         """Median norm of each merge's contributions."""
         self.before: npt.NDArray[np.float32] | None = None
@@ -321,7 +323,7 @@ class FragmentState:
 
     def outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
         """Outer learning rate and momentum of the step that merges these."""
-        return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas))
+        return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas), self.interval)
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).

@@ -113,6 +113,7 @@ class Mending:
             window=view,
             merged=head.merged,
             record=record,
+            interval=head.interval,
             retired=() if there else tuple(self._due(head)),
             lost=head,
         )

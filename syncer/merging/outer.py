@@ -15,7 +15,7 @@ import numpy.typing as npt
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import OuterName
-from diloco.pipeline.ramps import interval_at
+from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.algorithm import HALLEY, NEWTON_SCHULZ
 from diloco.syncer.merging.merge import BLOCK, squares
 
@@ -40,7 +40,7 @@ class Momentum(NamedTuple):
     mu: float
 
 
-def outer_at(sync: SyncSpec, version: int, steps: Iterable[int]) -> tuple[float, float]:
+def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
     """Outer learning rate and momentum of the step from this version to the next.
 
     For the first `outer_warmup` outer steps learners are averaged: rate 1, no momentum. While the model changes fast, a
@@ -51,8 +51,9 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int]) -> tuple[float,
         sync: outer_lr, outer_momentum, outer_warmup and what `interval_at` needs.
         version: of the base.
         steps: inner steps of each contribution.
+        told: `Head.interval` of the base.
     """
-    if version < sync.outer_warmup or 2 * max(steps) < interval_at(sync, version):
+    if version < sync.outer_warmup or 2 * max(steps) < interval_in_force(sync, version, told):
         return 1.0, 0.0
     return sync.outer_lr, sync.outer_momentum
 

@@ -184,7 +184,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
             compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
         deltas.append(merged)
     version = recorded.header.version - 1
-    outer = outer_at(sync, version, (part.steps for part in parts))
+    outer = outer_at(sync, version, (part.steps for part in parts), tape.interval)
     chosen = recorded.orthogonal
     if (chosen is not None) != orthogonalises(layout, sync, outer[1]):
         problems.append(f"the recording has {'an' if chosen is not None else 'no'} orthogonalised step, unlike the run")

@@ -166,6 +166,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     # Merging.
     assert [one.entry_id for one in await syncer.read_offers(0, block_s=0.01)] == [entry, bad]
     assert await syncer.read_chunks(delta, 0, 10) == [b"chunk"] * 2
+    await learner.expire_soon(delta, 30)
     assert await syncer.count_chunks(delta) == 2
     await syncer.write_window(0, NONCE, expected, samples.IDLE, None)
     await syncer.refuse(0, Refusal(NONCE, expected, (bad,), (), (rejected("l0", 5),), 5))

@@ -297,6 +297,32 @@ async def test_a_reader_keeps_a_payload_alive_but_never_makes_it_expire_sooner(b
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
 
 
+async def test_a_header_that_is_renewed_goes_in_the_same_step(bus: Bus) -> None:
+    """One that is gone by then is no error."""
+    first = await bus.offer(samples.header("l0"))
+    await bus.offer(samples.header("l1"))
+    second = await bus.offer(samples.header("l0", attempt=1, serial=1), first)
+    third = await bus.offer(samples.header("l0", attempt=2, serial=2), first)
+    assert {entry.entry_id for entry in await bus.read_offers(0)} >= {second, third}
+    assert [e.header.serial for e in await bus.read_offers(0) if e.header and e.header.learner == "l0"] == [1, 2]
+
+
+async def test_a_payload_that_is_needed_no_more_expires_sooner_and_never_later(bus: Bus, backdoor: Backdoor) -> None:
+    """One that a commit made stay, stays; one that is not there is no error."""
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [b"a"], 100)
+    await bus.expire_soon(key, 50)
+    assert 40 < (backdoor.ttl_s(key) or 0) <= 50
+    await bus.expire_soon(key, 90)
+    assert 40 < (backdoor.ttl_s(key) or 0) <= 50
+    await head_of(bus)
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    await bus.expire_soon(head.payload, 1)
+    assert backdoor.ttl_s(head.payload) is None
+    await bus.expire_soon(bus.keys.delta_payload(0, "l0", "0" * 8, 1), 1)
+
+
 async def test_a_committed_payload_stays_whatever_readers_and_late_senders_do(bus: Bus, backdoor: Backdoor) -> None:
     await head_of(bus)
     (head,) = await bus.read_heads([0])

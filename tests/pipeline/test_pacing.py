@@ -20,7 +20,7 @@ def test_it_is_said_when_a_merge_takes_longer_than_a_third_of_a_round():
     text = said(0.1, 1.2, 0.9)
     assert "2 of 3 fragments" in text
     assert "fragment 1 1.2 s, its round of 4 steps 0.4 s, room 0.1 s" in text
-    assert "overwritten, about 75%" in text
+    assert "train longer between two syncs" in text
 
 
 def test_a_merge_may_take_the_steps_that_it_may_hide_behind():

@@ -335,7 +335,7 @@ SMALL = Constants(step_time=1, params=1e9, link=1e11)
         ("decoupled", {"merge_rate": 1e6}, "mean_sync_s", 20, 2000),
         ("decoupled", {"syncer_cores": 1}, "mean_sync_s", 1.01, 99),
         ("decoupled", {"outer": "muon"}, "mean_sync_s", 2, 200),
-        ("decoupled", {"latency": 2.0}, "overwritten", 1.1, 9),
+        ("decoupled", {"latency": 2.0}, "outer_steps_per_hour", 0.1, 0.3),  # intervals are stretched
         ("decoupled", {"syncer_mtbi": 2000.0, "lease": 50.0}, "longest_gap_s", 1.5, 99),
         ("decoupled", {"syncer_mtbi": 2000.0, "syncers": 1, "syncer_repair": 900.0}, "longest_gap_s", 9, 999),
         ("diloco", {"diloco_interval": 1000}, "outer_steps_per_hour", 0.45, 0.55),
@@ -364,12 +364,13 @@ def test_a_wider_model_takes_longer_for_its_outer_step(change):
 
 
 def test_globals_in_fewer_bits_are_pulled_sooner():
-    """Where the link is slow: of what is trained meanwhile less is overwritten."""
+    """Where the link is slow: less is overwritten, and intervals are stretched less."""
     whole, half = (
         simulate(SMALL.model_copy(update={"link": 1e9, "global_bits": bits}), "decoupled", 200_000, 4, 0.25, 0).windows
         for bits in (32, 16)
     )
-    assert half["overwritten"] < 0.9 * whole["overwritten"]
+    assert half["overwritten"] < 0.95 * whole["overwritten"]
+    assert half["outer_steps_per_hour"] > 1.2 * whole["outer_steps_per_hour"]
 
 
 def test_a_learner_needs_a_chip():

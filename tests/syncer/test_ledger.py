@@ -370,9 +370,9 @@ def test_a_stale_delta_that_is_merged(tmp_path: Path) -> None:
         await run.world.until_version(3)
         offer = learners[2].bus.offer
 
-        async def slowly(header: Any) -> str:
+        async def slowly(header: Any, renews: str = "") -> str:
             await asyncio.sleep(0.45)
-            answer: str = await offer(header)
+            answer: str = await offer(header, renews)
             return answer
 
         learners[2].bus.offer = slowly  # type: ignore[method-assign]
@@ -457,8 +457,8 @@ def test_headers_that_come_twice(tmp_path: Path) -> None:
         for learner in learners:
             offer, seen = learner.bus.offer, set[int]()
 
-            async def twice(header: Any, offer: Any = offer, seen: set[int] = seen) -> str:
-                answer: str = await offer(header)
+            async def twice(header: Any, renews: str = "", offer: Any = offer, seen: set[int] = seen) -> str:
+                answer: str = await offer(header, renews)
                 if header.serial not in seen:
                     seen.add(header.serial)
                     raise BusUnavailable("the answer was lost")
@@ -484,9 +484,9 @@ def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
         offer = late.bus.offer
         over = asyncio.Event()
 
-        async def much_later(header: Any) -> str:
+        async def much_later(header: Any, renews: str = "") -> str:
             await over.wait()
-            answer: str = await offer(header)
+            answer: str = await offer(header, renews)
             return answer
 
         late.bus.offer = much_later  # type: ignore[method-assign]

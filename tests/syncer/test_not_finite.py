@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
@@ -63,6 +65,37 @@ def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_
             assert np.isfinite(state["momentum"]).all()
         for learner in learners:
             assert np.isfinite(np.concatenate(learner.values)).all()
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that loses the bus in between leaves a window for which learners are asked again."""
+    calls: list[tuple[str, Any]] = []
+
+    def note(name: str, place: int) -> None:
+        call = getattr(MemoryBus, name)
+
+        async def noted(self: Any, p: int, *args: Any) -> None:
+            if p == 0:
+                calls.append((name, args[place]))
+            await call(self, p, *args)
+
+        monkeypatch.setattr(MemoryBus, name, noted)
+
+    note("write_window", 2)
+    note("refuse", 0)
+
+    async def main() -> None:
+        world, learners = await start(1)
+        await world.until_version(4)
+        assert Overflowing.times == 1
+        refused = [name for name, _ in calls].index("refuse")
+        assert calls[refused][1].records[0].reason is RefusalReason.NON_FINITE
+        name, window = calls[refused - 1]
+        assert (name, window.attempt, window.state) == ("write_window", 1, "collecting")
+        for learner in learners:
             await learner.kill()
 
     run_virtual(main())

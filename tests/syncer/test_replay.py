@@ -260,9 +260,9 @@ def record_stragglers(folder: Path, **changes: Any) -> list[Committed]:
         await world.until_version(2)
         offer = learners[2].bus.offer
 
-        async def slowly(header: Any) -> str:
+        async def slowly(*args: Any) -> str:
             await asyncio.sleep(0.45)
-            answer: str = await offer(header)
+            answer: str = await offer(*args)
             return answer
 
         learners[2].bus.offer = slowly

@@ -420,9 +420,10 @@ def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
         for learner in learners:
             offer = learner.bus.offer
 
-            async def noted(header: Any, offer: Any = offer) -> str:
-                entry: str = await offer(header)
+            async def noted(header: Any, renews: str = "", offer: Any = offer) -> str:
+                entry: str = await offer(header, renews)
                 offered.add((header.fragment, entry))
+                offered.discard((header.fragment, renews))
                 return entry
 
             learner.bus.offer = noted  # type: ignore[method-assign]

@@ -108,7 +108,9 @@ class WindowMachine(RuleBasedStateMachine):
                 before = answer.replaced.header
                 assert before.learner == header.learner
                 if (before.incarnation, before.base_version) == (header.incarnation, header.base_version):
-                    assert answer.replaced.entry_id not in self.uploaded, "a complete contribution was given up"
+                    complete = answer.replaced.entry_id in self.uploaded
+                    assert before.attempt <= header.attempt
+                    assert not (complete and state is State.UPLOADING), "a complete contribution was given up"
                 del self.held[answer.replaced.entry_id]
         else:
             assert window.members == members
@@ -383,9 +385,7 @@ def test_what_a_learner_has_outdone_is_not_waited_for() -> None:
     decision = window.decide(2.0, ALONE)
     assert isinstance(decision, Merge)
     assert decision.contributions == (second,)
-    assert window.offer(third, 3.0) == Refused(
-        RefusalReason.DUPLICATE, "another delta on this base is in the window", 0
-    )
+    assert window.offer(third, 3.0) == Late(), "it was lost with an owner that does not end the merge"
 
 
 def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> None:
@@ -399,6 +399,7 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
     decision = window.decide(30.0, ALONE)
     assert isinstance(decision, Reopened)
     assert decision.overdue == (idle,)
+    assert decision.in_vain == ("l0", "l1")
     assert window.member_offers() == (late,)
     assert isinstance(window.decide(30.0, ALONE), Wait)
     window.uploaded(late)
@@ -419,6 +420,7 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
     decision = window.decide(30.0, ALONE)
     assert isinstance(decision, Merge)
     assert (decision.contributions, decision.overdue, window.late.offers) == ((whole,), (), (late,))
+    assert decision.in_vain == ("l0",), "it was waited for, whatever it has announced since"
     window.refused(late)
     assert window.late.offers == (), "a delta that was refused meanwhile came again"
 

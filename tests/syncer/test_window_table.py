@@ -134,7 +134,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     )[1],
     ("offer", "another learner"): lambda w: w.offer(L2, 1.0),
     ("offer", "a later attempt of a member that has not uploaded"): lambda w: w.offer(LATER, 1.0),
-    ("offer", "a later attempt of a member that has uploaded"): lambda w: uploaded(w, L1).offer(LATER, 1.0),
+    ("offer", "a later attempt of a member that has uploaded"): lambda w: uploaded(with_l1(w), L1).offer(LATER, 1.0),
     ("offer", "unknown base, wrong layout, not positive"): refused_each,
     ("offer", "seen"): lambda w: w.offer(L0, 1.0),
     ("decide", "nothing due"): lambda w: w.decide(1.0, given()),

@@ -158,6 +158,26 @@ def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: Refus
     run_virtual(both())
 
 
+@pytest.mark.parametrize("step_s", [0.01, 0.1, 0.3])
+def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_quick_its_steps_are(step_s: float) -> None:
+    """Announcing anew restarts no deadline: it is waited for in vain three times, and no more."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        steps = (0.1, 0.1, step_s)
+        learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps)]
+        await world.until_version(2)
+        silent(learners[2])
+        async with asyncio.timeout(20):
+            while service.owners[0].doubted != {"l2"}:
+                await asyncio.sleep(0.05)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
     """Nothing is held against it: its delta is merged, and the next window expects it."""
 

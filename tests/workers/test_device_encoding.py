@@ -234,7 +234,10 @@ def a_syncer(url: str, run: str) -> Iterator[None]:
 def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu") -> list[bytes]:
     """Of a learner that moves its weights, publishes and adopts what comes of it, in turns."""
     model, rng, found = Net().to(device), np.random.default_rng(0), list[bytes]()
-    sync = SyncSettings(fragments=1, sync_interval=1, first_interval=0, quorum=1, codec=kind, tokens=2**40)
+    unstretched = {"overlap_steps": 10**6}  # a round trip of any length: every step publishes
+    sync = SyncSettings(
+        fragments=1, sync_interval=1, first_interval=0, quorum=1, codec=kind, tokens=2**40, **unstretched
+    )
     push = publishing.push_growing
 
     async def pushing(bus: Any, key: str, payload: Any, *rest: Any) -> Any:

@@ -246,6 +246,15 @@ def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkey
         world = VirtualRun(sync_spec(codec=kind, tokens=6000))
         world.start_syncer()
         learners = [Watched(f"l{i}", world, 0.1 + 0.07 * i, f"{i:016x}").start() for i in range(3)]
+        await asyncio.sleep(1.0)
+        offer = learners[2].bus.offer
+
+        async def slowly(header: Any, renews: str = "") -> str:
+            await asyncio.sleep(0.45)
+            entry: str = await offer(header, renews)
+            return entry
+
+        learners[2].bus.offer = slowly
         await world.finish(*learners)
         tape = await world.tape()
         for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):

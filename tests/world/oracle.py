@@ -10,8 +10,8 @@ the committed values are the merge of what the learners published; arrays finite
 window opens for a due delta on the current base only, and closes in time; what was offered and neither merged nor
 refused is still on its stream; a delta is refused for a reason that holds, and called due when its interval is over;
 a learner's reported tokens cover its header's, and its reported pulls are as long as they were (`pulls`); only
-committed values are adopted; a shard leaves the queue when all of it was read; at the end the ledger closes to the
-token-element.
+committed values are adopted; a shard leaves the queue when all of it was read (`shards`); at the end the ledger closes
+to the token-element.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,6 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
-from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
@@ -41,9 +40,10 @@ from diloco.workers.rounds import Base
 from tests.world import reference
 from tests.world.globals import Globals, badly_coded
 from tests.world.link import Link
-from tests.world.plan import BLOCKS, SHARD_BLOCKS, Plan
+from tests.world.plan import Plan
 from tests.world.pulls import Pulls
 from tests.world.refusals import Refusals
+from tests.world.shards import Shards
 from tests.world.surviving import Float64, Surviving
 from tests.world.windows import Windows
 
@@ -78,6 +78,8 @@ class Oracle:
         self._senders: set[str] = set()
         self._committed: dict[tuple[int, int, bytes], Float64] = {}
         """(fragment, version, digest) -> the values that learners train from."""
+        self._intervals: dict[tuple[int, int, bytes], set[int]] = {}
+        """The same -> what heads said; several, if a bus that went back got the same values once more."""
         self._ever: dict[tuple[int, int, bytes], Surviving] = {}
         """The history up to each commit that ever was."""
         self._tape: list[TapeRecord] = []
@@ -87,9 +89,7 @@ class Oracle:
         self._rewinds = 0
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
-        self._read: set[tuple[int, int]] = set()
-        """(epoch, block) that a learner has read."""
-        self._shards: dict[str, Shard] = {}
+        self.shards = Shards(store, keys, self.broken)
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
         self._windows = Windows(
@@ -101,6 +101,7 @@ class Oracle:
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_heads": self._looked,
+            "write_report": self._reported,
             "read_offers": self._read_offers,
             "write_chunks": self._staged,
             "commit": self._commit,
@@ -108,8 +109,9 @@ class Oracle:
             "republish": self._republish,
             "write_window": self._window,
             "write_state": self._state,
-            "claim_shard": self._claimed,
-            "finish_shard": self._finished_shard,
+            "fill_shards": self.shards.filled,
+            "claim_shard": self.shards.claimed,
+            "finish_shard": self.shards.finished,
         }
 
     # --- what the world tells ------------------------------------------------------------------------
@@ -131,10 +133,6 @@ class Oracle:
         if shown is None or not np.array_equal(base.values, shown):
             what = f"{base.values} as fragment {base.fragment} version {base.version}"
             self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
-
-    def read_block(self, epoch: int, block: int) -> None:
-        """A learner trained on it."""
-        self._read.add((epoch, block))
 
     def draining(self) -> None:
         """From now on windows may close below the quorum."""
@@ -183,24 +181,42 @@ class Oracle:
             lost, strange = sorted(expected - there), sorted(there - expected)
             self.broken("what is pending stays on its stream", f"fragment {p}: lost {lost}, unaccounted {strange}")
 
-    def _offered(self, link: Link, outcome: Any, header: DeltaHeader) -> None:
+    def _offered(self, link: Link, outcome: Any, header: DeltaHeader, renews: str = "") -> None:
         p = header.fragment
         if not isinstance(outcome, Exception):
             state = self.fragments[p]
             self._senders.add(header.learner)
+            if renews:
+                self._renewed(p, header, renews)
             state.pending[outcome] = self._offers[p, outcome] = header
             if header.due:
                 state.due.add(header.base_digest)
             self._windows.changed(p, state)
             self._check_report(header)
-            wrong = reference.wrongly_due(header, len(self.fragments), self._spec.sync)
-            if wrong is not None and not self._ever_drained:
+            told = self._intervals.get((p, header.base_version, header.base_digest), {0})
+            wrong = [reference.wrongly_due(header, len(self.fragments), self._spec.sync, one) for one in sorted(told)]
+            if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
 
     def _looked(self, link: Link, outcome: Any, *args: Any) -> None:
         if not isinstance(outcome, Exception):
             self._pulls.looked(link, outcome)
+
+    def _reported(self, link: Link, outcome: Any, *args: Any) -> None:
+        if not isinstance(outcome, Exception):
+            self._pulls.reported(link)
+
+    def _renewed(self, p: int, header: DeltaHeader, entry: str) -> None:
+        """An earlier attempt at the same training goes, once all of the later one is on the bus."""
+        before = self._offers[p, entry]
+        same = all(getattr(before, name) == getattr(header, name) for name in ("learner", "incarnation", "base_digest"))
+        if not same or before.tokens > header.tokens or before.attempt >= header.attempt:
+            self.broken("a delta is renewed by more of the same training", f"fragment {p}: {before} by {header}")
+        if self.fragments[p].pending.pop(entry, None) is not None:
+            self._refusals.renewed(p, before)
+            if not self._is_uploaded(header) and self._now() - self._rewound_s > REPORTED_S:
+                self.broken("a delta stays until what renews it is whole", f"fragment {p}: {before} by {header}")
 
     def _check_report(self, header: DeltaHeader) -> None:
         table = self._store.values.get(self._keys.learners)
@@ -303,7 +319,8 @@ class Oracle:
             self._check_merge(link, p, commit, theta, momentum)
         state.before = state.theta
         state.theta = theta
-        state.version = commit.version
+        self._check_interval(p, commit, state)
+        state.version, state.interval = commit.version, commit.interval
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum
@@ -313,6 +330,14 @@ class Oracle:
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
+
+    def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
+        """Never shorter than planned, and the tape says by which one the merge went."""
+        planned, told = reference.interval(self._spec.sync, commit.version), commit.interval
+        self._intervals.setdefault((p, commit.version, commit.digest), set()).add(told)
+        if commit.expected is not None and (told < planned or commit.record.interval != state.interval):
+            detail = f"{told} where {planned} is planned, merged at {commit.record.interval} of {state.interval}"
+            self.broken("an interval is stretched only", f"fragment {p} version {commit.version}: {detail}")
 
     def _put_back(self, p: int, commit: Commit) -> None:
         """A version that the bus has lost, without a head in its place: the same values, momentum and history."""
@@ -327,8 +352,11 @@ class Oracle:
         state.before = was.before
         if not np.array_equal(theta, was.theta) or np.abs(momentum - was.momentum).max() > CLOSE:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
-        state.version, state.theta, state.momentum = was.version, was.theta, was.momentum
-        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), set(was.due)
+        if commit.interval != was.interval:
+            self.broken("what is put back is the same", f"fragment {p}: interval {commit.interval}")
+        state.version, state.interval = was.version, was.interval
+        state.theta, state.momentum = was.theta, was.momentum
+        state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), was.due | state.due
 
     def _republish(self, link: Link, outcome: Any, p: int, anew: Republication) -> None:
         """The same values and momentum as before, in other payloads."""
@@ -376,7 +404,7 @@ class Oracle:
                     self.broken("only a stale delta is rebased", f"{where}: {part.learner}'s")
             deltas.append(delta)
         gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
-        averaged = reference.averages(sync, state.version, [part.steps for part in parts])
+        averaged = reference.averages(sync, state.version, [part.steps for part in parts], state.interval)
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
         if coded:  # small singular values tell apart what its code does not
@@ -416,42 +444,13 @@ class Oracle:
                         "a finished run has nothing pending", f"fragment {p}: {before & fragment.pending.keys()}"
                     )
 
-    # --- data shards -----------------------------------------------------------------------------------
-
-    def _claimed(self, link: Link, outcome: Any, *args: Any) -> None:
-        if isinstance(outcome, ClaimedShard):
-            self._shards[outcome.entry_id] = outcome.shard
-
-    def _finished_shard(self, link: Link, outcome: Any, consumer: str, entry_id: str) -> None:
-        queue = self._stream(self._keys.shards)
-        if isinstance(outcome, Exception) or queue is None:
-            return
-        if stored_values.entry_id(entry_id) not in queue.ids:
-            self._check_read(self._shards[entry_id])
-
-    def _check_read(self, shard: Shard) -> None:
-        missed = [at for at in range(shard.start, shard.stop) if (shard.epoch, at) not in self._read]
-        if missed:
-            self.broken("every shard is read to its end", f"epoch {shard.epoch} shard {shard.index}: not {missed}")
-
-    def _check_shards(self) -> None:
-        """What left the queue was read; all else of the epochs queued so far is still there."""
-        queue, epochs = self._stream(self._keys.shards), self._store.values.get(self._keys.shard_epoch)
-        waiting = [stored_values.decode_shard(data) for data in queue.data] if queue else []
-        there = {(shard.epoch, shard.index) for shard in waiting}
-        for epoch in range(int(epochs) if isinstance(epochs, bytes) else 0):
-            for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):
-                if (epoch, index) not in there:
-                    stop = min(start + SHARD_BLOCKS, BLOCKS)
-                    self._check_read(Shard(epoch=epoch, index=index, start=start, stop=stop))
-
     # --- at the end ------------------------------------------------------------------------------------
 
     def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
         """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
         if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
             self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
-        self._check_shards()
+        self.shards.check()
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))

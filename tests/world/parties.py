@@ -135,13 +135,14 @@ class WorldLearner(Party):
                     first = shared.shards.get_nowait()
                     order = read_blocks(shared, first, exchange.claims.finish, random.Random(self.incarnation))
                 if order is not None and self.rounds.steps % STEPS_A_BLOCK == 0:
-                    world.oracle.read_block(*next(order))
+                    world.oracle.shards.read(*next(order))
                 self._train(drawn)
                 adopted = self._adopt(shared)
                 if shared.offer_again:
                     shared.offer_again = False
                     self.rounds.offer_again()
-                exchange.publishing.queue([self._made(one) for one in self.rounds.publications(shared.windows)])
+                publications = self.rounds.publications(shared.windows, shared.uploaded)
+                exchange.publishing.queue([self._made(one) for one in publications])
                 if adopted:
                     exchange.reporting.soon()
             due = shared.state is not None and shared.state.phase is not Phase.RUNNING

@@ -5,6 +5,7 @@ boundary. It takes the time of two calls at least. Both hold for their smoothed 
 fragments differ from the mean one's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,10 @@ class _Life:
     longest_s: float = 0.0
     adopted: dict[int, int] = field(default_factory=dict)
     """Fragment -> how many globals."""
+    pulled_s: float = math.inf
+    """When the first one was adopted that did not come with joining."""
+    pulled: bool = False
+    """Whether a report was made since."""
 
 
 class Pulls:
@@ -59,6 +64,13 @@ class Pulls:
         since = shown[base.version, base.digest]
         life.shown[base.fragment] = {head: at for head, at in shown.items() if at > since}
         life.adopted[base.fragment] = life.adopted.get(base.fragment, 0) + 1
+        if life.adopted[base.fragment] > 1:
+            life.pulled_s = min(life.pulled_s, self._now())
+
+    def reported(self, link: Link) -> None:
+        """A learner's report was written; what it says was so when it was sent."""
+        if (life := self._lives.get(link.party)) is not None and life.link is link:
+            life.pulled = life.pulled or life.pulled_s < link.sent_s
 
     def wrong(self, report: LearnerReport) -> str | None:
         """What does not hold of what a learner has reported by now; None: nothing."""
@@ -67,7 +79,6 @@ class Pulls:
         most_s = max([life.longest_s, *pending])
         if report.pull_s > self._most * most_s * (1 + 1e-9):
             return f"{report.pull_s:.4f} s, and the longest took {most_s:.4f} s"
-        pulled = any(count > 1 for count in life.adopted.values())  # the first one comes with joining
-        if pulled and not report.outages and report.pull_s < self._least * 2 * self._call_s * (1 - 1e-9):
+        if life.pulled and not report.outages and report.pull_s < self._least * 2 * self._call_s * (1 - 1e-9):
             return f"{report.pull_s:.6f} s, and one call takes {self._call_s:.6f} s"
         return None

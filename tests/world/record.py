@@ -235,7 +235,7 @@ for _name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction):
 def brief(method: str, args: tuple[Any, ...]) -> str:
     """What a call was about, without its values."""
     match method, args:
-        case "offer", (header,):
+        case "offer", (header, *_):
             return f"p{header.fragment} base {header.base_version} attempt {header.attempt} due {header.due}"
         case "commit", (commit,):
             who = ",".join(part.learner for part in commit.record.contributions)

@@ -15,9 +15,9 @@ from diloco.pipeline.messages.spec import SyncSpec
 Float64 = npt.NDArray[np.float64]
 
 
-def averages(sync: SyncSpec, version: int, steps: Sequence[int]) -> bool:
-    """Whether the step from this version only averages learners that trained for so many steps."""
-    return version < sync.outer_warmup or all(2 * s < interval(sync, version) for s in steps)
+def averages(sync: SyncSpec, version: int, steps: Sequence[int], told: int) -> bool:
+    """Whether the step from this version, whose head says this interval, only averages learners of so many steps."""
+    return version < sync.outer_warmup or all(2 * s < (told or interval(sync, version)) for s in steps)
 
 
 def momentum_after(momentum: Float64, step: Float64, sync: SyncSpec, *, averaged: bool) -> Float64:
@@ -37,14 +37,16 @@ def interval(sync: SyncSpec, version: int) -> int:
     return int(min(sync.sync_interval, sync.first_interval * 2 ** (version // sync.doubling)))
 
 
-def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec) -> str | None:
-    """Whether a delta is called due, or not, against its interval: H, or less on the first versions; None: it is right.
+def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int) -> str | None:
+    """Whether a delta is called due, or not, against its interval; None: it is right.
+
+    told: what the head of its base says; 0: H, or less on the first versions.
 
     A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
     as long after it. Any other is due exactly when the interval is over.
     """
     version = header.base_version
-    whole = interval(sync, version)
+    whole = told or interval(sync, version)
     first = min(sync.sync_interval, sync.first_interval or sync.sync_interval)
     turn = 1 + header.fragment * first // fragments
     moments = (turn, whole) if version == 0 else (whole, whole + turn)

@@ -65,6 +65,10 @@ class Refusals:
         for gone, old, new in zip(self._gone, before, after, strict=True):
             gone.extend(Gone(old.pending[e], self._now(), lost=True) for e in old.pending.keys() - new.pending.keys())
 
+    def renewed(self, p: int, header: DeltaHeader) -> None:
+        """Its learner took it off the stream."""
+        self._gone[p].append(Gone(header, self._now(), lost=False))
+
     def refused(
         self, link: Link, p: int, state: Surviving, refusal: Refusal, reading_since_s: float, closing: bool
     ) -> Iterator[str]:
@@ -78,7 +82,10 @@ class Refusals:
             reading_since_s: when the owner last read the stream from its start.
             closing: the run is closing, or was.
         """
-        for entry, record in zip(refusal.entries, refusal.records, strict=True):
+        for entry in refusal.entries if not refusal.records else ():  # nothing was lost by it, so it is not told
+            if (header := state.pending.get(entry)) is not None and not self._renewed(p, state, entry):
+                yield f"{header.learner}'s on {header.base_version} at {state.version}: untold, but nothing renews it"
+        for entry, record in zip(refusal.entries, refusal.records, strict=bool(refusal.records)):
             header = state.pending.get(entry)
             if header is None:
                 continue  # refused before; the bus did nothing
@@ -94,7 +101,7 @@ class Refusals:
         for entry, other in state.pending.items() if refusal.delta_payloads and not closing else ():
             if self._key(other) not in refusal.delta_payloads or not self._mergeable(state, other):
                 continue
-            decided_s = refusal.records[0].unix_s - UNIX_START_S - SKEW_S
+            decided_s = (refusal.records[0].unix_s - UNIX_START_S if refusal.records else self._now()) - SKEW_S
             if offered_at(entry) + link.held_up_s(offered_at(entry)) < decided_s:  # else it may be unread
                 yield f"the payload of {other.learner}'s pending delta on {other.base_version} went with it"
 
@@ -132,6 +139,17 @@ class Refusals:
             case RefusalReason.RUN_FINISHED:
                 return "" if closing else "but it is not"
         return "for which there was no cause"
+
+    def _renewed(self, p: int, state: Surviving, entry: str) -> bool:
+        """Whether another delta has the training of this one, or had it a moment ago."""
+        others = [other for at, other in state.pending.items() if at != entry]
+        others += [one.header for one in self._gone[p]]
+        header = state.pending[entry]
+        training = (header.learner, header.incarnation, header.base_version)
+        return training in state.merged or any(
+            (other.learner, other.incarnation, other.base_version) == training and other.attempt >= header.attempt
+            for other in others
+        )
 
     def _mergeable(self, state: Surviving, header: DeltaHeader) -> bool:
         """Whether a pending delta may still be merged: not if a newer one of its learner, or another one of the same

@@ -18,6 +18,8 @@ class Surviving:
     theta: Float64
     momentum: Float64
     version: int = -1
+    interval: int = 0
+    """As its head says it."""
     digests: dict[int, bytes] = field(default_factory=dict)
     pending: dict[str, DeltaHeader] = field(default_factory=dict)
     merged: dict[tuple[str, str, int], int] = field(default_factory=dict)

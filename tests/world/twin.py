@@ -235,6 +235,8 @@ class Replay:
                 refusal = args["refusal"]
                 entries = offers(args["fragment"], refusal.entries)
                 given["refusal"] = dataclasses.replace(refusal, entries=entries)
+            case "offer" if args.get("renews"):
+                (given["renews"],) = offers(args["header"].fragment, [args["renews"]])
             case "read_offers" if "after" in args:
                 after, p = args["after"] or {}, args["fragment"]
                 given["after"] = {learner: ids(keys.deltas(p, learner), [at])[0] for learner, at in after.items()}

@@ -7,11 +7,13 @@ window is closed when its owner says that it waits for uploads, or stages the me
 says it doubts is in once its payload is on the bus too, and nobody waits for it.
 """
 
+import math
 from collections.abc import Callable
 
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.spec import SyncSpec
+from tests.world import reference
 from tests.world.link import Link
 from tests.world.surviving import Surviving
 
@@ -36,8 +38,9 @@ class Windows:
         uploaded: Callable[[DeltaHeader], bool],
     ) -> None:
         self._sync, self._now, self._uploaded = sync, now, uploaded
-        self._grace_s = sync.grace_gamma * sync.overlap_steps * slowest_step_s
-        """The slack cannot be more than all compute time that hides a sync."""
+        self._slowest_step_s = slowest_step_s
+        self._grace_s = [0.0] * fragments
+        """The slack cannot be more than all compute time that hides a sync: tau steps, more where H is stretched."""
         self._acts_s = STEPS_S + CALLS * latency_s
         self._learners: set[str] = set()
         self._in: list[set[str]] = [set() for _ in range(fragments)]
@@ -62,6 +65,10 @@ class Windows:
     def changed(self, p: int, state: Surviving) -> None:
         """What is pending on a fragment's stream, or what of it is uploaded, is another now."""
         version, there = state.version, set[str]()
+        hides = self._sync.overlap_steps
+        if state.interval:  # else it is as planned, or nothing is installed
+            hides = math.ceil(hides * state.interval / reference.interval(self._sync, version))
+        self._grace_s[p] = self._sync.grace_gamma * hides * self._slowest_step_s
         for header in state.pending.values():
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
@@ -116,7 +123,7 @@ class Windows:
         if (link, p) in self._merged:
             self._merged[link, p] = True
         now, since = self._now(), max(quorum, began)
-        grace_s = self._grace_s if self._merged.get((link, p)) else SETTLE_S
+        grace_s = self._grace_s[p] if self._merged.get((link, p)) else SETTLE_S
         ends = since + grace_s
         if everybody is not None:
             ends = min(ends, max(since, everybody))

@@ -1,5 +1,8 @@
 """A learner's deltas on their way: headers first, then payloads, while they are encoded. asyncio.
 
+Of a delta that renews another one the payload goes first: until it is whole, the one before it is there. So a learner
+that dies in between has lost the work since that one, and no window waits for it.
+
 Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded by
 the model's size (one delta a fragment and base).
 """
@@ -10,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from diloco.pipeline.errors import PayloadIncomplete
+from diloco.pipeline.errors import BusError, PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
@@ -26,6 +29,8 @@ Values = Callable[[], Any]
 
 DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
+RENEWED_TTL_S = 10.0
+"""One that was renewed is; who is reading it still can end."""
 
 
 class Publishing:
@@ -43,6 +48,8 @@ class Publishing:
         self._reporting, self._latest, self._feedback = reporting, latest, feedback
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
+        self._offered: dict[int, tuple[int, str]] = {}
+        """Fragment -> (serial, entry) of its last header."""
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._header_wake = asyncio.Event()
@@ -73,7 +80,8 @@ class Publishing:
 
     async def _offer_one(self, item: tuple[Publication, Values]) -> None:
         """A call of its own, as `_upload_one`."""
-        await self._member.outages.retry(self._send_header, item[0])
+        if not item[0].renews:
+            await self._member.outages.retry(self._send_header, item[0])
         self._uploads.put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
@@ -95,20 +103,37 @@ class Publishing:
             layout=member.layout.digest,
             step_s=report.step_s,
         )
-        await member.bus.offer(header)
+        last, entry = self._offered.get(base.fragment, (0, ""))
+        renews = entry if last == publication.renews else ""
+        self._offered[base.fragment] = publication.serial, await member.bus.offer(header, renews)
 
     async def upload(self) -> None:
         """Upload the payloads of headers that were sent."""
         while True:
-            await self._upload_one(*await self._uploads.get())
+            await self._send_one(*await self._uploads.get())
             self.unsent -= 1
             if not self.unsent:
                 self.all_sent.set()
 
-    async def _upload_one(self, publication: Publication, values: Values) -> None:
+    async def _send_one(self, publication: Publication, values: Values) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
+        member, p, renews = self._member, publication.base.fragment, publication.renews
+        whole = await self._upload_one(publication, values)
+        if renews and not self._is_outdone(publication):
+            await member.outages.retry(self._send_header, publication)
+        if whole:
+            member.shared.uploaded[p] = publication.serial
+        if whole and renews:
+            with suppress(BusError):  # else it expires later
+                await member.bus.expire_soon(self._key(p, renews), RENEWED_TTL_S)
+
+    def _key(self, fragment: int, serial: int) -> str:
+        return self._member.bus.keys.delta_payload(fragment, self._member.learner, self._member.incarnation, serial)
+
+    async def _upload_one(self, publication: Publication, values: Values) -> bool:
+        """Whether all of it is on the bus."""
         if not self._is_of_use(publication):
-            return
+            return False
         member, sync, base, loop = self._member, self._sync, publication.base, asyncio.get_running_loop()
         wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
@@ -120,30 +145,35 @@ class Publishing:
             if error is not None:
                 self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
 
-        key = member.bus.keys.delta_payload(base.fragment, member.learner, member.incarnation, publication.serial)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(encode())
-                await self._push(publication, key, payload, more)
+                return await self._push(publication, payload, more)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _push(self, publication: Publication, key: str, payload: Payload, more: asyncio.Event) -> None:
-        """For as long as it is of use."""
-        member, base = self._member, publication.base
+    async def _push(self, publication: Publication, payload: Payload, more: asyncio.Event) -> bool:
+        """For as long as it is of use; whether all of it is there."""
+        member, base, whole = self._member, publication.base, False
 
         async def push() -> None:
+            nonlocal whole
             if self._is_of_use(publication):
+                key = self._key(base.fragment, publication.serial)
                 await push_growing(member.bus, key, payload, self._sync.chunk_bytes, DELTA_TTL_S, more)
                 told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
                 member.log.debug("delta_published", **told)
+                whole = True
 
         with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
             await member.outages.retry(push, unless=PayloadIncomplete)
+        return whole
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
-        p, base, latest = publication.base.fragment, publication.base.version, self._latest
-        newest_base, newest_attempt = self.newest[p]
-        outdone = newest_base == base and newest_attempt > publication.attempt
-        return latest[p][0] - 1 <= base <= latest[p][0] and not outdone
+        base, (latest, _) = publication.base.version, self._latest[publication.base.fragment]
+        return latest - 1 <= base <= latest and not self._is_outdone(publication)
+
+    def _is_outdone(self, publication: Publication) -> bool:
+        base, attempt = self.newest[publication.base.fragment]
+        return base == publication.base.version and attempt > publication.attempt

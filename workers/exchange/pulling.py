@@ -157,7 +157,7 @@ class Pulling:
         if p in self.latest and head.version <= self.latest[p][0]:
             self._feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
-        self._bases[p] = member.shared.adoptions[p] = Base(p, head.version, head.digest, values)
+        self._bases[p] = member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
         member.log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
 

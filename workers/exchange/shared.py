@@ -16,6 +16,8 @@ class Shared:
     adoptions: dict[int, Base] = field(default_factory=dict)
     """Newest global of each fragment not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
+    uploaded: dict[int, int] = field(default_factory=dict)
+    """Fragment -> serial of the last delta of which header and payload are on the bus."""
     state: RunState | None = None
     offer_again: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""

@@ -41,11 +41,12 @@ _THERE = re.compile("equal or smaller than the target stream top item")
 class RedisOffers(RedisConnection, Offers):
     """Headers: a stream for each fragment and learner, the set of names that have one, and the group's arrivals."""
 
-    async def offer(self, header: DeltaHeader) -> str:
+    async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         p, learner = header.fragment, header.learner
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
-        (at,) = await self._redis.script("offer", keys, learner, encode(header))
+        outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
+        (at,) = await self._redis.script("offer", keys, learner, encode(header), *outdone)
         return stored_values.offer_id(learner, at.decode())
 
     async def read_offers(
@@ -131,6 +132,9 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         async with self._redis.call(lane, BULK_S + block_s) as client:
             key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
         return list(key_then_entries[3::3])  # id, field, value
+
+    async def expire_soon(self, key: str, ttl_s: float) -> None:
+        await self._redis.script("expire_soon", [key], to_ms(ttl_s))
 
 
 class RedisHeads(RedisConnection, Heads):

@@ -1,11 +1,12 @@
 -- Append a header to its learner's stream of a fragment, and have the owner look there. Answers the entry id.
--- KEYS: deltas, senders, arrivals. ARGV: learner, header.
+-- KEYS: deltas, senders, arrivals. ARGV: learner, header, the entry that it renews (may be left out).
 local deltas, senders, arrivals = unpack(KEYS)
-local learner, header = unpack(ARGV)
+local learner, header, renews = unpack(ARGV)
 local wrong = mistyped(deltas, 'stream', senders, 'hash', arrivals, 'stream')
 if wrong then return wrong end
 
 local id = redis.call('XADD', deltas, '*', 'h', header)
+if renews then redis.call('XDEL', deltas, renews) end
 -- Any learner may have used up the ids of the arrivals: then owners see who is new a little later.
 if redis.call('HSETNX', senders, learner, '') == 1 then
   redis.pcall('XADD', arrivals, 'MAXLEN', 1, '*', 'l', learner)

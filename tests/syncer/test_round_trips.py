@@ -1,0 +1,101 @@
+"""Intervals follow the round trip: planned where it is short, longer where much would be overwritten."""
+
+import asyncio
+
+import pytest
+
+from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force
+from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.syncer.committing import RoundTrips, stretched
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.service import SyncerService
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+
+USUAL = SyncSettings(tokens=1000).sync_spec()
+
+
+def test_an_interval_is_stretched_by_the_round_trip_and_never_shrunk() -> None:
+    """The first ones in proportion; H where tau steps do not hide it: then tau of H steps are overwritten at most."""
+    assert (USUAL.sync_interval, USUAL.overlap_steps, USUAL.first_interval) == (24, 2, 2)
+    versions = (0, 8, 16, 24, 32)
+    assert [interval_at(USUAL, v) for v in versions] == [2, 4, 8, 16, 24]
+    for short in (0.0, 1.0, 1.1):
+        assert [stretched(USUAL, v, short) for v in versions] == [2, 4, 8, 16, 24]
+    assert [stretched(USUAL, v, 2.0) for v in versions] == [4, 8, 16, 24, 24]
+    assert [stretched(USUAL, v, 10.0) for v in versions] == [20, 40, 80, 120, 120]
+    assert stretched(USUAL, 32, 1e9) == 10**6
+
+
+def test_tau_is_stretched_with_its_interval() -> None:
+    """So that the grace has as large a part of a longer round trip; what a head does not say is as planned."""
+    assert interval_in_force(USUAL, 8, 0) == 4
+    assert interval_in_force(USUAL, 8, 9) == 9
+    assert [overlap_in_force(USUAL, 32, told) for told in (0, 24, 25, 48, 240)] == [2, 2, 3, 4, 20]
+
+
+def test_one_hold_up_stretches_nothing() -> None:
+    """The shorter one of the last two counts; before there are two, or a step time is known, nothing does."""
+    trips = RoundTrips()
+    assert trips.steps([0.5], 0.0) == 0.0
+    trips.observe(1.0)
+    assert trips.steps([0.5], 0.0) == 0.0
+    trips.observe(30.0)
+    assert trips.steps([0.5, 0.0, 0.5], 0.0) == 3.0
+    assert trips.steps([0.0], 0.0) == 0.0
+    trips.observe(1.0)
+    assert trips.steps([0.5, 0.5, 50.0], 0.25) == 3.5
+    trips.observe(5.0)
+    trips.observe(5.0)
+    assert trips.steps([0.5], 0.0) == 11.0
+
+
+class SlowMerges(VirtualRun):
+    """Its merges take so long."""
+
+    merge_s = 0.0
+
+    def start(self) -> None:
+        """Its syncer."""
+
+        async def offload(work, *args):  # type: ignore[no-untyped-def]
+            await asyncio.sleep(self.merge_s if getattr(work, "__name__", "") == "merge" else 0)
+            return work(*args)
+
+        bus, process = MemoryBus(RUN, self.clock, self.store), SyncerProcess(syncer_id="syncer")
+        service = SyncerService(bus, VirtualClock(), process, Metrics(), offload=offload)
+        self.syncer = asyncio.create_task(service.run(self.stop))
+
+
+async def _shares(merge_s: float) -> tuple[list[int], float, list[int]]:
+    """Intervals and the share merged with merges that take so long, and intervals once they take no time again."""
+    world = SlowMerges(sync_spec(sync_interval=24, tokens=10**9))
+    world.merge_s = merge_s
+    world.start()
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3, 600)  # the first one is stretched by what two merges took
+    await asyncio.sleep(40 * merge_s)
+    before = sum(learner.rounds.tokens for learner in party), sum(learner.rounds.overwritten for learner in party)
+    await asyncio.sleep(400 * merge_s)
+    after = sum(learner.rounds.tokens for learner in party), sum(learner.rounds.overwritten for learner in party)
+    slow = [head.interval for head in await world.heads()]
+    elements = sum(fragment.elements for fragment in party[0].exchange.member.layout.fragments)
+    lost = (after[1] - before[1]) / (after[0] - before[0]) / elements
+    world.merge_s = 0.0
+    await asyncio.sleep(600 * merge_s)
+    quick = [head.interval for head in await world.heads()]
+    assert {head.version: head.interval for head in await world.heads()}
+    for learner in party:
+        await learner.kill()
+    world.syncer.cancel()  # type: ignore[union-attr]
+    return slow, 1 - lost, quick
+
+
+@pytest.mark.parametrize("merge_s", [0.15, 2.0])
+def test_slow_merges_make_longer_intervals_and_no_more_is_overwritten(merge_s: float) -> None:
+    """Of merges that take 1.5 or 20 steps at most tau of H is lost, about; and with quick ones it is H again."""
+    slow, merged, quick = run_virtual(_shares(merge_s))
+    assert min(slow) >= 12 * (merge_s / 0.1)
+    assert merged >= 0.92
+    assert quick == [24, 24]
