@@ -388,27 +388,29 @@ class RedisCalls:
         self,
         name: str,
         calls: Sequence[tuple[Sequence[str], Sequence[Any]]],
-        before: Iterable[tuple[Any, ...]] = (),
+        plain: Sequence[tuple[Any, ...]] = (),
+        at: int = 0,
     ) -> None:
         """Run a script many times, as (keys, arguments), in one round trip on the bulk lane.
 
-        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
+        plain: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
+        at: before which of the calls they go.
         """
         code = script(name)
-        commands = list(before)
-        plain = len(commands)
+        commands: list[Sequence[Any]] = []
         for keys, args in calls:
             cluster_slots.one_slot(keys)
             commands.append(("EVALSHA", code.sha, len(keys), *keys, *args))
+        commands[at:at] = plain
         replies = await self._bulk(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self.load_scripts()
             replies = await self._bulk(commands)
-        for reply in replies[:plain]:
-            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
+        for number, reply in enumerate(replies):
+            if not at <= number < at + len(plain):
+                self.answer(reply)
+            elif isinstance(reply, Exception) and not _THERE.search(str(reply)):
                 raise translate(reply, self._where) from reply
-        for reply in replies[plain:]:
-            self.answer(reply)
 
     async def _bulk(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """As `pipeline`, for commands with encoded chunks among their arguments."""

@@ -78,11 +78,14 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         # A script copies its arguments three times over, which costs the server twice what the chunk does. So the first
         # chunk finds out whether those before it are here, and the last one whether all between are; these are added
         # plainly, under their ids: one that is here is left alone, and what has expired is not made anew.
-        await self._redis.scripts("write_chunk", calls[:1])
         between = [
             ("XADD", key, "NOMKSTREAM", f"{i + 1}-0", "c", chunk) for i, chunk in enumerate(chunks[1:-1], first + 1)
         ]
-        await self._redis.scripts("write_chunk", calls[-1:], between)
+        if first > 0:
+            await self._redis.scripts("write_chunk", calls[:1])
+            await self._redis.scripts("write_chunk", calls[-1:], between)
+        else:  # nothing can be missing before it: one round trip
+            await self._redis.scripts("write_chunk", (calls[0], calls[-1]), between, at=1)
 
     async def count_chunks(self, key: str) -> int:
         return int(await self._redis.command("XLEN", key))
