@@ -115,11 +115,13 @@ class Staging:
         kept, now = published.keys, self._clock.now()
         named = FORMATS[self._sync.global_codec].sizes(head, self._layout.elements)
         sizes = {key: size for key, size in named.items() if key not in kept}
-        self._replaced.append((tuple(sizes), now, nbytes := sum(sizes.values())))
+        if sizes:
+            self._replaced.append((tuple(sizes), now, sum(sizes.values())))
         while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
             self._replaced.popleft()
         retired: list[str] = []
-        while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES // self._sync.fragments, nbytes):
+        cap = REPLACED_BYTES // self._sync.fragments
+        while len(self._replaced) > 1 and sum(size for _, _, size in self._replaced) > cap:
             retired += self._replaced.popleft()[0]
         return tuple(key for key in retired if key not in kept)
 
