@@ -37,10 +37,10 @@ from diloco.pipeline.payload.quantize import GROUP
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.view.status import read_status
-from diloco.studies.bench import floor
+from diloco.studies.bench import floor, machine
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.lines import GBIT, lines
-from diloco.studies.bench.machine import Taken, cpu_s, fresh_page_us, need_memory, page_faults, peak_mb, reset_peak
+from diloco.studies.bench.machine import cpu_s, need_memory, peak_mb, reset_peak
 from diloco.studies.bench.plain import Plain
 from diloco.syncer.committing import REPLACED_BYTES
 
@@ -164,6 +164,7 @@ class Measured:
     syncer_rss_mb: list[float] = field(default_factory=list)
     learner_cpu_s: list[float] = field(default_factory=list)
     learner_rss_mb: list[float] = field(default_factory=list)
+    learner_wake_ups: list[float] = field(default_factory=list)
     redis_cpu_s: list[float] = field(default_factory=list)
     redis_cpu_ratio: list[float] = field(default_factory=list)
     """Over what the same bytes cost it with the C client: the code's, whatever else the machine does."""
@@ -383,11 +384,12 @@ def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, floa
     fleet.all("prepare")
     syncer, learners = fleet.syncer.pid, [one.pid for one in fleet.learners]
     pids = [syncer, *learners, *([redis_pid] if redis_pid else [])]
-    taken = Taken(pids)
+    taken = machine.Taken(pids)
     time.sleep(0.5)  # reports have settled: every learner is known to be on the present base
     for pid in (syncer, *learners):
         reset_peak(pid)
-    faults = page_faults(redis_pid) if redis_pid else 0
+    faults = machine.page_faults(redis_pid) if redis_pid else 0
+    woken = [machine.wake_ups(pid) for pid in learners]
     before = [cpu_s(pid) for pid in pids]
     said = fleet.all("round")
     after = [cpu_s(pid) for pid in pids]
@@ -402,9 +404,10 @@ def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, floa
         "syncer_rss_mb": peak_mb(syncer),
         "learner_cpu_s": sum(used[1 : 1 + case.learners]) / case.learners,
         "learner_rss_mb": max(peak_mb(pid) for pid in learners),
+        "learner_wake_ups": (sum(machine.wake_ups(pid) for pid in learners) - sum(woken)) / case.learners,
     }
     if redis_pid:
-        pages = page_faults(redis_pid) - faults
+        pages = machine.page_faults(redis_pid) - faults
         one |= {"redis_cpu_s": used[-1], "redis_fresh_pages": pages, "all_cpu_s": sum(used)}
     return one
 
@@ -430,6 +433,6 @@ def _floor(
         "floor_in_gb_s": rates.into / 1e9,
         "floor_out_gb_s": rates.out / 1e9,
         "memory_gb_s": copied / 1e9,
-        "fresh_page_us": fresh_page_us(),
+        "fresh_page_us": machine.fresh_page_us(),
     }
     return found | ({"redis_cpu_ratio": one["redis_cpu_s"] / redis_least} if redis_pid else {})

@@ -5,6 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def unusual(found: Mapping[str, Spread]) -> list[str]:
 def page_faults(pid: int) -> int:
     """Pages that a process has touched for the first time, none of them read from a disk. Linux."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def wake_ups(pid: int) -> int:
+    """How often the threads of a process that live have waited for something so far. Linux."""
+    found = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(OSError):  # it has ended meanwhile
+            lines = status.read_text().splitlines()
+            found += next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+    return found
 
 
 def cpu_s(pid: int) -> float:
