@@ -36,8 +36,12 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial import IDLE_VIEW
 from diloco.syncer.window import Merge
 
-REPLACED_BYTES = 256 * 2**20
-"""Replaced globals of one fragment live until they are as old as `REPLACED_TTL_S`, or together this large."""
+REPLACED_BYTES = 64 * 2**20
+"""Replaced globals live until they are as old as `REPLACED_TTL_S`, or all fragments' are together this large.
+
+Of each fragment one stays in any case: whoever reads an older one could only train what is too stale to be merged. What
+is held is memory that Redis touches for the first time, which costs it more than all else in the rounds until then.
+"""
 
 
 # --- payloads: staged for a commit, and replaced ones until they must go -------------------------------
@@ -106,18 +110,20 @@ class Staging:
         return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
 
     def retire(self, head: Head, published: Published) -> tuple[str, ...]:
-        """Keys of replaced globals that must go before their time, oldest first (byte cap).
+        """Keys of replaced globals that must go before their time, oldest first (the fragment's part of the byte cap).
 
         head: what is replaced. After a rewind it may name again what was replaced before.
         """
         kept, now = published.keys, self._clock.now()
         named = FORMATS[self._sync.global_codec].sizes(head, self._layout.elements)
         sizes = {key: size for key, size in named.items() if key not in kept}
-        self._replaced.append((tuple(sizes), now, nbytes := sum(sizes.values())))
+        if sizes:
+            self._replaced.append((tuple(sizes), now, sum(sizes.values())))
         while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
             self._replaced.popleft()
         retired: list[str] = []
-        while sum(size for _, _, size in self._replaced) > max(REPLACED_BYTES, nbytes):
+        cap = REPLACED_BYTES // self._sync.fragments
+        while len(self._replaced) > 1 and sum(size for _, _, size in self._replaced) > cap:
             retired += self._replaced.popleft()[0]
         return tuple(key for key in retired if key not in kept)
 

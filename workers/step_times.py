@@ -55,5 +55,6 @@ class StepTimes:
             "step_s": self._step_s.value or 0.0,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,
-            "wall_s": now - self._began if self._began else 0.0,
+            # The training thread may have begun after `now` was read.
+            "wall_s": max(0.0, now - self._began) if self._began else 0.0,
         }

@@ -20,7 +20,7 @@ from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
-from diloco.studies.bench.machine import describe
+from diloco.studies.bench.machine import describe, unusual
 from diloco.studies.goodput.commands.options import whole
 
 app = typer.Typer(
@@ -169,6 +169,10 @@ def end_to_end(
     redis_floor_ratio: the time over the floor of the same round: the same bytes through the same server by a C client,
     and the merge's memory traffic at the speed of copies on all cores.
 
+    What the machine does is shown beside it, and said where it is unusual: cores that others took (others_share,
+    steal_share), the price of fresh memory (fresh_page_us). What stays the code's on a machine that others use:
+    redis_cpu_ratio (CPU of Redis over what the C client costs it), redis_fresh_pages, all_cpu_s.
+
     Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
     """
     out = _Out(json_file, plot)
@@ -191,6 +195,10 @@ def end_to_end(
     out.show(title, by_way)
     share = "not known" if note["merged_share"] is None else f"{note['merged_share']:.0%}"
     out.console.print(f"floor: {note['floor_client']}; merged share of what was trained: {share}", highlight=False)
+    for way, figures in by_way.items():
+        if said := unusual(figures):
+            rest = "compare CPU times, counts and redis_cpu_ratio, not seconds"
+            out.console.print(f"[yellow]not the code's, {way}: {'; '.join(said)}: {rest}[/yellow]", highlight=False)
     if link:
         out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
     more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}

@@ -1,7 +1,9 @@
 """From the last publish to the global adopted by all: Redis, a syncer and learners as processes of their own.
 
 Beside each round the floor is measured: the same bytes through the same server by a C client, one after the other (the
-server has one thread), and a merge's memory traffic at the speed of copies on all cores.
+server has one thread), and a merge's memory traffic at the speed of copies on all cores. So is the machine: what others
+took of its cores, what a fresh page costs. What tells the code from it is in CPU time and counts: seconds of all
+processes, Redis's over those that the C client costs it, fresh pages of Redis.
 """
 
 import asyncio
@@ -35,7 +37,7 @@ from diloco.pipeline.payload.quantize import GROUP
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.view.status import read_status
-from diloco.studies.bench import floor
+from diloco.studies.bench import floor, machine
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.lines import GBIT, lines
 from diloco.studies.bench.machine import cpu_s, need_memory, peak_mb, reset_peak
@@ -143,7 +145,7 @@ class Case:
         learner = (1 + BYTES[self.dtype] / 4) * whole + 3 * moving + PROCESS_BYTES
         syncer = (2 if self.momentum else 1) * (whole + moving) + moving + self.delta_bytes
         syncer += moving if self.global_codec != "fp32" else 0.0
-        replaced = min((self.unmeasured + self.rounds) * moving, max(whole, self.fragments * REPLACED_BYTES))
+        replaced = min((self.unmeasured + self.rounds) * moving, max(whole, REPLACED_BYTES))
         redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + replaced
         if self.global_codec == "int8":
             redis += self.sync().key_frame_interval * ITEM["int8"] * self.params
@@ -162,7 +164,12 @@ class Measured:
     syncer_rss_mb: list[float] = field(default_factory=list)
     learner_cpu_s: list[float] = field(default_factory=list)
     learner_rss_mb: list[float] = field(default_factory=list)
+    learner_wake_ups: list[float] = field(default_factory=list)
     redis_cpu_s: list[float] = field(default_factory=list)
+    redis_cpu_ratio: list[float] = field(default_factory=list)
+    """Over what the same bytes cost it with the C client: the code's, whatever else the machine does."""
+    redis_fresh_pages: list[float] = field(default_factory=list)
+    all_cpu_s: list[float] = field(default_factory=list)
     upload_s: list[float] = field(default_factory=list)
     """On the tape: from the set of contributions being fixed to the last of their bytes."""
     merge_s: list[float] = field(default_factory=list)
@@ -172,6 +179,9 @@ class Measured:
     floor_in_gb_s: list[float] = field(default_factory=list)
     floor_out_gb_s: list[float] = field(default_factory=list)
     memory_gb_s: list[float] = field(default_factory=list)
+    fresh_page_us: list[float] = field(default_factory=list)
+    others_share: list[float] = field(default_factory=list)
+    steal_share: list[float] = field(default_factory=list)
 
     def spreads(self) -> dict[str, Spread]:
         """For the report."""
@@ -331,7 +341,7 @@ def measure(
                 what = f"round {number} of {case.rounds}" if number > 0 else "rounds that do not count"
                 bar.update(task, completed=done, description=what)
                 one = one_round(case, fleet, redis_pid)
-                one |= _floor(case, url, benchmark, memory, one["publish_to_adopted_s"])
+                one |= _floor(case, url, benchmark, memory, one, redis_pid)
                 redis.ask("UNLINK", floor.KEY)
                 if number > 0:
                     for name, value in one.items():
@@ -372,16 +382,20 @@ async def _merged_share(url: str, run: str) -> float | None:
 def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, float]:
     """One round's measurements; with the CPU time of Redis if its process is known."""
     fleet.all("prepare")
-    time.sleep(0.5)  # reports have settled: every learner is known to be on the present base
     syncer, learners = fleet.syncer.pid, [one.pid for one in fleet.learners]
+    pids = [syncer, *learners, *([redis_pid] if redis_pid else [])]
+    taken = machine.Taken(pids)
+    time.sleep(0.5)  # reports have settled: every learner is known to be on the present base
     for pid in (syncer, *learners):
         reset_peak(pid)
-    before = [cpu_s(pid) for pid in (syncer, *learners, *([redis_pid] if redis_pid else []))]
+    faults = machine.page_faults(redis_pid) if redis_pid else 0
+    woken = [machine.wake_ups(pid) for pid in learners]
+    before = [cpu_s(pid) for pid in pids]
     said = fleet.all("round")
-    after = [cpu_s(pid) for pid in (syncer, *learners, *([redis_pid] if redis_pid else []))]
+    after = [cpu_s(pid) for pid in pids]
     used = [b - a for a, b in zip(before, after, strict=True)]
     fleet.syncer.check()
-    one = {
+    one = taken.shares() | {
         "publish_to_adopted_s": max(s["adopted"] for s in said) - max(s["began"] for s in said),
         "trainer_blocked_s": max(s["publish_s"] + s["adopt_s"] for s in said),
         "snapshot_s": max(s["publish_s"] for s in said),
@@ -390,20 +404,35 @@ def one_round(case: Case, fleet: Fleet, redis_pid: int | None) -> dict[str, floa
         "syncer_rss_mb": peak_mb(syncer),
         "learner_cpu_s": sum(used[1 : 1 + case.learners]) / case.learners,
         "learner_rss_mb": max(peak_mb(pid) for pid in learners),
+        "learner_wake_ups": (sum(machine.wake_ups(pid) for pid in learners) - sum(woken)) / case.learners,
     }
-    return one | ({"redis_cpu_s": used[-1]} if redis_pid else {})
+    if redis_pid:
+        pages = machine.page_faults(redis_pid) - faults
+        one |= {"redis_cpu_s": used[-1], "redis_fresh_pages": pages, "all_cpu_s": sum(used)}
+    return one
 
 
-def _floor(case: Case, url: str, benchmark: str | None, memory: floor.Memory, took_s: float) -> dict[str, float]:
-    """What the same bytes take at least, now, on this machine."""
+def _floor(
+    case: Case,
+    url: str,
+    benchmark: str | None,
+    memory: floor.Memory,
+    one: dict[str, float],
+    redis_pid: int | None,
+) -> dict[str, float]:
+    """What the bytes of a round take at least, now, on this machine; what that says of the round."""
+    before = cpu_s(redis_pid) if redis_pid else 0.0
     rates = floor.rates(url, case.chunk_bytes, case.into_bytes, case.out_bytes, benchmark)
+    redis_least = cpu_s(redis_pid) - before if redis_pid else 0.0
     copied = memory.rate()
     traffic = floor.merge_traffic(int(case.elements), case.learners, ITEM[case.wire], case.momentum > 0)
     least = case.into_bytes / rates.into + case.out_bytes / rates.out + traffic / copied
-    return {
+    found = {
         "floor_s": least,
-        "redis_floor_ratio": took_s / least,
+        "redis_floor_ratio": one["publish_to_adopted_s"] / least,
         "floor_in_gb_s": rates.into / 1e9,
         "floor_out_gb_s": rates.out / 1e9,
         "memory_gb_s": copied / 1e9,
+        "fresh_page_us": machine.fresh_page_us(),
     }
+    return found | ({"redis_cpu_ratio": one["redis_cpu_s"] / redis_least} if redis_pid else {})

@@ -88,10 +88,12 @@ class DeltaNorms:
         self._slots = layout.slots
         self._squares = np.zeros(len(layout.slots), np.float64)
         self._tensor = self._at = 0
-        self._scratch = np.empty(min(NORM_BLOCK, layout.elements), np.float32)
+        self._block = min(NORM_BLOCK, layout.elements)
 
     def advance(self, delta: Vector) -> None:
         """delta: what is here by now, from the first element on, in any codec."""
+        # Of those whose deltas come at the same time, each takes the same memory, which the cache has.
+        scratch = pooled(self._block, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             while self._tensor < len(self._slots):
                 slot = self._slots[self._tensor]
@@ -99,7 +101,7 @@ class DeltaNorms:
                 if stop > len(delta):
                     return
                 if start < stop:
-                    block = self._scratch[: stop - start]
+                    block = scratch[: stop - start]
                     np.copyto(block, delta[start:stop])
                     self._squares[self._tensor] += squares(block)
                 self._at = stop

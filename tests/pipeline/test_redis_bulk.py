@@ -57,6 +57,14 @@ async def test_a_reply_is_found_whatever_comes_at_a_time(seed):
     assert [bytes(one) for one in reply.strings()[3::3]] == chunks
 
 
+async def test_a_read_that_waits_holds_no_memory():
+    """Many wait at the same time; only what comes is worth some."""
+    reply = Reply(Usual())
+    assert len(reply._room) == 0
+    feed(reply, xread([b"abc"]), random.Random(0))
+    assert [bytes(one) for one in reply.strings()[3::3]] == [b"abc"]
+
+
 @pytest.mark.parametrize("nil", [b"*-1\r\n", b"$-1\r\n"])
 async def test_nothing_is_nothing(nil):
     reply = Reply(Usual())

@@ -68,6 +68,38 @@ def test_production_code_and_plain_numpy_merge_the_same():
     assert abs(made - work.theta).max() > 1e-2
 
 
+def test_a_machine_in_its_usual_state_is_not_spoken_of_and_each_other_state_is():
+    usual = {
+        "others_share": spread([0.01, 0.05]),
+        "steal_share": spread([0.0]),
+        "fresh_page_us": spread([0.5, 1.9]),
+        "memory_gb_s": spread([20.0, 25.0]),
+        "floor_in_gb_s": spread([2.0, 3.0]),
+    }
+    assert machine.unusual(usual) == []
+    assert machine.unusual({}) == []
+    for name, found, said in (
+        ("others_share", [0.0, 0.5, 0.6], "other processes took 50%"),
+        ("steal_share", [0.3], "the host of this machine took 30%"),
+        ("fresh_page_us", [0.5, 20.0], "up to 20 us"),
+        ("memory_gb_s", [5.0, 25.0], "5 to 25 GB/s"),
+        ("floor_in_gb_s", [1.0, 3.0], "1 to 3 GB/s"),
+    ):
+        (only,) = machine.unusual(usual | {name: spread(found)})
+        assert said in only
+
+
+def test_what_others_take_is_without_what_these_processes_do():
+    taken = machine.Taken([])
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    busy = taken.shares()
+    assert 0 <= busy["others_share"] <= 1 - 0.5 / os.cpu_count()
+    assert 0 <= busy["steal_share"] <= 1
+    assert machine.fresh_page_us() > 0
+
+
 def test_what_does_not_fit_is_said_before_it_is_started():
     done = bench("end-to-end", "--params", "1e12")
     assert done.returncode == 2
@@ -137,6 +169,9 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
         assert report[key]["n"] == 2
         assert report["with_aof"][key]["n"] == 2
         assert report["with_aof"][key] != report[key]
+    assert report["redis_cpu_ratio"]["min"] > 0
+    assert report["all_cpu_s"]["min"] > report["redis_cpu_s"]["min"]
+    assert {"others_share", "steal_share", "fresh_page_us", "redis_fresh_pages"} <= report.keys()
     assert 0 < report["merged_share"] <= 1
     assert "merged share of what was trained" in done.stdout
     assert "append-only file on" in done.stdout

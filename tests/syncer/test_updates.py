@@ -321,6 +321,24 @@ def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pyte
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("fragments", "kept"), [(1, 8), (2, 4), (8, 1), (100, 1)])
+def test_replaced_globals_of_all_fragments_share_a_bound_and_each_keeps_one(
+    fragments: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of the one before last could only train what is too stale to be merged."""
+    of, sync = layout(1000), samples.sync_spec(fragments=fragments)
+    monkeypatch.setattr("diloco.syncer.committing.REPLACED_BYTES", 8 * 4 * of.elements)
+    staging = Staging(MemoryBus("r", VirtualClock()), VirtualClock(), of, sync, lambda n: "0" * 2 * n)
+
+    async def main() -> None:
+        for version in range(20):
+            head = samples.head(payload=f"global-{version}", momentum="")
+            went = staging.retire(head, Published(Staged(f"global-{version + 1}", 1), None, None, (), 0))
+            assert went == ((f"global-{version - kept}",) if version >= kept else ())
+
+    run_virtual(main())
+
+
 # --- runs --------------------------------------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ class Reply(asyncio.BufferedProtocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
         self._usual = usual
-        self._room = memoryview(pooled(room_bytes))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
+        self._room, self._room_bytes = memoryview(b""), room_bytes  # a read that waits holds none
         self._filled = self._at = self._needed = 0
         self._due = 1
         """Values not yet seen."""
@@ -138,7 +138,7 @@ class Reply(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Room for what comes next."""
         if len(self._room) - self._filled < _LEAST_ROOM:
-            self._grow(2 * len(self._room))
+            self._grow(2 * len(self._room) or self._room_bytes)
         return self._room[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:

@@ -86,26 +86,25 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         # A script copies its arguments three times over, which costs the server twice what the chunk does. So the first
         # chunk finds out whether those before it are here, and the last one whether all between are; these are added
         # plainly, under their ids: one that is here is left alone, and what has expired is not made anew.
-        await self._write(calls[:1])
         between = [
             ("XADD", key, "NOMKSTREAM", f"{i + 1}-0", "c", chunk) for i, chunk in enumerate(chunks[1:-1], first + 1)
         ]
-        await self._write(calls[-1:], between)
+        if first > 0:
+            await self._write(calls[:1])
+            await self._write([*between, calls[-1]])
+        else:  # nothing can be missing before it: one round trip
+            await self._write([calls[0], *between, calls[-1]])
 
-    async def _write(self, calls: Sequence[Sequence[Any]], before: Sequence[Sequence[Any]] = ()) -> None:
-        """Call `write_chunk` some times, in one round trip.
-
-        before: commands that add to streams under ids of their own, in the same trip; one that is there is no error.
-        """
-        replies = await self._send([*before, *calls])
+    async def _write(self, commands: Sequence[Sequence[Any]]) -> None:
+        """Calls of `write_chunk`, and plain entries with ids of their own, in one round trip; what is there stays."""
+        replies = await self._send(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self._redis.load_scripts()
-            replies = await self._send([*before, *calls])
-        for reply in replies[: len(before)]:
-            if isinstance(reply, Exception) and not _THERE.search(str(reply)):
+            replies = await self._send(commands)
+        for command, reply in zip(commands, replies, strict=True):
+            failed = isinstance(reply, Exception) and not _THERE.search(str(reply))
+            if command[0] == "EVALSHA" or failed:
                 self._redis.answer(reply)
-        for reply in replies[len(before) :]:
-            self._redis.answer(reply)
 
     async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Their replies, errors among them; there are encoded chunks among the arguments."""

@@ -6,7 +6,9 @@ Commands come line by line on stdin, answers leave as JSON lines on stdout:
 
 import json
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +18,8 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.learner import Learner
+from diloco.workers.rounds import Base
 
-POLL_S = 0.0005
-"""How often it is looked whether a fragment has come; a trainer looks at each of its steps."""
 WIDTHS = (768, 256, 64, 16)
 """Of matrices: the widest of which there are two for each fragment."""
 MOVED = 1e-2
@@ -54,6 +55,27 @@ class Weights(nn.Module):
             tensor.mul_(factor)
 
 
+class Arrivals(dict[int, Base]):
+    """Newest globals that are not adopted yet; waiting for them wakes nobody in between, as looking now and then would.
+
+    With many learners on few cores that took more than their work.
+    """
+
+    def __init__(self, here: Mapping[int, Base]) -> None:
+        super().__init__(here)
+        self._more = threading.Event()
+
+    def __setitem__(self, fragment: int, base: Base) -> None:
+        super().__setitem__(fragment, base)
+        self._more.set()
+
+    def wait(self, count: int) -> None:
+        """Until those of so many fragments are here."""
+        while len(self) < count:
+            self._more.wait()
+            self._more.clear()
+
+
 class Party:
     """One learner and what it is told."""
 
@@ -72,6 +94,11 @@ class Party:
             leave_s=1.0,
         )
 
+    def join(self) -> None:
+        """Once the learner is in its run."""
+        shared = self.learner.joined.shared
+        shared.adoptions = self.arrivals = Arrivals(shared.adoptions)
+
     def prepare(self) -> dict[str, Any]:
         """Move the weights, each learner by something else."""
         self.weights.move(1.0 - MOVED * (1 + self.number))
@@ -80,7 +107,7 @@ class Party:
     def round(self) -> dict[str, Any]:
         """Publish what is due, wait until all of it has come back as the next version, adopt it."""
         learner = self.learner
-        shared, rounds = learner.joined.shared, learner.joined.training.rounds
+        rounds = learner.joined.training.rounds
         before = rounds.deltas
         time.sleep(self.delay_s)
         while True:
@@ -90,8 +117,7 @@ class Party:
             if rounds.deltas > before:  # fragments that take turns are not due at every step
                 break
         count = rounds.deltas - before
-        while len(shared.adoptions) < count:
-            time.sleep(POLL_S)
+        self.arrivals.wait(count)
         arrived = time.monotonic()
         learner.step(tokens=1000)
         adopted = time.monotonic()
@@ -110,6 +136,7 @@ def main() -> None:
     logs.configure("warning")
     party = Party(json.loads(sys.argv[1]))
     with party.learner:
+        party.join()
         print(dumps({"joined": True}), flush=True)
         for line in sys.stdin:
             print(dumps(getattr(party, line.strip())()), flush=True)
