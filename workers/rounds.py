@@ -93,6 +93,17 @@ class _Counters:
     rounds: int = 0
 
 
+def renewed_after(sync: SyncSpec, interval: int, steps: int) -> float:
+    """Inner steps beyond those of a delta from which on it is renewed.
+
+    Args:
+        sync: H.
+        interval: in force, at which the fragment is due.
+        steps: of the delta.
+    """
+    return max(max(interval, sync.sync_interval) / 2, LEAST_RENEWED, steps / RENEWED_BY)
+
+
 class Rounds:
     """Counters of all fragments of one learner's incarnation."""
 
@@ -200,8 +211,7 @@ class Rounds:
     def _renewable(self, counters: _Counters) -> bool:
         """Whether so much was trained since the delta that it is worth another upload."""
         more = counters.steps - counters.published_steps
-        half = max(self._due_after(counters), self._sync.sync_interval) / 2
-        late = more >= max(half, LEAST_RENEWED, counters.published_steps / RENEWED_BY)
+        late = more >= renewed_after(self._sync, self._due_after(counters), counters.published_steps)
         return late and counters.tokens > counters.published_tokens
 
     def _publication(

@@ -95,7 +95,10 @@ class Party:
         self.adopted_step = 0
         self.published_step: int | None = None
         self.published_attempt = -1
-        self.serial = 0
+        self.window_attempt = 0
+        """The window's attempt when it last published into it."""
+        self.serial = self.uploaded_serial = 0
+        """Of its last delta, and of the last one of which all is on the bus."""
         self.waits_since: float | None = None
         self.waits: list[tuple[float, float]] = []
         self.pull_s = 0.0

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
@@ -33,6 +34,7 @@ from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
+from diloco.workers.rounds import renewed_after
 
 SETTLED = 8
 """The first windows are not counted: all learners begin at once."""
@@ -118,6 +120,7 @@ class Follower:
         self._parties = [
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]
+        self._of = {party.name: party for party in self._parties}
         self._watch = RunWatch(sync, constants.liveness, drain_s=0.0, latency_s=2 * constants.latency)
         self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
         self._queue: list[_Event] = []
@@ -176,18 +179,30 @@ class Follower:
         window = self._window
         opened = self._owned and window.state is not State.IDLE and window.version == party.version and not self._waits
         member = opened and party.name in window.members
-        again = opened and not member and window.attempt > party.published_attempt
-        first = party.published_step is None
+        again = opened and not member and window.attempt > party.window_attempt
+        first, whole = party.published_step is None, party.uploaded_serial == party.serial
         if steps > 0 and ((first and (due or (opened and not member))) or (not first and again)):
             self._publish(party, now, step, due)
+        elif party.published_step is not None and whole and step >= self._renewed_at(party, party.published_step):
+            self._publish(party, now, step, due, renews=True)
+        else:
+            return
+        party.window_attempt = window.attempt if opened else 0
 
-    def _publish(self, party: Party, now: float, step: int, due: bool) -> None:
+    def _renewed_at(self, party: Party, published_step: int) -> int:
+        """The inner step at whose end it renews the delta of an earlier one."""
+        more = renewed_after(self._sync, self._intervals[party.version], published_step - party.adopted_step)
+        return published_step + math.ceil(more)
+
+    def _publish(self, party: Party, now: float, step: int, due: bool, renews: bool = False) -> None:
         attempt = max(party.published_attempt + 1, self._window.attempt if self._owned else 0)
         header = party.publish(step, attempt, due)
         offer = Offer(f"{party.serial}-0@{party.name}", header)
-        self._sent_s[offer.entry_id] = now
-        self._at(self._link.arrives_s(now), "header", offer=offer)
-        self._at(self._link.arrives_s(self._link.ends_s(now, self._bits)), "uploaded", offer=offer)
+        whole_s = self._link.ends_s(now, self._bits)
+        told_s = whole_s if renews else now  # of a renewal the payload goes first
+        self._sent_s[offer.entry_id] = told_s
+        self._at(self._link.arrives_s(told_s), "header", offer=offer)
+        self._at(self._link.arrives_s(whole_s), "uploaded", offer=offer)
         if self._waits and party.waits_since is None:
             party.waits_since = now
 
@@ -217,7 +232,7 @@ class Follower:
             kept = party.adopted_step if party.published_step is None else party.published_step
             self.tally.overwritten += step - kept
         party.version, party.adopted_step = event.version, step
-        party.published_step, party.published_attempt = None, -1
+        party.published_step, party.published_attempt, party.window_attempt = None, -1, 0
         self._at(party.clock.wall_s(step + self._intervals[event.version]), "boundary", party, event.version)
         opened = self._owned and self._window.state is not State.IDLE and self._window.version == event.version
         if opened and not self._waits:
@@ -264,6 +279,7 @@ class Follower:
     def _on_uploaded(self, now: float, event: _Event) -> None:
         offer = event.offer
         assert offer is not None  # noqa: S101  # of this kind of event
+        self._told_whole(offer.header, now)
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
@@ -272,6 +288,14 @@ class Follower:
             self._doubts.sound(offer.header.learner)
             self._window.uploaded(offer)
             self._decide(now)
+
+    def _told_whole(self, header: DeltaHeader, now: float) -> None:
+        """Its learner knows that all of a delta is on the bus, and renews it should nothing become of it."""
+        party = self._of[header.learner]
+        party.uploaded_serial = header.serial
+        if not self._waits and header.serial == party.serial and party.published_step is not None:
+            at = max(self._renewed_at(party, party.published_step), party.clock.step_at(now) + 1)
+            self._at(party.clock.wall_s(at), "boundary", party, party.version)
 
     def _on_timer(self, now: float, event: _Event) -> None:
         if event.version == self._version:

@@ -171,7 +171,7 @@ def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
     )
     note = tmp_path / "pid"
     with pytest.raises(Unavailable, match="pip took longer than 2 s"):
-        environments._run([sys.executable, "-c", code, str(note)], 2.0, "pip")
+        environments._output([sys.executable, "-c", code, str(note)], 2.0, "pip")
     assert gone([int(note.read_text())])
 
 

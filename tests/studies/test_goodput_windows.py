@@ -73,15 +73,16 @@ def test_boundaries_and_step_counts_agree():
 
 
 def test_learners_in_step_are_all_in_every_merge():
-    """No failures: everybody in, nothing stale, and only what ran during the round trip is overwritten."""
+    """No failures: everybody in, nothing stale, and of a round trip of three steps in a stretched interval of 36 two
+    are overwritten: those before the one in which a learner adopts."""
     learners = [Learner(line(), 1.0) for _ in range(4)]
     tally = followed(learners).tally
     summary = tally.summary(24)
-    assert tally.merges > 3000
+    assert tally.merges > 2300
     assert summary["mean_participants"] == 4
     assert summary["mean_staleness"] == 0
-    assert 0 < summary["overwritten"] < 3 / 24
-    assert summary["outer_steps_per_hour"] == pytest.approx(24 * 3600 / 26, rel=0.05)
+    assert summary["overwritten"] == pytest.approx(2 / 36, rel=0.05)
+    assert summary["outer_steps_per_hour"] == pytest.approx(24 * 3600 / 36, rel=0.05)
 
 
 def test_a_paused_learner_is_not_waited_for():
@@ -130,7 +131,8 @@ def test_fragments_without_a_syncer_are_merged_when_one_is_back():
     follower = followed(learners, until=12_000.0, gone=gone)
     whole = followed(learners, until=12_000.0)
     assert 1000 < follower.tally.longest_gap_s < 1060
-    assert whole.tally.merges - 45 <= follower.tally.merges < whole.tally.merges - 30
+    missed = whole.tally.merges - follower.tally.merges
+    assert 20 <= missed <= 1000 / 36 + 2
 
 
 # --- waiting learners ----------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def _ours(steps_before, opened_at, attempt):
         Constants(step_time=1), [Learner(line(), 1.0)], spec(interval=5, fragments=1), rng(), waits=False
     )
     party = follower._parties[0]
-    party.clock, party.version, follower._version = clock, 1, 1
+    party.clock, party.version, follower._version, follower._intervals[1] = clock, 1, 1, 5
     published = []
     for step in range(1, steps_before + 1):
         follower._window = follower._new_window(0.0, "idle")
