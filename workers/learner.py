@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from diloco.pipeline.settings import (
     load,
 )
 from diloco.pipeline.sources import check_variables
+from diloco.workers.attached import Attached
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
@@ -84,7 +85,7 @@ class Learner:
         encode_on: EncodeOn = "auto",
         same_frozen: bool = True,
     ) -> None:
-        """Nothing is connected before `with`.
+        """Nothing is connected before `with`, or `open`.
 
         Args:
             model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
@@ -147,13 +148,15 @@ class Learner:
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self.times = StepTimes()
-        self._entered = threading.Lock()
-        """Taken for good on entering."""
+        self._life = threading.RLock()  # of the three below; a signal's handler may close what the same thread opens
+        self._opened = self._closed = self._in_run = False
+        """In the run: it has joined, and not begun to leave."""
         self._pid = os.getpid()
         self._stopping = Stopping()
         self._joined: JoinedLearner | None = None
-        self._in_run = False
-        """It has joined, and not begun to leave."""
+        self._attached: Attached | None = None
+        self._told = False
+        """The other thread's failure was raised."""
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -166,11 +169,55 @@ class Learner:
             loss: one number, shown in reports; a tensor is read later, in the other thread.
 
         Raises:
-            UsageError: an argument that is none of that, or the model is no longer the one that is synchronised.
+            UsageError: an argument that is none of that, the model is no longer the one that is synchronised, or the
+                learner is attached to its optimizer.
         """
+        if self._attached is not None:
+            raise UsageError("step() beside attach(): the optimizer's own steps are counted already, so leave it out")
+        self._step(whole_tokens(tokens), one_loss(loss))
+
+    def attach(
+        self,
+        tokens: int | Callable[[], int | torch.Tensor],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """Do what `step` does by itself, at the end of each `optimizer.step()`, until the learner is closed.
+
+        An inner step is over once the last of the optimizers has stepped. Where that one sits a step out (it steps
+        seldom, or a GradScaler skips it), the step is counted right before the next one's first update. A step that
+        the GradScaler skips in all of them is not counted. One on CUDA that is fused tells so a step later: it is
+        counted, and the following ones are counted with as much less; the last one before leaving stays counted.
+
+        What is adopted is there when `optimizer.step()` returns, before schedulers step and an average of weights is
+        updated. Gradients that are kept beyond it are of the values before. LBFGS steps once however often it calls
+        its closure, and does not know that what it has seen of curvature lies before the adoption.
+
+        Args:
+            tokens: trained in an inner step, all of its micro-batches together: a number, or what is called for it
+                when the step's first update is made.
+            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own. One that is
+                not named may step as it likes: what it has moved travels with the next delta.
+
+        Raises:
+            UsageError: the learner is not open, steps are counted already, or an optimizer trains nothing of the model.
+        """
+        joined = self.joined
+        if self._attached is not None or joined.training.rounds.steps:
+            how = "attached already: name all optimizers at once" if self._attached else "told of steps by step()"
+            raise UsageError(f"attach(): the learner is {how}; each step is counted once")
+        if not callable(tokens):
+            whole = whole_tokens(tokens)
+        given = self.optimizer if optimizers is None else optimizers
+        inner = [check_optimizer(self.model, one) for one in (given if isinstance(given, list | tuple) else [given])]
+        hooked = [one for one in inner if one is not None]
+        if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
+            raise UsageError("attach(): name each optimizer once (optimizers=...), or make the Learner with one")
+        ask = (lambda: whole_tokens(tokens())) if callable(tokens) else (lambda: whole)
+        self._attached = Attached(hooked, ask, self._step)
+
+    def _step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         entered = time.perf_counter()
         joined = self.joined
-        tokens, loss = whole_tokens(tokens), one_loss(loss)
         training, shared = joined.training, joined.shared
         training.watch.look(entered)
         self.times.entered(entered)
@@ -209,7 +256,7 @@ class Learner:
     def spec(self) -> Spec:
         """What the run has agreed on."""
         if self._joined is None:
-            raise UsageError("the learner has not joined yet: use it in a `with` block")
+            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
         return self._joined.training.spec
 
     @property
@@ -222,9 +269,10 @@ class Learner:
         """
         self._check_process()
         if self._joined is not None and self._joined.thread.failure is not None:
+            self._told = True
             raise self._joined.thread.failure
         if self._joined is None or not self._in_run:
-            raise UsageError("the learner is not in a run: use it in a `with` block")
+            raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
         return self._joined
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
@@ -258,18 +306,23 @@ class Learner:
 
     # --- joining and leaving --------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
         """Join: connect, agree with the run, fetch the model. Whatever it raises, nothing of it is left behind.
 
+        `with` does the same, and closes at its end. Without `with`, `close` belongs in a `finally`: a program that ends
+        without it ends as if it had been killed.
+
         Raises:
-            UsageError: it was entered before, or is not of this process.
+            UsageError: it was opened before, was closed meanwhile by another thread, or is not of this process.
             IdTaken: another process has this learner's id.
             SpecMismatch: the run was set up otherwise.
             SystemExit: SIGTERM or SIGHUP came.
         """
         self._check_process()
-        if not self._entered.acquire(blocking=False):
-            raise UsageError("a Learner is entered once: make a new one to join again, or a second time")
+        with self._life:
+            if self._opened:
+                raise UsageError("a Learner is opened once: make a new one to join again, or a second time")
+            self._opened = True
         try:
             self._stopping.install()
             self._join()
@@ -278,16 +331,27 @@ class Learner:
             raise
         return self
 
+    def __enter__(self) -> Self:
+        """As `open`."""
+        return self.open()
+
+    def _go_on_joining(self) -> None:
+        self._stopping.leave_if_asked()
+        if self._closed:
+            raise UsageError("the learner was closed before it had joined")
+
     def _join(self) -> None:
         training = self._training(self._proposal())
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
-            exchange, found = thread.join_run(self._stopping.leave_if_asked)
+            exchange, found = thread.join_run(self._go_on_joining)
             joined = JoinedLearner(training, exchange, thread)
             training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             self.times.training_begins(time.perf_counter())
-            self._joined, self._in_run = joined, True
+            with self._life:
+                self._go_on_joining()
+                self._joined, self._in_run = joined, True
         except BaseException:
             self._joined, self._in_run = None, False
             thread.abandon()
@@ -301,7 +365,7 @@ class Learner:
         held = None
         if sync is None:
             read = partial(self.read_spec, self._url, self._given.run)
-            held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
+            held = reaching.wait_for_spec(read, self.id, self._go_on_joining)
         if held is not None:
             # Another model than the run's may have too few tensors: joining says how they differ.
             fragments = fragments_of(held.sync.fragments, len(trained_tensors(self.model)))
@@ -339,27 +403,41 @@ class Learner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure = self._joined.thread.failure if self._joined is not None and self._in_run else None
-        self.close(save_state=error is None or isinstance(error, Stopped))
         if error is None:
-            if failure is not None:  # since the last step, which could not tell
-                raise failure
-            self._stopping.leave_if_unseen()
+            self.close()
+        else:
+            self._leave(save_state=isinstance(error, Stopped))
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
 
-        save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+        Again, or never opened: nothing happens. One that is joining in another thread gives it up.
+
+        Args:
+            save_state: save the optimizer's state for a later incarnation, unless the run is finished.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
+            DilocoError: what its other thread has ended by, if no call has told so before.
+            SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
         """
+        failure = self._joined.thread.failure if self._joined is not None and not self._told else None
+        if self._leave(save_state):
+            if failure is not None:  # since the last step, which could not tell
+                raise failure
+            self._stopping.leave_if_unseen()
+
+    def _leave(self, save_state: bool) -> bool:
+        """As `close`; whether it was in its run until now."""
         if os.getpid() != self._pid:
-            return  # forked inside the `with` block: the run is the parent's
-        joined, in_run = self._joined, self._in_run
-        self._in_run = False
-        if joined is None or not in_run:  # it is closed, or being closed
-            return
+            return False  # forked inside the `with` block: the run is the parent's
+        with self._life:
+            joined, in_run = self._joined, self._in_run
+            self._in_run, self._closed = False, self._opened
+        if joined is None or not in_run:  # it is closed, or being closed, or has yet to join
+            return False
+        if self._attached is not None:
+            self._attached.detach()
         try:
             if joined.thread.works:
                 self.left_in_order = joined.leave(self._given.leave_s, save_state)
@@ -367,6 +445,7 @@ class Learner:
             joined.thread.end()
             self._stopping.restore()
         joined.thread.join()
+        return True
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

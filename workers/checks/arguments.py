@@ -64,13 +64,13 @@ def whole_tokens(tokens: Any) -> int:
     if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
         return tokens
     if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
-        raise UsageError(f"step(tokens=...): of shape {tuple(tokens.shape)}; pass one number, as their sum")
+        raise UsageError(f"tokens: of shape {tuple(tokens.shape)}; pass one number, as their sum")
     value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"step(tokens={_shown(tokens)}): a {type(tokens).__name__}; pass how many tokens were trained")
+        raise UsageError(f"tokens={_shown(tokens)}: a {type(tokens).__name__}; pass how many tokens were trained")
     if not (0 <= value <= MAX_STEP_TOKENS and value == int(value)):
         raise UsageError(
-            f"step(tokens={_shown(tokens)}): pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
+            f"tokens={_shown(tokens)}: pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
         )
     return int(value)
 
