@@ -19,6 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.checks.arguments import whole_tokens
+from diloco.workers.checks.model_checks import check_optimizer
 
 
 class Flag:
@@ -60,6 +65,31 @@ class StepTokens:
         self._debt -= paid
         self._last = tokens, flags
         return tokens - paid
+
+
+def asking(tokens: Any) -> Callable[[], int]:
+    """What gives the tokens of each inner step, from a number or from what is called for it.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if callable(tokens):
+        return lambda: whole_tokens(tokens())
+    whole = whole_tokens(tokens)
+    return lambda: whole
+
+
+def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that step, of one or several that may be wrappers.
+
+    Raises:
+        UsageError: there is none, one is named twice, or one trains nothing of the model.
+    """
+    inner = [check_optimizer(model, one) for one in (given if isinstance(given, list | tuple) else [given])]
+    hooked = [one for one in inner if one is not None]
+    if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
+        raise UsageError("attach(): name each optimizer once (optimizers=...), or make the Learner with one")
+    return hooked
 
 
 class Attached:

@@ -12,6 +12,7 @@ The training thread calls `step`; a thread of its own (`exchange_thread`) does a
 a gradient are synchronised; the inner optimizer's moments are kept across adoptions (paper, learner).
 """
 
+import math
 import os
 import queue
 import random
@@ -25,12 +26,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import fragments_of, layout_of
+from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
@@ -43,18 +46,21 @@ from diloco.pipeline.settings import (
     load,
 )
 from diloco.pipeline.sources import check_variables
-from diloco.workers.attached import Attached
+from diloco.workers.attached import Attached, asking, unwrapped
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
+from diloco.workers.exchange.newest import read_newest
+from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery, Source
-from diloco.workers.parameters import FragmentParameters, tensor_table, trained_tensors
+from diloco.workers.names import named_parameters, state_with
+from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.proposal import fitting, proposal
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
@@ -76,6 +82,7 @@ class Learner:
         redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
+        tokens: int | str | None = None,
         trainer: Mapping[str, Any] | None = None,
         leave_s: float = LEAVE_S,
         state_dir: str | Path | None = None,
@@ -96,6 +103,8 @@ class Learner:
             learner_id: unique among live learners; default: host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
                 of fragments that is not given is no more than the model has trained tensors.
+            tokens: the run's budget, also as "2.5M": trained tokens of all learners together. The first party that has
+                one sets it, this or `diloco syncer --tokens`; who comes with another one is refused.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
@@ -117,6 +126,7 @@ class Learner:
             redis_url=redis_url,
             learner_id=learner_id,
             sync=sync,
+            tokens=tokens,
             trainer=dict(trainer) if isinstance(trainer, Mapping) else trainer,
             leave_s=leave_s,
             state_dir=state_dir,
@@ -205,15 +215,8 @@ class Learner:
         if self._attached is not None or joined.training.rounds.steps:
             how = "attached already: name all optimizers at once" if self._attached else "told of steps by step()"
             raise UsageError(f"attach(): the learner is {how}; each step is counted once")
-        if not callable(tokens):
-            whole = whole_tokens(tokens)
         given = self.optimizer if optimizers is None else optimizers
-        inner = [check_optimizer(self.model, one) for one in (given if isinstance(given, list | tuple) else [given])]
-        hooked = [one for one in inner if one is not None]
-        if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
-            raise UsageError("attach(): name each optimizer once (optimizers=...), or make the Learner with one")
-        ask = (lambda: whole_tokens(tokens())) if callable(tokens) else (lambda: whole)
-        self._attached = Attached(hooked, ask, self._step)
+        self._attached = Attached(unwrapped(self.model, given), asking(tokens), self._step)
 
     def _step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         entered = time.perf_counter()
@@ -255,9 +258,7 @@ class Learner:
     @property
     def spec(self) -> Spec:
         """What the run has agreed on."""
-        if self._joined is None:
-            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
-        return self._joined.training.spec
+        return self._once_joined().training.spec
 
     @property
     def joined(self) -> JoinedLearner:
@@ -273,6 +274,58 @@ class Learner:
             raise self._joined.thread.failure
         if self._joined is None or not self._in_run:
             raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
+        return self._joined
+
+    def globals(self) -> dict[str, Any]:
+        """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
+
+        Reads the run's heads once more, which waits for the network; training is not touched. The names are those of
+        the plain model, without `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel. Global values
+        are in host memory, in the parameters' types, and as precise as learners pull them (`global_codec`). What is
+        not trained is this model's own, not a copy.
+
+        After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
+
+        Raises:
+            UsageError: the learner has not joined its run yet.
+            SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
+        """
+        layout, dtypes = self._once_joined().training.layout, {n: t.dtype for n, t in named_parameters(self.model)}
+        values = {
+            slot.tensor.name: torch.tensor(flat[slot.start : slot.stop], dtype=dtypes[slot.tensor.name])
+            for fragment, flat in zip(layout.fragments, self._newest(), strict=True)
+            for slot in fragment.slots
+        }
+        return state_with(self.model, values)
+
+    def load_globals(self) -> None:
+        """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
+
+        What saves the model afterwards saves the run's, and not this learner's own last steps. Waits as `globals`.
+
+        Raises:
+            UsageError: the learner is in its run, or has not joined; or the model was changed since.
+            SpecMismatch, BusError, BadPayload: as `globals`.
+        """
+        if self._in_run:
+            raise UsageError(
+                "load_globals() in a run would undo what was trained and is not published: close() first. globals() "
+                "gives the same while it trains"
+            )
+        training = self._once_joined().training
+        training.watch.look(math.inf)
+        for p, flat in enumerate(self._newest()):
+            training.parameters.overwrite(p, flat)
+
+    def _newest(self) -> list[npt.NDArray[np.float32]]:
+        """The newest global (elements,) of each fragment."""
+        training = self._once_joined().training
+        run = self._given.run
+        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._in_run))
+
+    def _once_joined(self) -> JoinedLearner:
+        if self._joined is None:
+            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
         return self._joined
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
@@ -360,25 +413,12 @@ class Learner:
             raise
 
     def _proposal(self) -> Spec:
-        """The spec as this learner would have it; it follows the run where it has no settings of its own."""
-        sync, trainer = self._given.sync, self._given.trainer or {}
         held = None
-        if sync is None:
+        if self._given.sync is None:
             read = partial(self.read_spec, self._url, self._given.run)
             held = reaching.wait_for_spec(read, self.id, self._go_on_joining)
-        if held is not None:
-            # Another model than the run's may have too few tensors: joining says how they differ.
-            fragments = fragments_of(held.sync.fragments, len(trained_tensors(self.model)))
-            sync_spec, trainer = held.sync.model_copy(update={"fragments": fragments}), trainer or held.trainer
-        else:
-            usual = sync or load(SyncSettings)
-            fitted = fitting(usual, self.model)
-            if fitted.fragments < usual.fragments:
-                detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
-                structlog.get_logger().info("fragments_reduced", fragments=fitted.fragments, detail=detail)
-            sync_spec = fitted.sync_spec()
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
+        return proposal(self.model, self._given, held)
 
     def _training(self, spec: Spec) -> Training:
         given, layout = self._given, layout_of(spec.tensors)

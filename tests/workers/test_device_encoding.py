@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -227,7 +227,8 @@ def a_syncer(url: str, run: str) -> Iterator[None]:
     try:
         yield
     finally:
-        stopped[0][0].call_soon_threadsafe(stopped[0][1].set)
+        with suppress(RuntimeError):  # its loop is closed: the run has finished
+            stopped[0][0].call_soon_threadsafe(stopped[0][1].set)
         thread.join()
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
@@ -14,7 +16,19 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Backoff, retry
 
+T = TypeVar("T")
+
 BACKOFF = Backoff(0.1, 5.0)
+
+
+def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Do something that takes no part in a run; in another thread where this one has a loop, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 def read_spec(url: str, run: str) -> Spec | None:
@@ -31,7 +45,7 @@ def read_spec(url: str, run: str) -> Spec | None:
         finally:
             await bus.close()
 
-    data = asyncio.run(ask())
+    data = in_own_loop(ask())
     return None if data is None else codec.decode(Spec, data)
 
 
