@@ -28,44 +28,37 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
     LEAVE_S,
-    PARTIES,
     STATE_S,
-    BusSettings,
     EncodeOn,
     SyncSettings,
-    load,
 )
-from diloco.pipeline.sources import check_variables
 from diloco.workers.attached import Attached, asking, unwrapped
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
-from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import read_newest
 from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.exchange.work_queue import read_blocks
-from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
-from diloco.workers.moments.recovery import Recovery, Source
+from diloco.workers.moments.own import Recover
+from diloco.workers.moments.recovery import Source
 from diloco.workers.names import named_parameters, state_with
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import tensor_table
+from diloco.workers.progress_schedule import Shape, share_by_progress
 from diloco.workers.proposal import fitting, proposal
-from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
-from diloco.workers.training import Training
+from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
+from diloco.workers.training import Training, make_training
 
 LOOK_FOR_FAILURE_S = 0.5
 
@@ -138,15 +131,8 @@ class Learner:
         )
         if given.log_losses and given.state_dir is None:
             raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
-        settings = load(BusSettings, {"redis_url": given.redis_url or None})
-        if not structlog.is_configured():  # in somebody else's program that leaves it to us
-            logs.configure(settings.log_level)
-        for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
-            structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = settings.bus_url()
-        if not url:
-            raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
-        self.model, self.optimizer, self._url = model, optimizer, url
+        self._url = reaching.url_of(given.redis_url)
+        self.model, self.optimizer = model, optimizer
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
@@ -244,6 +230,42 @@ class Learner:
     def progress(self) -> float:
         """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
         return self._joined.progress if self._joined else 0.0
+
+    def progress_schedule(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        shape: Shape = "cosine",
+        warmup: float = 0.03,
+        decay: float = 0.2,
+        final: float = 0.1,
+    ) -> LambdaLR:
+        """A schedule of learning rates by the run's progress, which all learners and restarts have in common.
+
+        Its `step` is called after each `optimizer.step()`. Before joining the progress is 0. A learner that comes back
+        without moments, or with young ones of its own, ramps up besides over its first 20 steps.
+
+        Args:
+            optimizer: of which the rates are, or a wrapper of it; its present rates are the peak. Default: the
+                learner's.
+            shape: after the warm-up a "cosine" or a "linear" fall to `final` of the peak; "constant": the peak, and a
+                linear fall in the last part of the run.
+            warmup: share of the budget in which rates rise linearly.
+            decay: length of that last part, as share of the budget.
+            final: share of the peak at the end.
+
+        Raises:
+            UsageError: one of these is out of bounds, or there is no optimizer of this model.
+        """
+        share = share_by_progress(shape, warmup, decay, final)
+
+        def now(_: int) -> float:  # a function: state dicts of schedulers leave it out
+            young = self._joined is not None and self.recovered in ("checkpoint", "fresh")
+            steps = self._joined.training.rounds.steps if self._joined else 0
+            return share(self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young)
+
+        (inner,) = unwrapped(self.model, self.optimizer if optimizer is None else optimizer)
+        return LambdaLR(inner, now)
 
     @property
     def recovered(self) -> Source:
@@ -421,24 +443,8 @@ class Learner:
         return proposal(self.model, self._given, held)
 
     def _training(self, spec: Spec) -> Training:
-        given, layout = self._given, layout_of(spec.tensors)
-        rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
-        folder = None if given.state_dir is None else Path(given.state_dir)
-        moments = own_moments(
-            self.model,
-            self._inner_optimizer,
-            layout,
-            run=given.run,
-            learner=self.id,
-            incarnation=self.incarnation,
-            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
-        )
-        recovery, keeper = Recovery(moments), Keeper(moments, rounds)
-        on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
-        watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
-        return Training(
-            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, self.times
-        )
+        who, device = (self.id, self.incarnation), self.device
+        return make_training(who, spec, self.model, self._inner_optimizer, self._given, device, self.times)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,10 +11,13 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BusUnavailable, outage_event
+from diloco.pipeline.errors import BusUnavailable, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
+from diloco.pipeline.process import logs
 from diloco.pipeline.retry import Backoff, retry
+from diloco.pipeline.settings import PARTIES, BusSettings, load
+from diloco.pipeline.sources import check_variables
 
 T = TypeVar("T")
 
@@ -29,6 +32,23 @@ def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+def url_of(given: str | None) -> str:
+    """The URL of the Redis that a learner was given, or that its environment names; sets up the log on the way.
+
+    Raises:
+        UsageError: there is none.
+    """
+    settings = load(BusSettings, {"redis_url": given or None})
+    if not structlog.is_configured():  # in somebody else's program that leaves it to us
+        logs.configure(settings.log_level)
+    for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
+        structlog.get_logger().warning("variable_unknown", detail=warning)
+    url = settings.bus_url()
+    if not url:
+        raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
+    return url
 
 
 def read_spec(url: str, run: str) -> Spec | None:
