@@ -7,9 +7,10 @@
             if learner.finished:
                 break
 
-The training thread calls `step`; a thread of its own (`exchange_thread`) does all I/O. What the first one owns is
-`training`; what both see is `shared`: queues and dictionaries that neither side waits on. Only parameters that require
-a gradient are synchronised; the inner optimizer's moments are kept across adoptions (paper, learner).
+The training thread calls `step`, or its optimizer does (`attach`). A thread of its own (`exchange_thread`) does all
+I/O. What the first one owns is `training`; what both see is `shared`: queues and dictionaries that neither side waits
+on. Only parameters that require a gradient are synchronised; the inner optimizer's moments are kept across adoptions
+(paper, learner).
 """
 
 import math
