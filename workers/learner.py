@@ -183,7 +183,7 @@ class Learner:
         An inner step is over once the last of the optimizers has stepped. Where that one sits a step out (it steps
         seldom, or a GradScaler skips it), the step is counted right before the next one's first update. A step that
         the GradScaler skips in all of them is not counted. One on CUDA that is fused tells so a step later: it is
-        counted, and the following ones are counted with as much less; the last one before leaving stays counted.
+        counted, and the following ones are counted with as much less.
 
         What is adopted is there when `optimizer.step()` returns, before schedulers step and an average of weights is
         updated. Gradients that are kept beyond it are of the values before. LBFGS steps once however often it calls
@@ -436,12 +436,13 @@ class Learner:
             raise
 
     def _proposal(self) -> Spec:
-        held = None
+        held, waiting, where = None, None, (self._url, self._given.run)
         if self._given.sync is None:
-            read = partial(self.read_spec, self._url, self._given.run)
-            held = reaching.wait_for_spec(read, self.id, self._go_on_joining)
+            held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
+        if held is None:
+            waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._go_on_joining)
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        return proposal(self.model, self._given, held)
+        return proposal(self.model, self._given, held, waiting)
 
     def _training(self, spec: Spec) -> Training:
         who, device = (self.id, self.incarnation), self.device

@@ -1,7 +1,5 @@
 """The spec as a learner would have it, from its model and settings."""
 
-from collections.abc import Mapping
-
 import structlog
 from pydantic import ValidationError
 from torch import nn
@@ -9,7 +7,7 @@ from torch import nn
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import fragments_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.settings import SyncSettings, load
+from diloco.pipeline.settings import SyncSettings, agree, load
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.parameters import tensor_table, trained_tensors
@@ -26,7 +24,7 @@ def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
     return sync.model_copy(update={"fragments": fragments_of(sync.fragments, len(trained_tensors(model)))})
 
 
-def proposal(model: nn.Module, given: Arguments, held: Spec | None) -> Spec:
+def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int | None) -> Spec:
     """What is proposed to a run that has no spec, and compared with the spec of one that has.
 
     It follows the run where the learner has no settings of its own.
@@ -35,14 +33,17 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None) -> Spec:
         model: judged (`model_checks`).
         given: the learner's.
         held: the run's spec; None: it has none, or is not asked.
+        waiting: the budget with which a syncer waits for a spec, if one does.
 
     Raises:
+        SpecMismatch: the learner was told another budget than that syncer.
         UsageError: model and settings cannot be a run's.
     """
     budget = {} if given.tokens is None else {"tokens": given.tokens}
     trainer = given.trainer or {}
     if held is None:
-        sync = _own(given.sync or load(SyncSettings), budget, model)
+        told = (given.sync or load(SyncSettings)).model_copy(update=budget)
+        sync = _own(told if waiting is None else agree(told, {"tokens": waiting}, SyncSettings), model)
     else:
         # Another model than the run's may have too few tensors: joining says how they differ.
         fragments = fragments_of(held.sync.fragments, len(trained_tensors(model)))
@@ -56,10 +57,13 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None) -> Spec:
         raise UsageError(f"{where}: {problem['msg']}") from error
 
 
-def _own(usual: SyncSettings, budget: Mapping[str, int], model: nn.Module) -> SyncSpec:
+def _own(usual: SyncSettings, model: nn.Module) -> SyncSpec:
     """As this learner would have it; says what nobody has decided."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
         detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
         log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
-    return fitted.model_copy(update=budget).sync_spec()
+    if "tokens" not in usual.model_fields_set:
+        detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"
+        log.info("budget_assumed", tokens=usual.tokens, detail=f"{detail} (tokens=, DILOCO_TOKENS, --tokens)")
+    return fitted.sync_spec()

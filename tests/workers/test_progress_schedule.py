@@ -1,18 +1,24 @@
 """Promises about the schedule by a run's progress, and about the budget that it goes by."""
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import SpecMismatch, UsageError
-from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.service import SyncerService
 from diloco.workers.learner import Learner
 from diloco.workers.progress_schedule import Shape, share_by_progress
 from diloco.workers.trainer.schedule import learning_rate
 from tests.workers.test_device_encoding import a_syncer
-from tests.workers.test_learner_life import until
+from tests.workers.test_learner_life import on_bus, until
 from tests.workers.test_trial_step import Accelerated
 
 
@@ -118,6 +124,42 @@ def test_the_first_learner_that_has_a_budget_sets_it_and_another_one_is_refused(
                 assert other.spec == learner.spec
         with pytest.raises(SpecMismatch, match=r"sync.tokens: here 5000, the run has 4000"):
             learner_of(redis_server, "budget", tokens=5000).open()
+
+
+@pytest.mark.redis
+def test_a_syncer_that_is_first_sets_the_budget(redis_server: str) -> None:
+    """It waits for the first learner, which takes it, or is refused with the difference; so is another syncer."""
+    with a_syncer(redis_server, "waits", tokens=4000):
+        until(lambda: on_bus(redis_server, "waits", lambda bus: bus.read_budget()) == 4000)
+        for told in ({"tokens": 5000}, {"sync": SyncSettings(tokens=5000)}):
+            with pytest.raises(SpecMismatch, match="tokens: here 5000, the run has 4000"):
+                learner_of(redis_server, "waits", **told).open()
+
+        async def another(bus: Any) -> None:
+            process = SyncerProcess(syncer_id="other", http_port=0, tokens=6000)
+            await SyncerService(bus, LoopClock(), process, Metrics()).run(asyncio.Event())
+
+        with pytest.raises(SpecMismatch, match="tokens: here 6000, the run has 4000"):
+            asyncio.run(connected(redis_server, "waits", another))
+        with learner_of(redis_server, "waits", sync=SyncSettings(quorum=1)) as learner:
+            assert learner.spec.sync.tokens == 4000
+            assert learner.recovered == "start"
+
+
+async def connected(url: str, run: str, use: Any) -> None:
+    bus = await connect(url, run)
+    try:
+        await use(bus)
+    finally:
+        await bus.close()
+
+
+@pytest.mark.redis
+def test_a_budget_that_nobody_has_set_is_said(redis_server: str) -> None:
+    """It ends a run as any other does: whoever has not thought of it sees so when it begins."""
+    for run, told, said in (("unsaid", {}, [2_500_000]), ("said", {"tokens": 7}, [])):
+        with a_syncer(redis_server, run), capture_logs() as log, learner_of(redis_server, run, **told):
+            assert [one["tokens"] for one in log if one["event"] == "budget_assumed"] == said
 
 
 def test_a_budget_that_is_none_is_refused_by_name() -> None:

@@ -11,7 +11,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BusUnavailable, UsageError, outage_event
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process import logs
@@ -69,10 +69,27 @@ def read_spec(url: str, run: str) -> Spec | None:
     return None if data is None else codec.decode(Spec, data)
 
 
-def wait_for_spec(
-    read: Callable[[], Spec | None], learner: str | None, check: Callable[[], None] = lambda: None
-) -> Spec | None:
-    """The spec of a run, once its Redis is there.
+def read_budget(url: str, run: str) -> int | None:
+    """How many tokens a run without a spec is to have, if a syncer that waits for one was told.
+
+    Raises:
+        BusUnavailable: there is no Redis.
+    """
+
+    async def ask() -> int | None:
+        bus = await connect(url, run)
+        try:
+            return await bus.read_budget()
+        except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
+            return None
+        finally:
+            await bus.close()
+
+    return in_own_loop(ask())
+
+
+def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[], None] = lambda: None) -> T:
+    """The spec of a run, or what else is read of it, once its Redis is there.
 
     Args:
         read: as `read_spec`.
