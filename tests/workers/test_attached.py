@@ -1,7 +1,10 @@
 """Promises about inner steps that optimizers count by themselves (`Learner.attach`)."""
 
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers import attached
 from diloco.workers.attached import Attached, StepTokens
 from diloco.workers.learner import Learner
+from diloco.workers.stopping import Stopped
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import SYNC, learner_of, reports, threads, until
 from tests.workers.test_model_checks import Duck
@@ -80,6 +84,23 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
         optimizer.zero_grad()
         assert torch.equal(before, model.weight) == (scale != 1.0)
     assert counted == [7, 7]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_fused_skip_on_cuda_is_counted_nowhere_in_the_end() -> None:
+    """At once where the device is quick; else it is taken off the next step."""
+    model, counted = nn.Linear(3, 1, device="cuda"), list[int]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
+    Attached([optimizer], lambda: 7, counted.append)
+    for scale in (1.0, float("inf"), 1.0):
+        scaler.scale(model(torch.ones(2, 3, device="cuda")).sum() * scale).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+    assert sum(counted) == 14
 
 
 class LateFlag(attached.Flag):
@@ -218,6 +239,35 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
             with pytest.raises(UsageError, match="make the Learner with one"):
                 learner.attach(1)
             learner.attach(1, torch.optim.SGD(bare.parameters()))
+
+
+def go_on_deaf(learner: Learner, number: int) -> None:
+    """A loop that gets a signal after three steps and does not ask."""
+    learner.attach(5)
+    for made in range(10):
+        learner.optimizer.step()  # type: ignore[union-attr]
+        until(lambda: learner.joined.shared.state)  # without it no state is saved
+        if made == 2:
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.redis
+def test_a_loop_that_does_not_ask_is_ended_in_its_optimizer(redis_server: str, tmp_path: Path) -> None:
+    """By SIGTERM, between two updates; all is flushed and saved, and Ctrl-C before leaves as orderly."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with a_syncer(redis_server, "ended"):
+            for number, error in ((signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)):
+                learner = learner_of(redis_server, "ended", state_dir=tmp_path / str(number))
+                with pytest.raises(error), learner:
+                    go_on_deaf(learner, number)
+                assert learner.left_in_order
+                assert (tmp_path / str(number) / "state.json").exists() == (number == signal.SIGTERM)
+                assert not learner.optimizer._optimizer_step_post_hooks  # type: ignore[union-attr]
+            assert all(seen.report.left for seen in reports(redis_server, "ended"))
+            assert not threads()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # --- open and close -------------------------------------------------------------------------------------------
