@@ -52,7 +52,7 @@ from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.moments.own import Recover
 from diloco.workers.moments.recovery import Source
-from diloco.workers.names import named_parameters, state_with
+from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
 from diloco.workers.progress_schedule import Shape, share_by_progress
 from diloco.workers.proposal import fitting, proposal
@@ -130,8 +130,6 @@ class Learner:
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
-        if given.log_losses and given.state_dir is None:
-            raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
         self._url = reaching.url_of(given.redis_url)
         self.model, self.optimizer = model, optimizer
         self.incarnation = secrets.token_hex(8)
@@ -313,13 +311,9 @@ class Learner:
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
         """
-        layout, dtypes = self._once_joined().training.layout, {n: t.dtype for n, t in named_parameters(self.model)}
-        values = {
-            slot.tensor.name: torch.tensor(flat[slot.start : slot.stop], dtype=dtypes[slot.tensor.name])
-            for fragment, flat in zip(layout.fragments, self._newest(), strict=True)
-            for slot in fragment.slots
-        }
-        return state_with(self.model, values)
+        layout, flats = self._once_joined().training.layout, self._newest()
+        slots = [(slot, flats[fragment.id]) for fragment in layout.fragments for slot in fragment.slots]
+        return state_with(self.model, {slot.tensor.name: flat[slot.start : slot.stop] for slot, flat in slots})
 
     def load_globals(self) -> None:
         """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
@@ -417,7 +411,7 @@ class Learner:
             raise UsageError("the learner was closed before it had joined")
 
     def _join(self) -> None:
-        training = self._training(self._proposal())
+        training = self._training(self._proposal(*self._agreed()))
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
             exchange, found = thread.join_run(self._go_on_joining)
@@ -435,12 +429,16 @@ class Learner:
             thread.join()
             raise
 
-    def _proposal(self) -> Spec:
+    def _agreed(self) -> tuple[Spec | None, int | None]:
+        """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
         held, waiting, where = None, None, (self._url, self._given.run)
         if self._given.sync is None:
             held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
         if held is None:
             waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._go_on_joining)
+        return held, waiting
+
+    def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         return proposal(self.model, self._given, held, waiting)
 

@@ -9,6 +9,8 @@ who loads what they have trained, have the names without.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,17 +36,21 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, parameter
 
 
-def state_with(model: nn.Module, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
     """The model's state dict with the plain model's names, and other values of some parameters.
 
-    values: by name, as many elements as the parameter; a tied parameter has its value under all of its names.
+    values: by name, flat (elements,); copied to the parameter's type and shape. A tied parameter has its value under
+        all of its names.
     """
-    others = {id(parameter): values[name] for name, parameter in named_parameters(model) if name in values}
+    others = {
+        id(parameter): torch.tensor(values[name], dtype=parameter.dtype).reshape(parameter.shape)
+        for name, parameter in named_parameters(model)
+        if name in values
+    }
     wrappers, found = _wrappers(model), dict[str, Any]()
     for name, value in model.state_dict(keep_vars=True).items():
         own = value.detach() if isinstance(value, torch.Tensor) else value
-        other = others.get(id(value))
-        found[_plain(name, wrappers)] = own if other is None else other.reshape(value.shape)
+        found[_plain(name, wrappers)] = others.get(id(value), own)
     return found
 
 

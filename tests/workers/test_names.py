@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ def test_a_wrapped_model_has_the_layout_the_digests_and_the_state_of_the_plain_o
         wrapped = WRAPPERS[case](Net(tied))
         assert layout_of(tensor_table(wrapped, sync)) == layout
         assert frozen_digests(wrapped) == digests
-        found = state_with(wrapped, {"body.bias": torch.full((4,), 7.0), "table.weight": torch.ones(28)})
+        found = state_with(wrapped, {"body.bias": np.full(4, 7, np.float32), "table.weight": np.ones(28, np.float32)})
     assert found.keys() == plain.state_dict().keys()
     plain.load_state_dict(found)
     assert plain.body.bias.tolist() == [7.0] * 4
