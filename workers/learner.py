@@ -411,6 +411,7 @@ class Learner:
             raise UsageError("the learner was closed before it had joined")
 
     def _join(self) -> None:
+        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         training = self._training(self._proposal(*self._agreed()))
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
@@ -439,7 +440,6 @@ class Learner:
         return held, waiting
 
     def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
-        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         return proposal(self.model, self._given, held, waiting)
 
     def _training(self, spec: Spec) -> Training:
