@@ -7,11 +7,13 @@
             if learner.finished:
                 break
 
-The training thread calls `step`; a thread of its own (`exchange_thread`) does all I/O. What the first one owns is
-`training`; what both see is `shared`: queues and dictionaries that neither side waits on. Only parameters that require
-a gradient are synchronised; the inner optimizer's moments are kept across adoptions (paper, learner).
+The training thread calls `step`, or its optimizer does (`attach`). A thread of its own (`exchange_thread`) does all
+I/O. What the first one owns is `training`; what both see is `shared`: queues and dictionaries that neither side waits
+on. Only parameters that require a gradient are synchronised; the inner optimizer's moments are kept across adoptions
+(paper, learner).
 """
 
+import math
 import os
 import queue
 import random
@@ -19,46 +21,45 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import structlog
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import fragments_of, layout_of
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process import logs
 from diloco.pipeline.settings import (
     LEAVE_S,
-    PARTIES,
     STATE_S,
-    BusSettings,
     EncodeOn,
     SyncSettings,
-    load,
 )
-from diloco.pipeline.sources import check_variables
+from diloco.workers.attached import Attached, asking, unwrapped
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model, check_optimizer
-from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
+from diloco.workers.exchange.newest import read_newest
+from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.exchange.work_queue import read_blocks
-from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.own import Recover, RecoveryOptions, own_moments
-from diloco.workers.moments.recovery import Recovery, Source
-from diloco.workers.parameters import FragmentParameters, tensor_table, trained_tensors
+from diloco.workers.moments.own import Recover
+from diloco.workers.moments.recovery import Source
+from diloco.workers.names import state_with
+from diloco.workers.parameters import tensor_table
+from diloco.workers.progress_schedule import Shape, share_by_progress
 from diloco.workers.proposal import fitting, proposal
-from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
-from diloco.workers.training import Training
+from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
+from diloco.workers.training import Training, make_training
 
 LOOK_FOR_FAILURE_S = 0.5
 
@@ -75,6 +76,7 @@ class Learner:
         redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
+        tokens: int | str | None = None,
         trainer: Mapping[str, Any] | None = None,
         leave_s: float = LEAVE_S,
         state_dir: str | Path | None = None,
@@ -84,7 +86,7 @@ class Learner:
         encode_on: EncodeOn = "auto",
         same_frozen: bool = True,
     ) -> None:
-        """Nothing is connected before `with`.
+        """Nothing is connected before `with`, or `open`.
 
         Args:
             model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
@@ -95,6 +97,8 @@ class Learner:
             learner_id: unique among live learners; default: host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
                 of fragments that is not given is no more than the model has trained tensors.
+            tokens: the run's budget, also as "2.5M": trained tokens of all learners together. The first party that has
+                one sets it, this or `diloco syncer --tokens`; who comes with another one is refused.
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
@@ -116,6 +120,7 @@ class Learner:
             redis_url=redis_url,
             learner_id=learner_id,
             sync=sync,
+            tokens=tokens,
             trainer=dict(trainer) if isinstance(trainer, Mapping) else trainer,
             leave_s=leave_s,
             state_dir=state_dir,
@@ -125,17 +130,8 @@ class Learner:
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
-        if given.log_losses and given.state_dir is None:
-            raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
-        settings = load(BusSettings, {"redis_url": given.redis_url or None})
-        if not structlog.is_configured():  # in somebody else's program that leaves it to us
-            logs.configure(settings.log_level)
-        for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
-            structlog.get_logger().warning("variable_unknown", detail=warning)
-        url = settings.bus_url()
-        if not url:
-            raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
-        self.model, self.optimizer, self._url = model, optimizer, url
+        self._url = reaching.url_of(given.redis_url)
+        self.model, self.optimizer = model, optimizer
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device = check_model(model)
@@ -147,13 +143,15 @@ class Learner:
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self.times = StepTimes()
-        self._entered = threading.Lock()
-        """Taken for good on entering."""
+        self._life = threading.RLock()  # of the three below; a signal's handler may close what the same thread opens
+        self._opened = self._closed = self._in_run = False
+        """In the run: it has joined, and not begun to leave."""
         self._pid = os.getpid()
         self._stopping = Stopping()
         self._joined: JoinedLearner | None = None
-        self._in_run = False
-        """It has joined, and not begun to leave."""
+        self._attached: Attached | None = None
+        self._told = False
+        """The other thread's failure was raised."""
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -166,11 +164,48 @@ class Learner:
             loss: one number, shown in reports; a tensor is read later, in the other thread.
 
         Raises:
-            UsageError: an argument that is none of that, or the model is no longer the one that is synchronised.
+            UsageError: an argument that is none of that, the model is no longer the one that is synchronised, or the
+                learner is attached to its optimizer.
         """
+        if self._attached is not None:
+            raise UsageError("step() beside attach(): the optimizer's own steps are counted already, so leave it out")
+        self._step(whole_tokens(tokens), one_loss(loss))
+
+    def attach(
+        self,
+        tokens: int | Callable[[], int | torch.Tensor],
+        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """Do what `step` does by itself, at the end of each `optimizer.step()`, until the learner is closed.
+
+        An inner step is over once the last of the optimizers has stepped. Where that one sits a step out (it steps
+        seldom, or a GradScaler skips it), the step is counted right before the next one's first update. A step that
+        the GradScaler skips in all of them is not counted. One on CUDA that is fused tells so a step later: it is
+        counted, and the following ones are counted with as much less.
+
+        What is adopted is there when `optimizer.step()` returns, before schedulers step and an average of weights is
+        updated. Gradients that are kept beyond it are of the values before. LBFGS steps once however often it calls
+        its closure, and does not know that what it has seen of curvature lies before the adoption.
+
+        Args:
+            tokens: trained in an inner step, all of its micro-batches together: a number, or what is called for it
+                when the step's first update is made.
+            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own. One that is
+                not named may step as it likes: what it has moved travels with the next delta.
+
+        Raises:
+            UsageError: the learner is not open, steps are counted already, or an optimizer trains nothing of the model.
+        """
+        joined = self.joined
+        if self._attached is not None or joined.training.rounds.steps:
+            how = "attached already: name all optimizers at once" if self._attached else "told of steps by step()"
+            raise UsageError(f"attach(): the learner is {how}; each step is counted once")
+        given = self.optimizer if optimizers is None else optimizers
+        self._attached = Attached(unwrapped(self.model, given), asking(tokens), self._step)
+
+    def _step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         entered = time.perf_counter()
         joined = self.joined
-        tokens, loss = whole_tokens(tokens), one_loss(loss)
         training, shared = joined.training, joined.shared
         training.watch.look(entered)
         self.times.entered(entered)
@@ -195,6 +230,42 @@ class Learner:
         """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
         return self._joined.progress if self._joined else 0.0
 
+    def progress_schedule(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        shape: Shape = "cosine",
+        warmup: float = 0.03,
+        decay: float = 0.2,
+        final: float = 0.1,
+    ) -> LambdaLR:
+        """A schedule of learning rates by the run's progress, which all learners and restarts have in common.
+
+        Its `step` is called after each `optimizer.step()`. Before joining the progress is 0. A learner that comes back
+        without moments, or with young ones of its own, ramps up besides over its first 20 steps.
+
+        Args:
+            optimizer: of which the rates are, or a wrapper of it; its present rates are the peak. Default: the
+                learner's.
+            shape: after the warm-up a "cosine" or a "linear" fall to `final` of the peak; "constant": the peak, and a
+                linear fall in the last part of the run.
+            warmup: share of the budget in which rates rise linearly.
+            decay: length of that last part, as share of the budget.
+            final: share of the peak at the end.
+
+        Raises:
+            UsageError: one of these is out of bounds, or there is no optimizer of this model.
+        """
+        share = share_by_progress(shape, warmup, decay, final)
+
+        def now(_: int) -> float:  # a function: state dicts of schedulers leave it out
+            young = self._joined is not None and self.recovered in ("checkpoint", "fresh")
+            steps = self._joined.training.rounds.steps if self._joined else 0
+            return share(self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young)
+
+        (inner,) = unwrapped(self.model, self.optimizer if optimizer is None else optimizer)
+        return LambdaLR(inner, now)
+
     @property
     def recovered(self) -> Source:
         """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
@@ -208,9 +279,7 @@ class Learner:
     @property
     def spec(self) -> Spec:
         """What the run has agreed on."""
-        if self._joined is None:
-            raise UsageError("the learner has not joined yet: use it in a `with` block")
-        return self._joined.training.spec
+        return self._once_joined().training.spec
 
     @property
     def joined(self) -> JoinedLearner:
@@ -222,9 +291,58 @@ class Learner:
         """
         self._check_process()
         if self._joined is not None and self._joined.thread.failure is not None:
+            self._told = True
             raise self._joined.thread.failure
         if self._joined is None or not self._in_run:
-            raise UsageError("the learner is not in a run: use it in a `with` block")
+            raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
+        return self._joined
+
+    def globals(self) -> dict[str, Any]:
+        """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
+
+        Reads the run's heads once more, which waits for the network; training is not touched. The names are those of
+        the plain model, without `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel. Global values
+        are in host memory, in the parameters' types, and as precise as learners pull them (`global_codec`). What is
+        not trained is this model's own, not a copy.
+
+        After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
+
+        Raises:
+            UsageError: the learner has not joined its run yet.
+            SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
+        """
+        layout, flats = self._once_joined().training.layout, self._newest()
+        slots = [(slot, flats[fragment.id]) for fragment in layout.fragments for slot in fragment.slots]
+        return state_with(self.model, {slot.tensor.name: flat[slot.start : slot.stop] for slot, flat in slots})
+
+    def load_globals(self) -> None:
+        """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
+
+        What saves the model afterwards saves the run's, and not this learner's own last steps. Waits as `globals`.
+
+        Raises:
+            UsageError: the learner is in its run, or has not joined; or the model was changed since.
+            SpecMismatch, BusError, BadPayload: as `globals`.
+        """
+        if self._in_run:
+            raise UsageError(
+                "load_globals() in a run would undo what was trained and is not published: close() first. globals() "
+                "gives the same while it trains"
+            )
+        training = self._once_joined().training
+        training.watch.look(math.inf)
+        for p, flat in enumerate(self._newest()):
+            training.parameters.overwrite(p, flat)
+
+    def _newest(self) -> list[npt.NDArray[np.float32]]:
+        """The newest global (elements,) of each fragment."""
+        training = self._once_joined().training
+        run = self._given.run
+        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._in_run))
+
+    def _once_joined(self) -> JoinedLearner:
+        if self._joined is None:
+            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
         return self._joined
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
@@ -258,18 +376,23 @@ class Learner:
 
     # --- joining and leaving --------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
         """Join: connect, agree with the run, fetch the model. Whatever it raises, nothing of it is left behind.
 
+        `with` does the same, and closes at its end. Without `with`, `close` belongs in a `finally`: a program that ends
+        without it ends as if it had been killed.
+
         Raises:
-            UsageError: it was entered before, or is not of this process.
+            UsageError: it was opened before, was closed meanwhile by another thread, or is not of this process.
             IdTaken: another process has this learner's id.
             SpecMismatch: the run was set up otherwise.
             SystemExit: SIGTERM or SIGHUP came.
         """
         self._check_process()
-        if not self._entered.acquire(blocking=False):
-            raise UsageError("a Learner is entered once: make a new one to join again, or a second time")
+        with self._life:
+            if self._opened:
+                raise UsageError("a Learner is opened once: make a new one to join again, or a second time")
+            self._opened = True
         try:
             self._stopping.install()
             self._join()
@@ -278,16 +401,28 @@ class Learner:
             raise
         return self
 
+    def __enter__(self) -> Self:
+        """As `open`."""
+        return self.open()
+
+    def _go_on_joining(self) -> None:
+        self._stopping.leave_if_asked()
+        if self._closed:
+            raise UsageError("the learner was closed before it had joined")
+
     def _join(self) -> None:
-        training = self._training(self._proposal())
+        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
+        training = self._training(self._proposal(*self._agreed()))
         thread = ExchangeThread(self._url, self._given.run, training)
         try:
-            exchange, found = thread.join_run(self._stopping.leave_if_asked)
+            exchange, found = thread.join_run(self._go_on_joining)
             joined = JoinedLearner(training, exchange, thread)
             training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             self.times.training_begins(time.perf_counter())
-            self._joined, self._in_run = joined, True
+            with self._life:
+                self._go_on_joining()
+                self._joined, self._in_run = joined, True
         except BaseException:
             self._joined, self._in_run = None, False
             thread.abandon()
@@ -295,71 +430,60 @@ class Learner:
             thread.join()
             raise
 
-    def _proposal(self) -> Spec:
-        """The spec as this learner would have it; it follows the run where it has no settings of its own."""
-        sync, trainer = self._given.sync, self._given.trainer or {}
-        held = None
-        if sync is None:
-            read = partial(self.read_spec, self._url, self._given.run)
-            held = reaching.wait_for_spec(read, self.id, self._stopping.leave_if_asked)
-        if held is not None:
-            # Another model than the run's may have too few tensors: joining says how they differ.
-            fragments = fragments_of(held.sync.fragments, len(trained_tensors(self.model)))
-            sync_spec, trainer = held.sync.model_copy(update={"fragments": fragments}), trainer or held.trainer
-        else:
-            usual = sync or load(SyncSettings)
-            fitted = fitting(usual, self.model)
-            if fitted.fragments < usual.fragments:
-                detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
-                structlog.get_logger().info("fragments_reduced", fragments=fitted.fragments, detail=detail)
-            sync_spec = fitted.sync_spec()
-        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        return proposal(self.model, sync_spec, trainer, self._given.same_frozen)
+    def _agreed(self) -> tuple[Spec | None, int | None]:
+        """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
+        held, waiting, where = None, None, (self._url, self._given.run)
+        if self._given.sync is None:
+            held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
+        if held is None:
+            waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._go_on_joining)
+        return held, waiting
+
+    def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
+        return proposal(self.model, self._given, held, waiting)
 
     def _training(self, spec: Spec) -> Training:
-        given, layout = self._given, layout_of(spec.tensors)
-        rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, layout)
-        folder = None if given.state_dir is None else Path(given.state_dir)
-        moments = own_moments(
-            self.model,
-            self._inner_optimizer,
-            layout,
-            run=given.run,
-            learner=self.id,
-            incarnation=self.incarnation,
-            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
-        )
-        recovery, keeper = Recovery(moments), Keeper(moments, rounds)
-        on_device = given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda")
-        watch = ModelWatch(self.model, [tensor.name for tensor in spec.tensors])
-        return Training(
-            self.id, self.incarnation, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, self.times
-        )
+        who, device = (self.id, self.incarnation), self.device
+        return make_training(who, spec, self.model, self._inner_optimizer, self._given, device, self.times)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        failure = self._joined.thread.failure if self._joined is not None and self._in_run else None
-        self.close(save_state=error is None or isinstance(error, Stopped))
         if error is None:
-            if failure is not None:  # since the last step, which could not tell
-                raise failure
-            self._stopping.leave_if_unseen()
+            self.close()
+        else:
+            self._leave(save_state=isinstance(error, Stopped))
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
 
-        save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+        Again, or never opened: nothing happens. One that is joining in another thread gives it up.
+
+        Args:
+            save_state: save the optimizer's state for a later incarnation, unless the run is finished.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
+            DilocoError: what its other thread has ended by, if no call has told so before.
+            SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
         """
+        failure = self._joined.thread.failure if self._joined is not None and not self._told else None
+        if self._leave(save_state):
+            if failure is not None:  # since the last step, which could not tell
+                raise failure
+            self._stopping.leave_if_unseen()
+
+    def _leave(self, save_state: bool) -> bool:
+        """As `close`; whether it was in its run until now."""
         if os.getpid() != self._pid:
-            return  # forked inside the `with` block: the run is the parent's
-        joined, in_run = self._joined, self._in_run
-        self._in_run = False
-        if joined is None or not in_run:  # it is closed, or being closed
-            return
+            return False  # forked inside the `with` block: the run is the parent's
+        with self._life:
+            joined, in_run = self._joined, self._in_run
+            self._in_run, self._closed = False, self._opened
+        if joined is None or not in_run:  # it is closed, or being closed, or has yet to join
+            return False
+        if self._attached is not None:
+            self._attached.detach()
         try:
             if joined.thread.works:
                 self.left_in_order = joined.leave(self._given.leave_s, save_state)
@@ -367,6 +491,7 @@ class Learner:
             joined.thread.end()
             self._stopping.restore()
         joined.thread.join()
+        return True
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

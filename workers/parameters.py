@@ -20,6 +20,7 @@ from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS,
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
+from diloco.workers.names import named_parameters
 
 ITEM = 4
 """Bytes of a float32."""
@@ -45,7 +46,7 @@ def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
 def _embeddings(model: nn.Module) -> dict[str, bool]:
     """Of every trained tensor by name: whether it is an embedding."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    return {name: id(tensor) in embeddings for name, tensor in model.named_parameters() if tensor.requires_grad}
+    return {name: id(tensor) in embeddings for name, tensor in named_parameters(model) if tensor.requires_grad}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,7 +56,7 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         UsageError: there is none, or one is of a kind that cannot travel.
     """
     trained: dict[str, torch.Tensor] = {}
-    for name, tensor in model.named_parameters():
+    for name, tensor in named_parameters(model):
         if not tensor.requires_grad:
             continue
         if is_lazy(tensor):
@@ -245,7 +246,7 @@ class FragmentParameters(FragmentTensors):
     """Copies fragments out of a model and into it, for as long as its tensors are what they were."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        super().__init__(dict(model.named_parameters()), layout)
+        super().__init__(dict(named_parameters(model)), layout)
         self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
 
     def _check(self, p: int) -> None:

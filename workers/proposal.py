@@ -1,14 +1,14 @@
 """The spec as a learner would have it, from its model and settings."""
 
-from collections.abc import Mapping
-
+import structlog
 from pydantic import ValidationError
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import fragments_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.settings import SyncSettings, agree, load
+from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.parameters import tensor_table, trained_tensors
 
@@ -24,23 +24,46 @@ def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
     return sync.model_copy(update={"fragments": fragments_of(sync.fragments, len(trained_tensors(model)))})
 
 
-def proposal(
-    model: nn.Module, sync: SyncSpec, trainer: Mapping[str, str | int | float | bool | None], same_frozen: bool
-) -> Spec:
+def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int | None) -> Spec:
     """What is proposed to a run that has no spec, and compared with the spec of one that has.
+
+    It follows the run where the learner has no settings of its own.
 
     Args:
         model: judged (`model_checks`).
-        sync, trainer: as in the spec.
-        same_frozen: frozen parameters are part of what is agreed on.
+        given: the learner's.
+        held: the run's spec; None: it has none, or is not asked.
+        waiting: the budget with which a syncer waits for a spec, if one does.
 
     Raises:
+        SpecMismatch: the learner was told another budget than that syncer.
         UsageError: model and settings cannot be a run's.
     """
-    frozen = frozen_digests(model) if same_frozen else None
+    budget = {} if given.tokens is None else {"tokens": given.tokens}
+    trainer = given.trainer or {}
+    if held is None:
+        told = (given.sync or load(SyncSettings)).model_copy(update=budget)
+        sync = _own(told if waiting is None else agree(told, {"tokens": waiting}, SyncSettings), model)
+    else:
+        # Another model than the run's may have too few tensors: joining says how they differ.
+        fragments = fragments_of(held.sync.fragments, len(trained_tensors(model)))
+        sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
+    frozen = frozen_digests(model) if given.same_frozen else None
     try:
         return Spec(sync=sync, tensors=tensor_table(model, sync), trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"
         raise UsageError(f"{where}: {problem['msg']}") from error
+
+
+def _own(usual: SyncSettings, model: nn.Module) -> SyncSpec:
+    """As this learner would have it; says what nobody has decided."""
+    log, fitted = structlog.get_logger(), fitting(usual, model)
+    if fitted.fragments < usual.fragments:
+        detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
+        log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
+    if "tokens" not in usual.model_fields_set:
+        detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"
+        log.info("budget_assumed", tokens=usual.tokens, detail=f"{detail} (tokens=, DILOCO_TOKENS, --tokens)")
+    return fitted.sync_spec()

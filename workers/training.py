@@ -3,15 +3,19 @@
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import nn
 
-from diloco.pipeline.fragments import Layout
+from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
+from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.own import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Rounds
@@ -61,3 +65,40 @@ class Training:
             device=str(device),
             threads=(torch.get_num_threads(), usable_cores()) if device.type == "cpu" else (0, 0),
         )
+
+
+def make_training(
+    who: tuple[str, str],
+    spec: Spec,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    given: Arguments,
+    device: torch.device,
+    times: StepTimes,
+) -> Training:
+    """That of a learner that is about to join.
+
+    Args:
+        who: learner and incarnation.
+        spec: as `Training.spec`.
+        model, optimizer: judged (`model_checks`).
+        given: what the learner was called with.
+        device: of the trained tensors.
+        times: the learner's.
+    """
+    layout = layout_of(spec.tensors)
+    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, layout)
+    folder = None if given.state_dir is None else Path(given.state_dir)
+    moments = own_moments(
+        model,
+        optimizer,
+        layout,
+        run=given.run,
+        learner=who[0],
+        incarnation=who[1],
+        options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
+    )
+    on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
+    watch = ModelWatch(model, [tensor.name for tensor in spec.tensors])
+    recovery, keeper = Recovery(moments), Keeper(moments, rounds)
+    return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)

@@ -33,6 +33,11 @@ class RunKeys:
         return self._of_run("spec")
 
     @property
+    def budget(self) -> str:
+        """Trained tokens that a run without a spec is to have, as a decimal number; expires."""
+        return self._run("budget")
+
+    @property
     def state(self) -> str:
         """Hash: `rank` (position of the phase in `Phase`) and `blob` (msgpack `RunState`)."""
         return self._of_run("state")

@@ -122,6 +122,14 @@ class SpecAndState(Keyed, Protocol):
         """The spec, or None before the first proposal."""
         ...
 
+    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
+        """Say for so long how many tokens a run without a spec is to have, or again; returns the number that holds."""
+        ...
+
+    async def read_budget(self) -> int | None:
+        """What was said, until it expires."""
+        ...
+
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         """Put a spec in the place of another, if that is the one that holds."""
         ...

@@ -39,6 +39,15 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         await self._turn()
         return self._bytes(self.keys.spec)
 
+    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
+        if await self._claim(self.keys.budget, str(tokens), ttl_s):
+            return tokens
+        return await self.read_budget() or tokens
+
+    async def read_budget(self) -> int | None:
+        await self._turn()
+        return stored_values.decode_count("budget", self._bytes(self.keys.budget)) or None
+
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         await self._turn()
         if self._bytes(self.keys.spec) != instead_of:

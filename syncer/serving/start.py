@@ -63,6 +63,9 @@ class Start:
         while data is None:
             # So that whoever asks for the status can tell a run that waits from one that is not there.
             await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+            if "tokens" in self.settings.model_fields_set:
+                offer = partial(self.bus.offer_budget, self.settings.tokens, self.settings.lease_s)
+                agree(self.settings, {"tokens": await _retry(offer)}, SyncSettings)
             await asyncio.sleep(LOOK_S)
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)

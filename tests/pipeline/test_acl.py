@@ -116,6 +116,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     # Joining, and version 0.
     spec = samples.spec()
     assert await learner.read_spec() is None
+    assert await syncer.offer_budget(7, 10) == await learner.read_budget() == 7
     assert await learner.propose_spec(encode(spec)) == encode(spec)
     assert await learner.propose_spec(b"another") == encode(spec)
     assert await learner.write_report(samples.report()) is None
@@ -233,6 +234,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "merged_payload": keys.merged_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
+        "budget": keys.budget,
         "state": keys.state,
         "syncers": keys.syncers,
         "evaluations": keys.evaluations,
@@ -263,6 +265,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     await update_to(syncer, 0)
     await stage(syncer, server.keys.merged_payload(0, 0, "00000000"))
     await syncer.announce_syncer(NONCE, "s0", 60)
+    await syncer.offer_budget(7, 60)
     await syncer.write_state(samples.run_state())
     for name in LEARNERS:
         learner = parties[f"learner-{name}"]
@@ -359,6 +362,7 @@ SCRIPTED: dict[str, Step] = {
     "release_lease": lambda bus, keys, at: bus.release_lease(0, NONCE),
     "write_state": lambda bus, keys, at: bus.write_state(samples.run_state(phase=Phase.FINISHED)),
     "announce_syncer": lambda bus, keys, at: bus.announce_syncer("cc" * 8, "s1", 60),
+    "offer_budget": lambda bus, keys, at: bus.offer_budget(7, 600),
     "withdraw_syncer": lambda bus, keys, at: bus.withdraw_syncer(NONCE),
     "trim_tape": lambda bus, keys, at: bus.trim_tape(0, "9999999999999-0"),
     "stage_global": lambda bus, keys, at: stage(bus, keys.global_payload(0, 1, "dd" * 4)),

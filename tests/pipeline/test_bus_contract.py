@@ -63,6 +63,18 @@ async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:
     assert await bus.read_spec() == b"one"
 
 
+async def test_the_first_budget_offered_holds_until_it_expires(bus: Bus) -> None:
+    """Whoever says the same prolongs it; who says another is told the one that holds."""
+    assert await bus.read_budget() is None
+    assert await bus.offer_budget(7, 0.3) == 7
+    assert await bus.offer_budget(8, 50) == 7
+    assert await bus.offer_budget(7, 0.3) == 7
+    assert await bus.read_budget() == 7
+    await asyncio.sleep(0.4)
+    assert await bus.read_budget() is None
+    assert await bus.offer_budget(8, 50) == 8
+
+
 async def test_a_spec_is_replaced_only_if_it_is_the_one_that_was_seen(bus: Bus) -> None:
     assert not await bus.replace_spec(b"two", b"one")
     assert await bus.read_spec() is None

@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -209,14 +209,14 @@ class Net(nn.Module):
 
 
 @contextmanager
-def a_syncer(url: str, run: str) -> Iterator[None]:
-    """In a thread of its own, until the end of the block."""
+def a_syncer(url: str, run: str, **told: Any) -> Iterator[None]:
+    """In a thread of its own, until the end of the block. told: further settings."""
 
     async def main() -> None:
         stopped.append((asyncio.get_running_loop(), stop := asyncio.Event()))
         started.set()
         bus = await connect(url, run)
-        process = SyncerProcess(syncer_id="syncer", http_port=0)
+        process = SyncerProcess(syncer_id="syncer", http_port=0, **told)
         await SyncerService(bus, LoopClock(), process, Metrics()).run(stop)
         await bus.close()
 
@@ -227,7 +227,8 @@ def a_syncer(url: str, run: str) -> Iterator[None]:
     try:
         yield
     finally:
-        stopped[0][0].call_soon_threadsafe(stopped[0][1].set)
+        with suppress(RuntimeError):  # its loop is closed: the run has finished
+            stopped[0][0].call_soon_threadsafe(stopped[0][1].set)
         thread.join()
 
 

@@ -100,16 +100,16 @@ def threads() -> list[threading.Thread]:
 # --- entering ------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_is_entered_once(redis_server: str) -> None:
+def test_a_learner_is_opened_once(redis_server: str) -> None:
     """Again, one in the other, and after it could not join: refused, and what is under way goes on."""
     with a_syncer(redis_server, "once"):
         learner = learner_of(redis_server, "once")
         with learner:
-            with pytest.raises(UsageError, match="entered once: make a new one"), learner:
+            with pytest.raises(UsageError, match="opened once: make a new one"), learner:
                 pass
             learner.step(1)
         assert learner.left_in_order
-        with pytest.raises(UsageError, match="entered once"), learner:
+        with pytest.raises(UsageError, match="opened once"), learner:
             pass
         with pytest.raises(UsageError, match="not in a run"):
             learner.step(1)
@@ -119,7 +119,7 @@ def test_a_learner_is_entered_once(redis_server: str) -> None:
         with learner_of(redis_server, "once"):
             pass
     refused = learner_of(redis_server, "nan", model=broken)
-    for match in ("not finite", "entered once"):
+    for match in ("not finite", "opened once"):
         with pytest.raises(UsageError, match=match), refused:
             pass
     assert [seen.report.left for seen in reports(redis_server, "nan")] == [True]

@@ -89,7 +89,7 @@ def test_several_ranks_are_refused_with_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 def test_one_rank_alone_is_taken(tmp_path: Path) -> None:
-    """Wrapped or not; a wrapper's prefix is in the names, which all learners must have alike."""
+    """Wrapped or not."""
     with process_group(tmp_path):
         learner(DistributedDataParallel(nn.Linear(2, 2)))
         learner(nn.DataParallel(nn.Linear(2, 2)))

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyId
 from diloco.pipeline.settings import EncodeOn, SyncSettings
+from diloco.pipeline.units import parse_count
 
 MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -26,6 +27,7 @@ class Arguments(BaseModel):
     redis_url: str | None
     learner_id: PartyId | None
     sync: InstanceOf[SyncSettings] | None
+    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=2**62)] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
     leave_s: Annotated[_Finite, Field(ge=0)]
     state_dir: str | Path | None
@@ -43,7 +45,7 @@ def check_arguments(**given: Any) -> Arguments:
         UsageError: naming the argument, its value and what is allowed.
     """
     try:
-        return Arguments(**given)
+        arguments = Arguments(**given)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = problems[0]
@@ -53,6 +55,11 @@ def check_arguments(**given: Any) -> Arguments:
             dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is first["input"])
         )
         raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
+    if arguments.log_losses and arguments.state_dir is None:
+        raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
+    if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:
+        raise UsageError("Learner: the budget is said twice: leave out tokens=, or the tokens of sync=")
+    return arguments
 
 
 def whole_tokens(tokens: Any) -> int:
@@ -64,13 +71,13 @@ def whole_tokens(tokens: Any) -> int:
     if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
         return tokens
     if isinstance(tokens, torch.Tensor | np.ndarray) and math.prod(tokens.shape) != 1:
-        raise UsageError(f"step(tokens=...): of shape {tuple(tokens.shape)}; pass one number, as their sum")
+        raise UsageError(f"tokens: of shape {tuple(tokens.shape)}; pass one number, as their sum")
     value = tokens.item() if isinstance(tokens, torch.Tensor | np.ndarray | np.generic) else tokens
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"step(tokens={_shown(tokens)}): a {type(tokens).__name__}; pass how many tokens were trained")
+        raise UsageError(f"tokens={_shown(tokens)}: a {type(tokens).__name__}; pass how many tokens were trained")
     if not (0 <= value <= MAX_STEP_TOKENS and value == int(value)):
         raise UsageError(
-            f"step(tokens={_shown(tokens)}): pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
+            f"tokens={_shown(tokens)}: pass a whole number from 0 to {MAX_STEP_TOKENS}; 0: nothing was trained"
         )
     return int(value)
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import MAX_TENSORS, MAX_TEXT_CHARS
+from diloco.workers.names import named_parameters
 
 PIECE_BYTES = 64 * 2**20
 """Copied to host memory at a time."""
@@ -71,7 +72,7 @@ def frozen_digests(model: nn.Module) -> tuple[tuple[str, bytes], ...]:
 
 
 def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor) for name, tensor in model.named_parameters() if not tensor.requires_grad)
+    return ((name, tensor) for name, tensor in named_parameters(model) if not tensor.requires_grad)
 
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:

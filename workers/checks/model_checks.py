@@ -15,6 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.errors import UsageError
+from diloco.workers.names import named_parameters
 from diloco.workers.parameters import trained_tensors
 
 ALONE = (
@@ -51,7 +52,7 @@ def check_model(model: Any) -> torch.device:
     for name, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise UsageError(f"module {name or 'model'} is wrapped in FullyShardedDataParallel: {ALONE}")
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if hasattr(parameter, "device_mesh"):  # a DTensor: FSDP2 (fully_shard), tensor parallelism
             raise UsageError(
                 f"parameter {name} is a DTensor, as fully_shard and tensor parallelism make them; sharded models "

@@ -15,6 +15,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.checks.model_checks import check_alone
+from diloco.workers.names import named_parameters
 
 SHARE = 1e-3
 """Of the training thread's time, at most."""
@@ -41,7 +42,7 @@ class ModelWatch:
         self, model: nn.Module, trained: Collection[str], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._model, self._clock = model, clock
-        tensors = dict(model.named_parameters())
+        tensors = dict(named_parameters(model))
         self._trained = {name: (tensors[name], _form(tensors[name])) for name in trained}
         self._next_s = clock()
 
@@ -61,7 +62,7 @@ class ModelWatch:
 
     def _compare(self) -> None:
         missing = dict(self._trained)
-        for name, tensor in self._model.named_parameters():
+        for name, tensor in named_parameters(self._model):
             known = missing.pop(name, None)
             if known is None:
                 if tensor.requires_grad and tensor.numel():

@@ -2,19 +2,53 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BusUnavailable, outage_event
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
+from diloco.pipeline.process import logs
 from diloco.pipeline.retry import Backoff, retry
+from diloco.pipeline.settings import PARTIES, BusSettings, load
+from diloco.pipeline.sources import check_variables
+
+T = TypeVar("T")
 
 BACKOFF = Backoff(0.1, 5.0)
+
+
+def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Do something that takes no part in a run; in another thread where this one has a loop, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def url_of(given: str | None) -> str:
+    """The URL of the Redis that a learner was given, or that its environment names; sets up the log on the way.
+
+    Raises:
+        UsageError: there is none.
+    """
+    settings = load(BusSettings, {"redis_url": given or None})
+    if not structlog.is_configured():  # in somebody else's program that leaves it to us
+        logs.configure(settings.log_level)
+    for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
+        structlog.get_logger().warning("variable_unknown", detail=warning)
+    url = settings.bus_url()
+    if not url:
+        raise UsageError("no Redis URL: pass redis_url= or set DILOCO_REDIS_URL, e.g. redis://localhost:6379")
+    return url
 
 
 def read_spec(url: str, run: str) -> Spec | None:
@@ -31,14 +65,31 @@ def read_spec(url: str, run: str) -> Spec | None:
         finally:
             await bus.close()
 
-    data = asyncio.run(ask())
+    data = in_own_loop(ask())
     return None if data is None else codec.decode(Spec, data)
 
 
-def wait_for_spec(
-    read: Callable[[], Spec | None], learner: str | None, check: Callable[[], None] = lambda: None
-) -> Spec | None:
-    """The spec of a run, once its Redis is there.
+def read_budget(url: str, run: str) -> int | None:
+    """How many tokens a run without a spec is to have, if a syncer that waits for one was told.
+
+    Raises:
+        BusUnavailable: there is no Redis.
+    """
+
+    async def ask() -> int | None:
+        bus = await connect(url, run)
+        try:
+            return await bus.read_budget()
+        except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
+            return None
+        finally:
+            await bus.close()
+
+    return in_own_loop(ask())
+
+
+def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[], None] = lambda: None) -> T:
+    """The spec of a run, or what else is read of it, once its Redis is there.
 
     Args:
         read: as `read_spec`.

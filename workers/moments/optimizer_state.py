@@ -22,6 +22,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.workers.moments.moments import Moments, slots
+from diloco.workers.names import named_parameters
 from diloco.workers.parameters import FragmentTensors, Snapshot
 
 OWN = frozenset({"param_groups", "state", "step"})
@@ -123,7 +124,7 @@ class OptimizerState:
             Exception: whatever the optimizer's step raises.
         """
         self._optimizer, self._layout = optimizer, layout
-        self._parameters = dict(model.named_parameters())
+        self._parameters = dict(named_parameters(model))
         dims = {len(slot.tensor.shape) or 1 for _, slot in slots(layout)}
         trials = {trial_shape(n): self._trial(n) for n in sorted(dims)}
         self._kept = {len(shape): frozenset(state) for shape, state in trials.items()}

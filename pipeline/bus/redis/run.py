@@ -39,6 +39,14 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         spec: bytes | None = await self._redis.command("GET", self.keys.spec)
         return spec
 
+    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
+        if await self._claim(self.keys.budget, str(tokens), ttl_s):
+            return tokens
+        return await self.read_budget() or tokens
+
+    async def read_budget(self) -> int | None:
+        return stored_values.decode_count("budget", await self._redis.command("GET", self.keys.budget)) or None
+
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
 

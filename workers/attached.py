@@ -1,0 +1,149 @@
+"""Inner steps counted by the optimizers themselves, through torch's step hooks, in loops that are not ours to change.
+
+A step hook runs inside `optimizer.step()`, once its update is made: after accumulation and clipping, before
+schedulers and `zero_grad`. A step that torch's GradScaler skips calls no hook. A fused optimizer is called all the
+same, and leaves its parameters as they are where `found_inf` says so.
+
+When an inner step is over, with the optimizers in the order in which they step:
+
+| what happens                                        | the step is over                                   |
+|-----------------------------------------------------|----------------------------------------------------|
+| the last one steps                                  | then                                               |
+| the last one sits it out (skipped, or steps seldom) | before one steps that has stepped, or stands before |
+
+So each step is counted once, whoever sits out, and never while an update is half made.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.checks.arguments import whole_tokens
+from diloco.workers.checks.model_checks import check_optimizer
+
+
+class Flag:
+    """Whether a fused optimizer has skipped its step, as the GradScaler told it on its device."""
+
+    def __init__(self, found_inf: torch.Tensor) -> None:
+        """found_inf: one number; not 0: skipped."""
+        self._copied: torch.cuda.Event | None = None
+        self._host = found_inf
+        if found_inf.is_cuda:  # copied behind the step: to wait for it would be to wait for the step
+            self._host = torch.empty_like(found_inf, device="cpu", pin_memory=True)
+            self._host.copy_(found_inf, non_blocking=True)
+            self._copied = torch.cuda.current_stream(found_inf.device).record_event()
+
+    def says_skipped(self) -> bool:
+        """It is known, and so: False while it is still on its way to host memory."""
+        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
+            return False
+        return bool(self._host.item())
+
+
+class StepTokens:
+    """What a step counts for, where it may turn out a step later that it was skipped. Pure but for the flags."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, list[Flag | None]] = 0, []
+        self._debt = 0
+        """Counted for steps that were skipped."""
+
+    def counted(self, tokens: int, flags: list[Flag | None]) -> int:
+        """What to count for a step now.
+
+        tokens, flags: of the step; a flag for each optimizer that made it, None: it did.
+        """
+        before, skipped = self._last
+        if skipped and all(flag is not None and flag.says_skipped() for flag in skipped):
+            self._debt += before
+        paid = min(self._debt, tokens)
+        self._debt -= paid
+        self._last = tokens, flags
+        return tokens - paid
+
+
+def asking(tokens: Any) -> Callable[[], int]:
+    """What gives the tokens of each inner step, from a number or from what is called for it.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if callable(tokens):
+        return lambda: whole_tokens(tokens())
+    whole = whole_tokens(tokens)
+    return lambda: whole
+
+
+def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that step, of one or several that may be wrappers.
+
+    Raises:
+        UsageError: there is none, one is named twice, or one trains nothing of the model.
+    """
+    inner = [check_optimizer(model, one) for one in (given if isinstance(given, list | tuple) else [given])]
+    hooked = [one for one in inner if one is not None]
+    if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
+        raise UsageError("attach(): name each optimizer once (optimizers=...), or make the Learner with one")
+    return hooked
+
+
+class Attached:
+    """The hooks of one learner in its optimizers. The training thread's."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        tokens: Callable[[], int],
+        stepped: Callable[[int], None],
+    ) -> None:
+        """Hooks them.
+
+        Args:
+            optimizers: in the order in which they step.
+            tokens: asked once for each inner step, when the first update of it is made.
+            stepped: called with the tokens of each inner step that is over.
+        """
+        self._tokens, self._stepped, self._last = tokens, stepped, len(optimizers) - 1
+        self._made: dict[int, Flag | None] = {}
+        """Places of the optimizers that have made an update in this step."""
+        self._asked = 0
+        """Tokens of this step."""
+        self._counts = StepTokens()
+        self._handles = [
+            handle
+            for place, optimizer in enumerate(optimizers)
+            for handle in (
+                optimizer.register_step_pre_hook(partial(self._before, place)),
+                optimizer.register_step_post_hook(partial(self._after, place)),
+            )
+        ]
+
+    def detach(self) -> None:
+        """The optimizers are as they were before. A step whose last optimizer has not stepped is not counted."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, place: int, *_: Any) -> None:
+        if self._made and place <= max(self._made):
+            self._over()
+
+    def _after(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # there for the time of a fused step under a GradScaler
+        flag = Flag(found_inf) if isinstance(found_inf, torch.Tensor) else None
+        if flag is not None and flag.says_skipped():
+            return
+        if not self._made:
+            self._asked = self._tokens()
+        self._made[place] = flag
+        if place == self._last:
+            self._over()
+
+    def _over(self) -> None:
+        made, self._made = self._made, {}
+        self._stepped(self._counts.counted(self._asked, list(made.values())))

@@ -1,0 +1,77 @@
+"""The newest globals of a run, read beside whatever a learner's own thread does, and after it has ended. asyncio."""
+
+import asyncio
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BadPayload, BusError
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload import codec
+from diloco.pipeline.transfer.payloads import pull_shown
+from diloco.workers.exchange.agreement import compare
+from diloco.workers.exchange.reaching import BACKOFF
+
+Float32 = npt.NDArray[np.float32]
+
+PATIENCE_S = 60.0
+"""For a bus that does not answer; and for the last merges of a run that ends."""
+LOOK_S = 0.1
+
+
+async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: bool) -> list[Float32]:
+    """The newest global (elements,) of each fragment, as learners pull it.
+
+    Args:
+        url, run: where.
+        spec, layout: the run's, as the learner has joined it: payloads of other sizes are refused.
+        left: the learner has left. So a run that ends does not wait for it, and its last merges are waited for.
+
+    Raises:
+        SpecMismatch: another run has the name by now.
+        BusError, BadPayload: a minute has brought no answer.
+    """
+    until, waits = LoopClock().now() + PATIENCE_S, BACKOFF.waits()
+    while True:
+        try:
+            bus = await connect(url, run)
+            try:
+                return await _read(bus, spec, layout, left)
+            finally:
+                await bus.close()
+        except (BusError, BadPayload):  # the latter: replaced while it was read
+            wait_s = next(waits)
+            if LoopClock().now() + wait_s > until:
+                raise
+            await asyncio.sleep(wait_s)
+
+
+async def _read(bus: Bus, spec: Spec, layout: Layout, left: bool) -> list[Float32]:
+    if (encoded := await bus.read_spec()) is not None:
+        compare(spec, codec.decode(Spec, encoded))
+    bus.use_groups(spec.sync.groups)
+    if left:
+        await _last_merge(bus)
+    found = []
+    for fragment in layout.fragments:
+        (head,) = await bus.read_heads([fragment.id])
+        if head is None:
+            raise BadPayload(f"fragment {fragment.id} has no head: the bus has lost it, and a syncer puts it back")
+        found.append(await pull_shown(bus, head, fragment.elements, spec.sync, asyncio.to_thread))
+    return found
+
+
+async def _last_merge(bus: Bus) -> None:
+    until = LoopClock().now() + PATIENCE_S
+    while (state := await bus.read_state()) is not None and state.phase in (Phase.DRAINING, Phase.CLOSING):
+        if LoopClock().now() > until:
+            detail = "the run has been ending for long: is a syncer there? What was merged until now is read"
+            structlog.get_logger().warning("run_not_finished", phase=state.phase, detail=detail)
+            return
+        await asyncio.sleep(LOOK_S)
