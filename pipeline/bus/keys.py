@@ -35,7 +35,7 @@ class RunKeys:
     @property
     def budget(self) -> str:
         """Trained tokens that a run without a spec is to have, as a decimal number; expires."""
-        return self._run("budget")
+        return self._of_run("budget")
 
     @property
     def state(self) -> str:
