@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median_high
 
 import structlog
 
@@ -23,6 +23,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_STEPS
+from diloco.pipeline.pacing import LEAST_STEP_S
 from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
@@ -247,14 +248,15 @@ class RoundTrips:
     """How many steps the last two of one fragment took.
 
     A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
-    of these steps are overwritten. `stretched` makes intervals longer by them.
+    of these steps are overwritten. `stretched` makes intervals longer by them. To wait for a quorum is no part of it:
+    that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
     """
 
     def __init__(self) -> None:
         self._took = (0.0, 0.0)
 
     def observe(self, seconds: float) -> None:
-        """One more: quorum time, grace, and sync time of one window, the pull in it."""
+        """One more: grace and sync time of one window, the pull in it."""
         self._took = self._took[1], seconds
 
     def steps(self, step_times: Sequence[float], latency_s: float) -> float:
@@ -263,11 +265,12 @@ class RoundTrips:
         The shorter one of the last two counts, so that one hold-up is no sign.
 
         Args:
-            step_times: of the learners that were merged, s; 0 is not known yet.
+            step_times: of the learners that are expected, s; too short is not known yet. The higher median counts, so
+                that one of two who says little cannot stretch what the other trains.
             latency_s: from a learner's decision to publish to its header at the syncer.
         """
-        known, round_trip_s = [s for s in step_times if s > 0], min(self._took)
-        return 1 + (round_trip_s + latency_s) / median(known) if known and round_trip_s else 0.0
+        known, round_trip_s = [s for s in step_times if s > LEAST_STEP_S], min(self._took)
+        return 1 + (round_trip_s + latency_s) / median_high(known) if known and round_trip_s else 0.0
 
 
 def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
@@ -277,13 +280,15 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
     once the interval is H, no greater a share than tau of H.
 
     Args:
-        sync: tau, and what `ramps.interval_at` needs; tau of 0 counts as 1 here.
+        sync: tau, and what `ramps.interval_at` needs. With tau = 0 nothing is to be hidden: it is as planned.
         version: of the base.
         round_trip: steps (`RoundTrips`).
     """
     interval = interval_at(sync, version)
-    hides = min(interval, sync.sync_interval / max(1, sync.overlap_steps))
-    return min(MOST_STEPS, max(interval, int(hides * round_trip)))
+    if not sync.overlap_steps:
+        return interval
+    hides = min(interval, sync.sync_interval / sync.overlap_steps)
+    return max(interval, int(min(MOST_STEPS, hides * round_trip)))
 
 
 class LastMerges:
@@ -326,20 +331,14 @@ def payload_key(bus: Bus, offer: Offer) -> str:
 class Committing:
     """Makes the next versions of one loaded fragment."""
 
-    def __init__(
-        self,
-        context: SyncerContext,
-        layout: FragmentLayout,
-        staging: Staging,
-        merges: LastMerges,
-        round_trips: RoundTrips,
-    ) -> None:
-        self._context, self._layout, self._staging = context, layout, staging
-        self._merges, self._round_trips = merges, round_trips
+    def __init__(self, context: SyncerContext, layout: FragmentLayout, staging: Staging, merges: LastMerges) -> None:
+        self._context, self._layout, self._staging, self._merges = context, layout, staging, merges
         self.sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
-    async def commit(self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float) -> Committed | None:
+    async def commit(
+        self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float, interval: int
+    ) -> Committed | None:
         """Merge, take the outer step and commit; `loaded` is at the new version then.
 
         Args:
@@ -347,6 +346,7 @@ class Committing:
             merge: the decision.
             deltas: its contributions, in its order.
             began: when it was decided.
+            interval: of the version that is made (`stretched`).
 
         Returns:
             The tape's record; None if the outcome would not be finite: nothing has changed.
@@ -359,10 +359,10 @@ class Committing:
             return None
         record = self._record(loaded, merge, merged, began)
         self._merges.observe(record.merge_s, outer_s)
-        commit = self._commit(loaded, merge, merged, published, record)
+        commit = self._commit(loaded, merge, merged, published, record, interval)
         await self._context.bus.commit(commit)
         loaded.fragment.advance(merged)
-        loaded.fragment.interval = commit.interval
+        loaded.fragment.interval = interval
         loaded.head = head_after(loaded.head, commit)
         self._context.metrics.merged(record, outer_s)
         self._log.info(
@@ -413,12 +413,9 @@ class Committing:
             interval=loaded.head.interval,
         )
 
-    def _interval(self, version: int, merge: Merge) -> int:
-        """Of the version that this merge makes."""
-        sync, step_times = self._context.sync, [offer.header.step_s for offer in merge.contributions]
-        return stretched(sync, version, self._round_trips.steps(step_times, 2 * self._context.watch.latency_s))
-
-    def _commit(self, loaded: Loaded, merge: Merge, merged: Merged, published: Published, record: Committed) -> Commit:
+    def _commit(
+        self, loaded: Loaded, merge: Merge, merged: Merged, published: Published, record: Committed, interval: int
+    ) -> Commit:
         offers = merge.contributions
         return Commit(
             nonce=self._context.nonce,
@@ -433,7 +430,7 @@ class Committing:
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
-            interval=self._interval(merged.version, merge),
+            interval=interval,
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),

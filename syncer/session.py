@@ -20,7 +20,7 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import overlap_in_force
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key
+from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key, stretched
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
@@ -71,7 +71,7 @@ class Session:
         )
         self.window = self._new_window()
         self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
-        self._committing = Committing(context, layout, state.staging, state.merges, state.round_trips)
+        self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
         self._rest_s = 0.0
@@ -270,20 +270,25 @@ class Session:
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = await self._downloads.as_merged(merge.contributions)
-        record = await self._committing.commit(self._loaded, merge, deltas, began)
+        record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval())
         if record is None:
             await self._not_finite(merge)
             return
         state.grace.observe_quorum(record.quorum_s)
         state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
-        if not merge.overdue:  # an upload that does not come says nothing of those that do
+        if not merge.in_vain:  # an upload that does not come says nothing of those that do
             pull_s = median_low(self._reported()[1] or [0.0])
-            state.round_trips.observe(record.quorum_s + record.grace_s + sync_s + pull_s)
+            state.round_trips.observe(record.grace_s + sync_s + pull_s)
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:
             await self._offered(Offered(offer.entry_id, offer.header))
+
+    def _next_interval(self) -> int:
+        """Of the version that a merge makes, by what those took that led here."""
+        round_trip = self._state.round_trips.steps(self._reported()[0], 2 * self._context.watch.latency_s)
+        return stretched(self._context.sync, self.window.version + 1, round_trip)
 
     async def _not_finite(self, merge: Merge) -> None:
         """The version stays, and learners are asked for other deltas; less and less often if it happens again."""

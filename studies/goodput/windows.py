@@ -1,11 +1,11 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is and how long uploads may take,
-`syncer.watch` and `syncer.admission` who is live, expected and waited for; `ownership` runs leases. What is left
-out is tensor arithmetic and the bus. Learners do as `workers.rounds` says (due after the
-interval in force, followers at their next step boundary, adoption at a step boundary); a learner that is paused
-reports nothing. The P fragments are alike but for their turn, so one of them stands for all.
+to wait and when to merge, `syncer.grace` how long the grace is, `syncer.intake` how long uploads may take,
+`syncer.watch` and `syncer.admission` who is live, expected and waited for; `ownership` runs leases. What is left out
+is tensor arithmetic and the bus. Learners do as `workers.rounds` says: due after the interval in force, followers at
+their next step boundary, renewals of what waits, adoption at a step boundary. A learner that is paused reports
+nothing. The P fragments are alike but for their turn, so one of them stands for all.
 """
 
 import heapq
@@ -335,13 +335,17 @@ class Follower:
 
     def _conditions(self, now: float) -> Conditions:
         watch, doubted = self._watch, self._doubts.learners
-        watch.reports = [party.seen(now) for party in self._parties]
-        expected = watch.expected(0, self._version)
-        trusted = [s.report for s in expected if s.report.learner not in doubted]
-        steps, pulls = [r.step_s for r in trusted], [r.pull_s for r in trusted]
+        steps, pulls = self._reported(now)
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
         grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s)
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
+
+    def _reported(self, now: float) -> tuple[list[float], list[float]]:
+        """Step times and pull times of the learners that are expected and not doubted, s."""
+        self._watch.reports = [party.seen(now) for party in self._parties]
+        expected, doubted = self._watch.expected(0, self._version), self._doubts.learners
+        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        return [r.step_s for r in trusted], [r.pull_s for r in trusted]
 
     def _overdue(self, decision: Merge | Reopened, now: float) -> None:
         self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in decision.overdue])
@@ -360,8 +364,8 @@ class Follower:
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
             self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)
+        self._intervals[self._version + 1] = self._next_interval(decision, now, pulled_s)
         self._version += 1
-        self._intervals[self._version] = self._next_interval(decision, now, pulled_s)
         merged = {m.learner: m for m in self._merged if m.base_version >= self._version - 1}
         for offer in decision.contributions:
             h = offer.header
@@ -384,11 +388,10 @@ class Follower:
         """Of the version that is made, by the round trips before: its owner knows no more when it commits."""
         if self._waits:
             return self._sync.sync_interval
-        steps = [offer.header.step_s for offer in merge.contributions]
-        trip = self._round_trips.steps(steps, 2 * self._watch.latency_s)
-        if not merge.overdue:
-            self._round_trips.observe(merge.quorum_s + merge.grace_s + pulled_s - merge.fixed_at)
-        return stretched(self._sync, self._version, trip)
+        trip = self._round_trips.steps(self._reported(now)[0], 2 * self._watch.latency_s)
+        if not merge.in_vain:
+            self._round_trips.observe(merge.grace_s + pulled_s - merge.fixed_at)
+        return stretched(self._sync, self._version + 1, trip)
 
     def _count(self, merge: Merge, now: float, grace_s: float, sync_s: float) -> None:
         tally = self.tally

@@ -119,11 +119,12 @@ class Publishing:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
         member, p, renews = self._member, publication.base.fragment, publication.renews
         whole = await self._upload_one(publication, values)
-        if renews and not self._is_outdone(publication):
+        takes_its_place = renews and not self._is_outdone(publication)
+        if takes_its_place:
             await member.outages.retry(self._send_header, publication)
         if whole:
             member.shared.uploaded[p] = publication.serial
-        if whole and renews:
+        if whole and takes_its_place:
             with suppress(BusError):  # else it expires later
                 await member.bus.expire_soon(self._key(p, renews), RENEWED_TTL_S)
 

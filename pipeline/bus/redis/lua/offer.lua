@@ -6,7 +6,8 @@ local wrong = mistyped(deltas, 'stream', senders, 'hash', arrivals, 'stream')
 if wrong then return wrong end
 
 local id = redis.call('XADD', deltas, '*', 'h', header)
-if renews then redis.call('XDEL', deltas, renews) end
+-- A file of users from before renewals has no XDEL: the owner then refuses the earlier one as a duplicate.
+if renews then redis.pcall('XDEL', deltas, renews) end
 -- Any learner may have used up the ids of the arrivals: then owners see who is new a little later.
 if redis.call('HSETNX', senders, learner, '') == 1 then
   redis.pcall('XADD', arrivals, 'MAXLEN', 1, '*', 'l', learner)
