@@ -244,6 +244,10 @@ class Loaded:
         return self.head.version, self.head.digest
 
 
+MOST_STRETCHED = 16
+"""An interval is so many times the planned one at most: it is decided again no sooner than with the next merge."""
+
+
 class RoundTrips:
     """How many steps the last two of one fragment took.
 
@@ -288,7 +292,7 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
     if not sync.overlap_steps:
         return interval
     hides = min(interval, sync.sync_interval / sync.overlap_steps)
-    return max(interval, int(min(MOST_STEPS, hides * round_trip)))
+    return max(interval, int(min(MOST_STEPS, MOST_STRETCHED * interval, hides * round_trip)))
 
 
 class LastMerges:

@@ -114,6 +114,7 @@ class Attached:
         self._asked = 0
         """Tokens of this step."""
         self._counts = StepTokens()
+        self._stepping = self._off = False
         self._handles = [
             handle
             for place, optimizer in enumerate(optimizers)
@@ -124,24 +125,37 @@ class Attached:
         ]
 
     def detach(self) -> None:
-        """The optimizers are as they were before. A step whose last optimizer has not stepped is not counted."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """The optimizers are as they were before. A step whose last optimizer has not stepped is not counted.
+
+        In a step the hooks stay, and do nothing: torch is going through them.
+        """
+        self._off = True
+        if not self._stepping:
+            for handle in self._handles:
+                handle.remove()
 
     def _before(self, place: int, *_: Any) -> None:
+        self._stepping = True
+        if self._off:
+            return
         if self._made and place <= max(self._made):
             self._over()
 
     def _after(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        try:
+            self._made_update(place, optimizer)
+        finally:
+            self._stepping = False
+
+    def _made_update(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # there for the time of a fused step under a GradScaler
         flag = Flag(found_inf) if isinstance(found_inf, torch.Tensor) else None
-        if flag is not None and flag.says_skipped():
+        if self._off or (flag is not None and flag.says_skipped()):
             return
         if not self._made:
             self._asked = self._tokens()
         self._made[place] = flag
-        if place == self._last:
+        if place == self._last and not self._off:  # the tokens' callable may have closed the learner
             self._over()
 
     def _over(self) -> None:

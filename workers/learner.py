@@ -54,7 +54,7 @@ from diloco.workers.moments.own import Recover
 from diloco.workers.moments.recovery import Source
 from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
-from diloco.workers.progress_schedule import Shape, share_by_progress
+from diloco.workers.progress_schedule import WARMUP, Shape, share_by_progress
 from diloco.workers.proposal import fitting, proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
@@ -235,7 +235,7 @@ class Learner:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         shape: Shape = "cosine",
-        warmup: float = 0.03,
+        warmup: float = WARMUP,
         decay: float = 0.2,
         final: float = 0.1,
     ) -> LambdaLR:
@@ -432,9 +432,8 @@ class Learner:
 
     def _agreed(self) -> tuple[Spec | None, int | None]:
         """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
-        held, waiting, where = None, None, (self._url, self._given.run)
-        if self._given.sync is None:
-            held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
+        waiting, where = None, (self._url, self._given.run)
+        held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
         if held is None:
             waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._go_on_joining)
         return held, waiting
@@ -484,6 +483,7 @@ class Learner:
             return False
         if self._attached is not None:
             self._attached.detach()
+            self._attached = None
         try:
             if joined.thread.works:
                 self.left_in_order = joined.leave(self._given.leave_s, save_state)

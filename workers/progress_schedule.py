@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import TrainerSettings, defaults
 from diloco.workers.trainer.schedule import learning_rate
 
 Shape = Literal["cosine", "linear", "constant"]
+WARMUP: float = defaults(TrainerSettings)["warmup"]
+"""Share of the run's progress, as in the built-in trainer."""
 
 
 def share_by_progress(shape: Shape, warmup: float, decay: float, final: float) -> Callable[[float, int, int], float]:

@@ -32,18 +32,22 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
     Args:
         model: judged (`model_checks`).
         given: the learner's.
-        held: the run's spec; None: it has none, or is not asked.
+        held: the run's spec; None: it has none. A learner with settings of its own takes no more of it than the
+            budget, if it names none.
         waiting: the budget with which a syncer waits for a spec, if one does.
 
     Raises:
-        SpecMismatch: the learner was told another budget than that syncer.
+        SpecMismatch: the learner was told another budget than the run or that syncer.
         UsageError: model and settings cannot be a run's.
     """
     budget = {} if given.tokens is None else {"tokens": given.tokens}
     trainer = given.trainer or {}
-    if held is None:
-        told = (given.sync or load(SyncSettings)).model_copy(update=budget)
-        sync = _own(told if waiting is None else agree(told, {"tokens": waiting}, SyncSettings), model)
+    if held is None or given.sync is not None:
+        told, known = (
+            (given.sync or load(SyncSettings)).model_copy(update=budget),
+            held.sync.tokens if held else waiting,
+        )
+        sync = _own(told if known is None else agree(told, {"tokens": known}, SyncSettings), model)
     else:
         # Another model than the run's may have too few tensors: joining says how they differ.
         fragments = fragments_of(held.sync.fragments, len(trained_tensors(model)))

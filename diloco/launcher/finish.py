@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -25,6 +26,13 @@ def sample_text(checkpoint: Path, prompt: str, seed: int) -> str:
     return sample(load_model(checkpoint), prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
 
 
+def _write(report: dict[str, Any], settings: RunProcess, folder: Folder) -> None:
+    for path in (folder.report, settings.json_report):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dumps(report, indent=1) + "\n")
+
+
 def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     """Write and print what a finished run leaves.
 
@@ -35,6 +43,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
 
     checkpoint: Path | None = None
     text = None
+    _write(build(outcome), settings, folder)  # whatever becomes of the rest, which takes some seconds
     try:
         checkpoint = find_checkpoint(folder.path)
         text = sample_text(checkpoint, settings.prompt, settings.seed)
@@ -52,11 +61,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {len(report['learners'])} learners: global validation loss"
     draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
-    report |= {"sample": text, "plot": str(picture)}
-    for path in (folder.report, settings.json_report):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dumps(report, indent=1) + "\n")
+    _write(report | {"sample": text, "plot": str(picture)}, settings, folder)
     if text is not None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
     typer.echo(summary(report))

@@ -391,7 +391,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     if outcome is None:
         print("stopped before the first step: there is nothing to save")
         return 0
-    lifecycle.ignore_hangup()
+    lifecycle.ignore_end()
     conclude(outcome, settings, folder)
     return 0
 

@@ -61,9 +61,9 @@ MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
 WeightsName = Literal["tokens", "equal"]
 """Merge weights: `syncer.algorithm.WEIGHTS`."""
 OuterName = Literal["nesterov", "muon", "halley"]
+"""The outer optimizer: `syncer.algorithm.OUTER`."""
 ORTHOGONALISES: Final[frozenset[OuterName]] = frozenset({"muon", "halley"})
 """Outer optimizers that turn matrices (`syncer.merging.outer.TURNS`): they need a momentum and a second pass."""
-"""The outer optimizer: `syncer.algorithm.OUTER`."""
 
 
 class Message(BaseModel):

@@ -80,6 +80,12 @@ def ignore_hangup() -> None:
         signal.signal(_HANGUP, signal.SIG_IGN)
 
 
+def ignore_end() -> None:
+    """So does no request to end, but for Ctrl-C."""
+    ignore_hangup()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def interrupt_at_end_signals() -> None:
     """Each of `end_signals` interrupts this thread, as Ctrl-C does; a hangup only once, since it comes again."""
 

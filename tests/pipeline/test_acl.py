@@ -155,7 +155,8 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     entry = await learner.offer(samples.header("l0", layout=bytes(16)))
     await stage(learner, delta)
     await stage(learner, keys.delta_payload(0, "l0", "0" * 8, 1))
-    bad = await learner.offer(samples.header("l0", serial=1))
+    renewed = await learner.offer(samples.header("l0", serial=1))
+    bad = await learner.offer(samples.header("l0", serial=2), renewed)
     # Moments for who joins.
     await learner.ask_moments(samples.moments_wish("l0"), 10)
     assert (await learner.read_moments()).wish is not None

@@ -241,6 +241,38 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
             learner.attach(1, torch.optim.SGD(bare.parameters()))
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize("where", ["tokens", "a hook before", "a hook after"])
+def test_a_learner_that_is_closed_in_a_step_counts_no_more(redis_server: str, where: str) -> None:
+    """By what is asked for the tokens, or by another hook: torch goes on through its hooks, and none is ours."""
+    run = f"closing-{where.replace(' ', '-')}"
+    with a_syncer(redis_server, run), learner_of(redis_server, run) as learner:
+        asked, own = [], learner.optimizer
+        assert own is not None
+
+        def closing(*_: Any) -> int:
+            if where == "tokens":
+                asked.append(1)
+            if len(asked) == 2:
+                learner.close()
+            return 5
+
+        def counted() -> int:
+            asked.append(1)
+            return 5
+
+        if where == "a hook before":
+            own.register_step_post_hook(closing)
+        learner.attach(closing if where == "tokens" else counted)
+        if where == "a hook after":
+            own.register_step_post_hook(closing)
+        for _ in range(4):
+            own.step()
+        assert len(asked) == 2
+        with pytest.raises(UsageError, match="not in a run"):
+            learner.step(1)
+
+
 def go_on_deaf(learner: Learner, number: int) -> None:
     """A loop that gets a signal after three steps and does not ask."""
     learner.attach(5)

@@ -122,6 +122,8 @@ def test_the_first_learner_that_has_a_budget_sets_it_and_another_one_is_refused(
         for tokens in (None, 4000, "4e3"):
             with learner_of(redis_server, "budget", tokens=tokens) as other:
                 assert other.spec == learner.spec
+        with learner_of(redis_server, "budget", sync=SyncSettings()) as other:
+            assert other.spec == learner.spec
         with pytest.raises(SpecMismatch, match=r"sync.tokens: here 5000, the run has 4000"):
             learner_of(redis_server, "budget", tokens=5000).open()
 

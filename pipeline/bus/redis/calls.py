@@ -60,7 +60,7 @@ _REMEDIES = {
 """What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
 NEARLY_FULL = 0.9
 """Share of maxmemory from which on it is warned of."""
-_FORBIDDEN = re.compile(r"^The user executing the script can't |ACL failure in script")
+_FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),

@@ -22,7 +22,7 @@ from diloco.studies.goodput.table import Cell, row
 from diloco.studies.goodput.traces import read_trace
 
 PACKAGE = Path(diloco.__file__).parent
-SOURCES = "*.py", "studies/*.py", "studies/goodput/*.py", "syncer/**/*.py", "pipeline/**/*.py"
+SOURCES = "*.py", "studies/*.py", "studies/goodput/*.py", "syncer/**/*.py", "pipeline/**/*.py", "workers/*.py"
 """What a cached result depends on, beside its arguments."""
 
 
