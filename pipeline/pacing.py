@@ -1,8 +1,9 @@
 """Whether merges keep up with the learners, and what helps where they do not. Pure.
 
 A learner trains H steps on a base, publishes, and adopts what became of it once it is merged. What it trains in between
-is overwritten: of a round of H steps and a merge of m steps, m / (H + m). So a merge has room for `ROOM` of a round; in
-any case for the tau steps that a run plans with; and never for more than the interval in force while that grows.
+is overwritten: at planned intervals, of a round of H steps and a merge of m steps, m / (H + m). So a merge has room for
+`ROOM` of a round; in any case for the tau steps that a run plans with; and never for more than the planned interval
+while that grows.
 """
 
 import math

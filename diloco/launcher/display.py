@@ -166,6 +166,7 @@ def _fragment_table(status: Status) -> _Fitting:
             (
                 str(fragment["id"]),
                 str(fragment["version"]),
+                str(fragment["interval"]),
                 Text(window["state"], _STATE_STYLES.get(window["state"], "")),
                 f"{len(window['members'])} of {window['quorum']}",
                 str(window["expected"]),
@@ -173,10 +174,10 @@ def _fragment_table(status: Status) -> _Fitting:
             )
         )
     if len(fragments) > MOST_ROWS:
-        rows.append(("", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
-    names = ("fragment", "version", "window", "k of K", "expected", "grace left")
+        rows.append(("", "", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
+    names = ("fragment", "version", "interval", "window", "k of K", "expected", "grace left")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return _Fitting(columns, left=("window",), spare=("expected", "grace left", "k of K"))
+    return _Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
 
 
 def _syncers(status: Status) -> str:

@@ -17,10 +17,11 @@ from diloco.pipeline.bus.ports import START, Bus, Clock
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
-from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.pacing import Pace, outer_room, slow_merges
 from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
@@ -74,6 +75,8 @@ class FragmentStatus(TypedDict):
 
     id: int
     version: int
+    interval: int
+    """Inner steps between two syncs for who trains on this version: planned, or stretched by round trips."""
     digest: str
     """Hex."""
     merged_deltas: int
@@ -173,12 +176,13 @@ def _is_live(seen: SeenReport, live_s: float) -> bool:
     return not seen.report.left and seen.age_s < live_s
 
 
-def _fragment(head: Head, quorum: int, now_unix_s: float) -> FragmentStatus:
+def _fragment(head: Head, sync: SyncSpec | None, now_unix_s: float) -> FragmentStatus:
     window = head.window
     deadline = window.deadline_unix_s
     return {
         "id": head.fragment,
         "version": head.version,
+        "interval": head.interval if sync is None else interval_in_force(sync, head.version, head.interval),
         "digest": head.digest.hex(),
         "merged_deltas": head.merged_deltas,
         "merged_tokens": head.merged_tokens,
@@ -189,7 +193,7 @@ def _fragment(head: Head, quorum: int, now_unix_s: float) -> FragmentStatus:
             "attempt": window.attempt,
             "members": list(window.members),
             "expected": window.expected,
-            "quorum": quorum,
+            "quorum": 0 if sync is None else sync.quorum,
             "reason": window.reason,
             "doubted": list(window.doubted),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
@@ -347,7 +351,7 @@ def build_status(
         "elapsed_s": elapsed_s,
         "learners": [_learner(seen, live_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
-        "fragments": [_fragment(head, quorum, now_unix_s) for head in present],
+        "fragments": [_fragment(head, None if spec is None else spec.sync, now_unix_s) for head in present],
         "evaluation": None
         if evaluation is None
         else {

@@ -49,7 +49,7 @@ def fragment(p: int, **window: Any) -> dict[str, Any]:
         "deadline_in_s": None,
     }
     totals = {"digest": "aa", "merged_deltas": 50, "merged_tokens": 300_000, "rejected_tokens": 0}
-    return {"id": p, "version": 13, "window": idle | window} | totals
+    return {"id": p, "version": 13, "interval": 24, "window": idle | window} | totals
 
 
 def status(**changes: Any) -> dict[str, Any]:

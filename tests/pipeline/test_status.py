@@ -40,12 +40,15 @@ def test_the_shape_is_the_documented_one_and_json():
         state="grace", attempt=2, members=("l0",), expected=3, reason="grace: 1 in", deadline_unix_s=1012.5
     )
     evaluation = Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False)
-    status = build(heads=[samples.head(0, window=window, version=3), samples.head(1)], evaluation=evaluation)
+    status = build(
+        heads=[samples.head(0, window=window, version=3, interval=40), samples.head(1)], evaluation=evaluation
+    )
     assert json.loads(json.dumps(status)) == status
     assert status["evaluation"] == {"loss": 1.5, "tokens": 900, "elapsed_s": 9.0, "final": False}
     assert status["fragments"][0] == {
         "id": 0,
         "version": 3,
+        "interval": 40,
         "digest": "00" * 16,
         "merged_deltas": 0,
         "merged_tokens": 0,
