@@ -21,7 +21,7 @@ from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.parties import bare
 from diloco.studies.goodput.windows import SETTLED, Follower, Learner
-from diloco.syncer import committing
+from diloco.syncer import session
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 TAU, GAMMA, INTERVAL = 2, 0.8, 8
@@ -103,7 +103,7 @@ def test_a_grace_leaves_the_time_in_which_learners_pull_the_global(pull_s: float
 
     Intervals are as planned here. Where they are stretched, tau is (`test_round_trips.py`), and fragments meet.
     """
-    monkeypatch.setattr(committing, "stretched", lambda sync, version, _: interval_at(sync, version))
+    monkeypatch.setattr(session, "stretched", lambda sync, version, _: interval_at(sync, version))
     commits, reported = produced([pull_s] * 3)
     assert reported == pytest.approx([pull_s] * 3, rel=0.01)
     over = [c for c in commits if len(c.contributions) < 3]

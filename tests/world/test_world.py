@@ -22,7 +22,7 @@ SEEDS = 200
 WITHIN_SEEDS = 500
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     """Each with at least 200 merges; together they meet with every kind of fault."""
     summary = Summary()
