@@ -257,6 +257,12 @@ def merge_rules() -> Iterator[list[float]]:
         yield first(run)
 
 
+def carrying() -> Iterator[list[float]]:
+    orthogonalised = ("orthogonalised, H = 24", "orthogonalised, H = 6", "the defaults, H from 2")
+    for label in ("averaged, H = 24", "averaged, H = 6", *orthogonalised):
+        yield [*values(f"carry/{label}"), *values(f"carry/{label}, carried"), merged(f"carry/{label}")]
+
+
 def mean_or_rda() -> Iterator[list[float]]:
     def pair(label: str, more: str = "") -> list[float]:
         return changes(f"rows/{label}, merge=rda-row{more}", f"rows/{label}, merge=mean{more}")
@@ -353,6 +359,7 @@ TABLES = {
     "Stale deltas": stale_deltas,
     "H, P and tau": interval,
     "Merge rules, weights, overlapped steps, late learners": merge_rules,
+    "Carrying steps over an adoption": carrying,
     "The mean, or RDA?": mean_or_rda,
     "Mixed speeds": mixed_speeds,
     "Learners": learners,
