@@ -215,7 +215,8 @@ class Oracle:
             self.broken("a delta is renewed by more of the same training", f"fragment {p}: {before} by {header}")
         if self.fragments[p].pending.pop(entry, None) is not None:
             self._refusals.renewed(p, before)
-            if not self._is_uploaded(header) and self._now() - self._rewound_s > REPORTED_S:
+            too_stale = header.base_version < self.fragments[p].version - 1  # neither can be merged any more
+            if not (too_stale or self._is_uploaded(header)) and self._now() - self._rewound_s > REPORTED_S:
                 self.broken("a delta stays until what renews it is whole", f"fragment {p}: {before} by {header}")
 
     def _check_report(self, header: DeltaHeader) -> None:

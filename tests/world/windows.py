@@ -50,6 +50,8 @@ class Windows:
         self._all_at: list[float | None] = [None] * fragments
         self._closed: set[tuple[Link, int]] = set()
         """Owners that have closed a fragment's window; of two that believe that they own it, each has its own."""
+        self._attempts: dict[tuple[Link, int], int] = {}
+        """The attempt with which an owner last opened a window again."""
         self._began: dict[tuple[Link, int], float] = {}
         self._merged: dict[tuple[Link, int], bool] = {}
         """Owners that merged the fragment -> whether they are known to know of it."""
@@ -89,6 +91,7 @@ class Windows:
         """A merge was committed: a new window."""
         self._quorum_at[p] = self._all_at[p] = None
         self._closed = {(owner, of) for owner, of in self._closed if of != p}
+        self._attempts = {(owner, of): attempt for (owner, of), attempt in self._attempts.items() if of != p}
         if not link.late:
             self._merged[link, p] = self._merged.get((link, p), False)
 
@@ -106,9 +109,11 @@ class Windows:
             self.changed(p, state)
         if window.state in ("uploading", "merging"):
             return self.closed(link, p)
-        if (link, p) in self._closed and window.state == "collecting" and not link.late:  # it is open again
+        # It is open again. An owner that reads all over again finds it closed, and says so only by the next attempt.
+        again = (link, p) in self._closed or window.attempt > self._attempts.get((link, p), 0)
+        if again and window.state == "collecting" and not link.late:
             self._closed.discard((link, p))
-            self._began[link, p] = self._now()
+            self._began[link, p], self._attempts[link, p] = self._now(), window.attempt
         return None
 
     def closed(self, link: Link, p: int) -> str | None:
