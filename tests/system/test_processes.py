@@ -66,7 +66,8 @@ class Run:
 
     def __init__(self, out: Path, *arguments: object, name: str = "run") -> None:
         self.out = out
-        command = [sys.executable, "-m", "diloco", name, "--out", str(out), *SMALL, *map(str, arguments)]
+        small = SMALL if "data-parallel" not in arguments else SMALL[SMALL.index("--seq-len") :]  # it has no fragments
+        command = [sys.executable, "-m", "diloco", name, "--out", str(out), *small, *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT
         )
