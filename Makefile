@@ -13,22 +13,25 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-docker test-gpu dst fuzz lint docs clean
+.PHONY: help demo test test-all test-docker test-trainers test-gpu dst fuzz lint docs clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)
 
-test: $(VENV)/dev.stamp  ## all tests but the slow, gpu and docker ones
-	$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(PYTEST_ARGS)
+test: $(VENV)/dev.stamp  ## all tests but the slow, gpu, docker and trainers ones
+	$(BIN)/python -m pytest -m "not slow and not gpu and not docker and not trainers" $(PYTEST_ARGS)
 
 test-all: $(VENV)/dev.stamp  ## the slow ones too: whole training runs as processes
-	$(BIN)/python -m pytest -m "not gpu and not docker" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not docker and not trainers" $(PYTEST_ARGS)
 
 test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docker Engine runs
 	$(BIN)/python -m pytest -m docker -s $(PYTEST_ARGS)
+
+test-trainers: $(VENV)/trainers.stamp  ## learners in the trainers of others: transformers, TRL, Accelerate, Lightning
+	$(BIN)/python -m pytest -m trainers $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -74,6 +77,11 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
 	$(PIP) -e '.[run]'
 	@touch $@
+
+$(VENV)/trainers.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV); torch is large, this can take some minutes'
+	$(PIP) -e '.[trainers]'
+	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
 
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'

@@ -1,4 +1,5 @@
-"""Decoupled DiLoCo: a `Learner` for your own loop; the command line, the one-machine launcher, and what they show.
+"""Decoupled DiLoCo: a `Learner` for your own loop, an `Evaluator` of what it trains; the command line, the one-machine
+launcher, and what they show.
 
 Public names load when they are asked for, since the syncer has no torch.
 """
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco.pipeline import errors
     from diloco.pipeline.settings import SyncSettings
+    from diloco.workers.evaluator import Evaluator
     from diloco.workers.learner import Learner
 
-__all__ = ["Learner", "SyncSettings", "errors"]
+__all__ = ["Evaluator", "Learner", "SyncSettings", "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,6 +21,8 @@ def __getattr__(name: str) -> Any:
         return import_module("diloco.pipeline.errors")
     if name == "SyncSettings":
         return import_module("diloco.pipeline.settings").SyncSettings
+    if name == "Evaluator":
+        return import_module("diloco.workers.evaluator").Evaluator
     if name == "Learner":
         return import_module("diloco.workers.learner").Learner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,9 @@ COMMANDS: dict[str, Entry] = {
         "diloco.launcher.demo:command", "The same, with a learner that is killed and started again on the way."
     ),
     "plan": Entry("diloco.plan:command", "What a run needs for a model and a link: H, P, codec, memory, bytes, cores."),
+    "data": Entry("diloco.data:app", "Make token shards of text of any size, for --data, and check them: a group."),
     "learner": Entry("diloco.commands:learner", "Join a run as a learner, with the built-in trainer."),
+    "redis": Entry("diloco.own_redis:command", "Start a Redis for the parties of a run, here and on other machines."),
     "syncer": Entry("diloco.commands:syncer", "Serve a run as its syncer: gather deltas, merge, publish globals."),
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),

@@ -155,10 +155,24 @@ Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's 
 
 def export(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write")],
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing file")] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write, OUT.safetensors; with --hf a folder")],
+    hf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG_DIR",
+            help="Write a folder for transformers' from_pretrained, with this folder's config, tokenizer and weights "
+            "that were not trained; for peft's where it has adapter_config.json",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace existing files")] = False,
 ) -> None:
-    """Write the global parameters of a checkpoint as a plain safetensors file, one entry a tensor."""
+    """Write the global parameters of a checkpoint as a plain safetensors file, one entry a tensor.
+
+    With --hf, as a folder that transformers or peft loads. Its numbers have the type that config.json says.
+    """
+    if hf is not None:
+        importlib.import_module("diloco.export_hf").export_hf(checkpoint, out, hf, overwrite)
+        return
     importlib.import_module("diloco.export").export(checkpoint, out, overwrite)
 
 
@@ -182,10 +196,14 @@ def sample(
     temperature: Annotated[float, typer.Option(callback=_temperature, help="0: always the likeliest token")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Draw from this many likeliest tokens")] = 40,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the draw")] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Token shards of the run, or their index.json and tokenizer.json alone"),
+    ] = None,
 ) -> None:
     """Generate text with the global parameters of a checkpoint."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
     loaded = sampler.load_model(checkpoints.find_checkpoint(checkpoint))
-    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed)))
+    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data)))

@@ -3,7 +3,7 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from safetensors import SafetensorError
@@ -42,12 +42,27 @@ def _is_baselines(folder: Path) -> bool:
     return isinstance(state, dict) and "fragments" not in state
 
 
-def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
-    """Global parameters by name, checked where their digests are on record, and where they come from."""
+class Globals(NamedTuple):
+    """What a checkpoint holds of a model."""
+
+    tensors: dict[str, Any]
+    """float32 arrays by name."""
+    origin: str
+    """Where they come from, in words."""
+    frozen: dict[str, bytes]
+    """The parameters that were not trained, as far as the run knows them: digests by name."""
+
+
+def read_globals(folder: Path) -> Globals:
+    """The global parameters of a checkpoint folder, checked where their digests are on record.
+
+    Raises:
+        UsageError: it is no sound checkpoint.
+    """
     if _is_baselines(folder):
         check_sums(folder)
         try:
-            return load_file(folder / "globals.safetensors"), "data-parallel"
+            return Globals(load_file(folder / "globals.safetensors"), "data-parallel", {})
         except (OSError, SafetensorError) as error:
             raise UsageError(f"cannot read {folder / 'globals.safetensors'}: {error}") from error
     saved = checkpoints.load_checkpoint(folder)
@@ -57,7 +72,14 @@ def _tensors(folder: Path) -> tuple[dict[str, Any], str]:
         for fragment, flat in zip(layout.fragments, saved.globals, strict=True)
         for slot in fragment.slots
     }
-    return tensors, f"trained on {saved.state.tokens} tokens"
+    return Globals(tensors, f"trained on {saved.state.tokens} tokens", dict(saved.spec.frozen or ()))
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, and say so, unless it is there."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        typer.echo(f"{folder}: made this folder")
 
 
 def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
@@ -68,10 +90,8 @@ def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
     """
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or give --overwrite")
-    tensors, origin = _tensors(find_checkpoint(checkpoint))
-    if not out.parent.is_dir():
-        out.parent.mkdir(parents=True)
-        typer.echo(f"{out.parent}: made this folder")
+    tensors, origin, _ = read_globals(find_checkpoint(checkpoint))
+    make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         save_file(tensors, temporary)

@@ -1,10 +1,12 @@
 """Optional packages, and how to install what a command lacks."""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import UsageError, missing
 
 EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""
@@ -26,7 +28,21 @@ def load_extra(module: str, command: str) -> ModuleType:
             raise UsageError(f"`diloco {command}` is not part of this image: use an installation of diloco") from error
         if package not in EXTRAS:
             raise
-        raise _missing(package, command) from error
+        raise UsageError(missing(package, EXTRAS[package], f"`diloco {command}`")) from error
+
+
+@contextmanager
+def naming_extra(module: str, extra: str) -> Iterator[None]:
+    """For imports of a module of ours that comes with this extra.
+
+    Raises:
+        ModuleNotFoundError: one is missing; says how to install it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).split(".")[0]
+        raise ModuleNotFoundError(missing(package, extra, module), name=error.name) from error
 
 
 def need_extras(command: str) -> None:
@@ -37,10 +53,4 @@ def need_extras(command: str) -> None:
     """
     for package in EXTRAS:
         if find_spec(package) is None:
-            raise _missing(package, command)
-
-
-def _missing(package: str, command: str) -> UsageError:
-    return UsageError(
-        f"`diloco {command}` needs {package}, which is not installed: pip install 'diloco[{EXTRAS[package]}]'"
-    )
+            raise UsageError(missing(package, EXTRAS[package], f"`diloco {command}`"))

@@ -40,10 +40,42 @@ from diloco.pipeline.settings import (
 )
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
 from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
+from diloco.workers.trainer.models.hf_config import read_hf
 from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
 R = TypeVar("R", bound="RunProcess")
+
+
+class RedisSettings(Settings):
+    """A Redis that is started here."""
+
+    redis_port: int | None = Field(
+        None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
+    )
+    redis_bind: str = Field(
+        "127.0.0.1", description="Address for --redis-port; another one than this needs DILOCO_REDIS_PASSWORD"
+    )
+    redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
+
+    def secret(self) -> str | None:
+        """The password, if there is one."""
+        return None if self.redis_password is None else self.redis_password.get_secret_value()
+
+
+def reached_at(settings: RedisSettings) -> str:
+    """How others reach it, for people: its password is theirs to fill in."""
+    secret = "" if settings.redis_password is None else ":<password>@"
+    everywhere = settings.redis_bind in ("0.0.0.0", "::", "*")  # noqa: S104  # asked for, not listened on here
+    where = "<this machine>" if everywhere else settings.redis_bind
+    where = f"[{where}]" if ":" in where else where
+    return f"redis://{secret}{where}:{settings.redis_port}"
+
+
+class RedisProcess(RedisSettings):
+    """`diloco redis`."""
+
+    redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
 
 
 class RunSettings(Settings):
@@ -58,13 +90,6 @@ class RunSettings(Settings):
     out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
     overwrite: bool = Field(False, description="Empty an output folder that is in use")
     json_report: Path | None = Field(None, description="Also write the report to this file")
-    redis_port: int | None = Field(
-        None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
-    )
-    redis_bind: str = Field(
-        "127.0.0.1", description="Address for --redis-port; another one than this needs DILOCO_REDIS_PASSWORD"
-    )
-    redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
     prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
 
 
@@ -77,7 +102,14 @@ class DemoSettings(Settings):
 
 
 class RunProcess(
-    BusSettings, SyncSettings, TrainerSettings, LearnerSettings, SyncerSettings, EvaluatorSettings, RunSettings
+    BusSettings,
+    RedisSettings,
+    SyncSettings,
+    TrainerSettings,
+    LearnerSettings,
+    SyncerSettings,
+    EvaluatorSettings,
+    RunSettings,
 ):
     """`diloco run`: the launcher's own settings and those that it hands on to its processes."""
 
@@ -204,6 +236,7 @@ NOT_OF_BASELINE = (
     *(name for name in SyncSettings.model_fields if name != "tokens"),
     *("recover", "ramp_steps", "leave_s", "log_losses", "state_every", "encode_on"),
     *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
+    "eval_device",
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
@@ -225,6 +258,10 @@ def check(settings: RunProcess) -> None:
     Raises:
         UsageError: naming them.
     """
+    if (model := read_hf(settings.model)) is not None:
+        from diloco.workers.trainer.data.tokenized import check_model  # brings transformers and torch
+
+        check_model(model, settings.data, settings.seq_len)
     if settings.method == "data-parallel":
         if unused := unused_by_baseline(settings):
             needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
@@ -240,10 +277,22 @@ def check(settings: RunProcess) -> None:
         )
     if settings.method != "data-parallel":
         check_outer(settings)
+    if settings.data != "stdlib" and not _is_there(settings.data):
+        whose = "" if settings.resume is None else " (the resumed run's, unless you say where it is now: --data)"
+        raise UsageError(f"data={settings.data!r}: no such file or folder here{whose}")
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
         raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
     if settings.redis_url is not None and settings.redis_port is not None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
+
+
+def _is_there(data: str) -> bool:
+    """Whether there is such a text on this machine, or it is a data set of a hub."""
+    if Path(data.partition(",column=")[0]).exists():
+        return True
+    from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy, and what reads texts
+
+    return data.startswith(DATA_SET)
 
 
 def check_demo(settings: DemoProcess) -> None:
@@ -267,6 +316,7 @@ PANELS: dict[type[Settings], str] = {
     DemoSettings: "The demonstration",
     RunSettings: "This run",
     BusSettings: "Redis",
+    RedisSettings: "Redis",
     LearnerSettings: "Learners",
     TrainerSettings: "Training (equal for all learners)",
     SyncSettings: "Synchronisation (equal for all parties)",

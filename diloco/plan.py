@@ -14,7 +14,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of, params_of
+from diloco.pipeline.needs import CHOSEN, Needs, Site, as_bytes, as_rate, needs_of, pace_of, params_of
 from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.units import written
 
@@ -49,19 +49,31 @@ def choices(needs: Needs, title: str) -> Table:
     return shown
 
 
+def in_own_loop(needs: Needs) -> str:
+    """The same for who calls `Learner`, which takes no file: what is not as usual."""
+    unusual = [f"{name}={value!r}" for name, value in needs.settings.items() if value != USUAL[name]]
+    return f"Learner(..., sync=SyncSettings({', '.join(unusual)}))" if unusual else "none, since they are the defaults"
+
+
 def show(console: Console, needs: Needs) -> None:
     """What each machine takes, the settings to run with, and what is wrong."""
     machines = Table(title="each machine")
     for name in ("", "how many", "cores", "memory", "in and out"):
         machines.add_column(name, justify="right" if name else "left")
     for party in needs.parties:
-        rate, memory = f"{party.bytes_per_s / 1e9:.2g} GB/s", f"{party.memory_bytes / 1e9:.3g} GB"
+        memory, rate = as_bytes(party.memory_bytes), as_rate(party.bytes_per_s)
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, rate)
     console.print(machines)
-    console.print("of a learner: what its exchange adds to training; of a syncer: cores at the busiest moment\n")
-    console.print("settings for all parties (--config FILE):")
+    console.print("of a learner: what its exchange adds to training; of a syncer: cores at the busiest moment")
+    console.print("of a Redis node: learners' traffic and syncers'; a syncer beside it takes half off its line\n")
+    console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
         console.print(f"  {name} = {dumps(value)}", highlight=False)
+    console.print(
+        f"in a loop of your own, whose first learner settles them: {in_own_loop(needs)}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if needs.threads > 1:
         console.print(f"and each syncer with OPENBLAS_NUM_THREADS={needs.threads}", highlight=False)
     for warning in needs.warnings:

@@ -8,10 +8,12 @@ from rich.console import Console
 
 from diloco.launcher.baseline import baseline_status
 from diloco.launcher.display import render
-from diloco.launcher.locate import REPORT_FILE, locate, open_bus, read_object
+from diloco.launcher.locate import REPORT_FILE, locate
 from diloco.launcher.report import summary
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, read_status

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgpack
 import typer
 
-from diloco.launcher.locate import is_live, locate, open_bus
+from diloco.launcher.locate import is_live, locate
 from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.spec import Spec

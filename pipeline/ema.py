@@ -9,6 +9,7 @@ class Ema:
         self.decay = decay
         self.value: float | None = None
 
-    def observe(self, value: float) -> None:
-        """One more."""
+    def observe(self, value: float) -> float:
+        """One more; the average with it."""
         self.value = value if self.value is None else self.decay * self.value + (1 - self.decay) * value
+        return self.value

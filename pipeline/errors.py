@@ -16,6 +16,11 @@ class UsageError(DilocoError):
     """Bad settings, paths or environment: the message says what is allowed and what to do next."""
 
 
+def missing(package: str, extra: str, what: str) -> str:
+    """What to tell of an optional package that `what` needs. extra: of this project, which brings it."""
+    return f"{what} needs {package}, which is not installed: pip install 'diloco[{extra}]'"
+
+
 class NotPermitted(UsageError):
     """The bus does not let this party's user do that."""
 

@@ -81,8 +81,9 @@ LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
 """Of a model that a plan is for."""
 MOST_IN_LAYERS = 1.1
 """Of a model's parameters, as people round them."""
-_LAYERS = ((1e9, 24), (10e9, 48), (100e9, 108))
-"""Parameters and layers of the models in arXiv:2501.18512. Assumed for 10B and 100B."""
+_LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
+"""Parameters and layers: the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. Assumed for
+10B and 100B."""
 
 
 class Site(Settings):
@@ -292,6 +293,16 @@ def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled:
     return 2 * site.latency + transfer_s + merge_s + outer_s + site.sync_time
 
 
+def as_bytes(amount: float) -> str:
+    """Bytes for people: '250MB'."""
+    return written(float(f"{amount:.3g}"), "TGMk") + "B"
+
+
+def as_rate(bytes_per_s: float) -> str:
+    """Bytes a second as a line's rate for people: '83Mbit/s'."""
+    return written(float(f"{8 * bytes_per_s:.3g}"), "TGMk") + "bit/s"
+
+
 class Party(NamedTuple):
     """What machines of one kind take, each of them."""
 
@@ -313,12 +324,21 @@ class Needs:
     codec: str
     global_codec: str
     outer: OuterName
+    width: float
+    """Of the model, as told or as usual."""
+    layers: float
     threads: int
     """Of a syncer's products of matrices (OPENBLAS_NUM_THREADS)."""
     syncers: int
     redis_nodes: int
+    round_s: float
+    up_bytes: float
+    """That a learner sends in a round."""
+    down_bytes: float
+    link: float
+    """Of a learner, bit/s each way."""
     link_load: float
-    """Of the busier direction of a learner's link."""
+    """Of its busier direction."""
     round_trip_s: float
     outer_s: float
     """Of it, the outer step."""
@@ -336,17 +356,22 @@ class Needs:
 
     def lines(self) -> str:
         """What it comes to, for people."""
+        up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
         return (
-            f"link of a learner: {self.link_load:.0%} busy, a fragment's round trip {self.round_trip_s:.1f} s, the "
-            f"outer step {self.outer_s:.1f} s of it\n"
-            f"syncers together: {self.syncer_cores:.2f} cores merging, {self.syncer_memory_bytes / 1e9:.0f} GB; "
-            f"Redis: {self.redis_memory_bytes / 1e9:.0f} GB, {self.redis_bytes_per_s / 1e9:.2f} GB/s"
+            f"reckoned with {self.layers:.0f} layers of width {self.width:.0f} (yours: --layers, --width)\n"
+            f"a round: {self.sync_interval} steps, {self.round_s:.3g} s; in it a learner sends "
+            f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
+            f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
+            f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
+            f"syncers together: {self.syncer_cores:.2f} cores merging, {as_bytes(self.syncer_memory_bytes)}; "
+            f"Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}"
         )
 
 
 def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: OuterName) -> Needs:
     """Memory, bytes and cores of a run at this pace; the other arguments as `pace_of` had them."""
     wire, shown = CODECS[pace.codec], GLOBALS[pace.global_codec]
+    width, layers = shape_of(site)
     round_s = pace.interval * site.step_time
     up_bytes_per_s, down_bytes_per_s = (b * site.params / round_s for b in (wire, shown.pulled))
     own_bytes_per_s = site.params * (shown.pulled + shown.rest + shown.momentum) / round_s  # of the syncers
@@ -387,9 +412,15 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
         codec=pace.codec,
         global_codec=pace.global_codec,
         outer=outer,
+        width=width,
+        layers=layers,
         threads=pace.threads,
         syncers=count,
         redis_nodes=nodes,
+        round_s=round_s,
+        up_bytes=wire * site.params,
+        down_bytes=shown.pulled * site.params,
+        link=site.link,
         link_load=max(up_bytes_per_s, down_bytes_per_s) * 8 / site.link,
         round_trip_s=pace.trip_s,
         outer_s=pace.outer_s,

@@ -86,8 +86,13 @@ def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[f
 
 def _usual(step_times: Sequence[float]) -> float | None:
     """The median of the step times that are known, s; None: none is."""
-    known = [s for s in step_times if s > LEAST_STEP_S]
+    known = known_steps(step_times)
     return median(known) if known else None
+
+
+def known_steps(step_times: Iterable[float]) -> list[float]:
+    """Those that say something: what is shorter is not known yet, or made up."""
+    return [s for s in step_times if s > LEAST_STEP_S]
 
 
 def slow_merges(

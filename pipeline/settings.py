@@ -29,7 +29,7 @@ from diloco.pipeline.messages.wire import (
     WeightsName,
 )
 from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
-from diloco.pipeline.units import parse_count, parse_duration, written
+from diloco.pipeline.units import parse_duration, parse_whole, written
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -83,10 +83,7 @@ class Settings(BaseSettings):
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError("not UTF-8")
             if cls.model_fields[str(info.field_name)].annotation in (int, int | None):
-                try:
-                    return int(str(parse_count(value)))
-                except ValueError:
-                    raise ValueError("not a whole number, such as 4000, 4e3 or 2.5M") from None
+                return parse_whole(value)
         return value
 
     @classmethod
@@ -219,12 +216,14 @@ class TrainerSettings(Settings):
 
     model: str = Field(
         "tiny",
-        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M)",
+        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M); "
+        "or a causal language model of transformers: hf:FOLDER with its config.json, weights and tokenizer, "
+        "hf:FILE.json, a config alone, or hf:OWNER/NAME of the hub",
     )
     data: str = Field(
         "stdlib",
-        description="Text file or folder; 'stdlib': Python's own source text; a .npy file of tokens; or hf:OWNER/NAME, "
-        "a data set of the Hugging Face hub",
+        description="Text file or folder; 'stdlib': Python's own source text; token shards, a folder made by `diloco "
+        "data prepare`; a .npy file of tokens; a .parquet file; or hf:OWNER/NAME, a data set of the Hugging Face hub",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of initial parameters and data order")
     seq_len: int = Field(128, ge=8, le=65536, description="Tokens in a sequence")
@@ -244,6 +243,9 @@ class TrainerSettings(Settings):
 EncodeOn = Literal["auto", "cpu", "device"]
 
 
+DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
+
+
 class LearnerSettings(Settings):
     """One learner process."""
 
@@ -252,7 +254,7 @@ class LearnerSettings(Settings):
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="Name of this learner, unique in its run (default: made up)",
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$", description="auto, cpu, cuda, cuda:N or mps")
+    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda, cuda:N or mps")
     threads: int | None = Field(
         None,
         ge=1,
@@ -329,6 +331,9 @@ class EvaluatorSettings(Settings):
 
     eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
     eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
+    eval_device: str = expert(
+        "cpu", pattern=DEVICE, description="Where the evaluator measures, as `device`: beside learners the CPU"
+    )
 
 
 class SyncerProcess(BusSettings, SyncSettings, SyncerSettings):
@@ -345,6 +350,9 @@ class EvaluatorProcess(BusSettings, EvaluatorSettings):
     threads: int = Field(1, ge=1, le=4096, description="Torch threads")
     data: str | None = Field(
         None, description="Text file or folder, or 'stdlib': the run's text (default: where the run's spec says)"
+    )
+    model: str | None = Field(
+        None, description="hf:FOLDER of the run's model, if its tokenizer reads the text (default: the spec's model)"
     )
 
 
@@ -465,23 +473,26 @@ def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[
     return lines
 
 
-def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings]) -> S:
+WAITING_SYNCER = "a syncer that waits"
+"""Who has said how long a run is to be that has no spec yet."""
+
+
+def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
     """Settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
 
-    A party that was told another value on purpose is refused; one that was told nothing follows.
+    A party that was told another value on purpose is refused; one that was told nothing follows. `who` has the values.
 
     Raises:
         SpecMismatch: listing each field that differs with both values.
     """
     names = [name for name in kind.model_fields if name in spec]
     differing = [
-        f"  {name}: here {getattr(settings, name)!r}, the run has {spec[name]!r}"
+        f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
         for name in names
         if name in settings.model_fields_set and getattr(settings, name) != spec[name]
     ]
     if differing:
         raise SpecMismatch(
-            "this party and the run disagree:\n" + "\n".join(differing) + "\n"
-            "Leave these settings out to follow the run."
+            f"this party and {who} disagree:\n" + "\n".join(differing) + f"\nLeave these settings out to follow {who}."
         )
     return settings.model_copy(update={name: spec[name] for name in names})

@@ -38,6 +38,20 @@ def parse_count(value: Any) -> Any:
     return scaled(value, "([kmbt]?)", _COUNTS)
 
 
+def parse_whole(value: Any) -> Any:
+    """Text as a whole number, as `parse_count` reads it; what is no text stays as it is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(str(parse_count(value)))
+    except ValueError:
+        raise ValueError("not a whole number, such as 4000, 4e3 or 2.5M") from None
+
+
 def parse_duration(value: Any) -> Any:
     """'200ms', '10s', '5m', '1h' or a number of seconds."""
     return scaled(value, "(ms|s|m|h)?", _UNITS_S)

@@ -7,7 +7,7 @@ One sync of a fragment, whose global values are Theta and whose outer momentum i
         of one that measured it from the version before: Delta_m = rebased(Delta_m, Theta, that version's Theta)
     w = merge_weights(c), of sum 1
     Delta = pseudogradient(Delta_m, w), each tensor by its rule in `MERGE_RULES`
-    Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`
+    Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`; average-only ones by `averaged`
     publish Theta to all learners: each overwrites its theta_m with it when it is ready
 
 The syncer takes token weights and grace from here. `merge` and `outer` are the other formulas in float32, in blocks
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.wire import MergeRule, OuterName, WeightsName
+from diloco.pipeline.messages.wire import AVERAGED, MergeRule, OuterName, WeightsName
 from diloco.pipeline.payload.codec import Vector
 
 Float64 = npt.NDArray[np.float64]
@@ -107,7 +107,8 @@ def rda_row(deltas: Float64, w: Float64) -> Float64:
     return merged
 
 
-MERGE_RULES: dict[MergeRule, Callable[[Float64, Float64], Float64]] = {"mean": mean, "rda": rda, "rda-row": rda_row}
+MERGE_RULES: dict[MergeRule, Callable[[Float64, Float64], Float64]]
+MERGE_RULES = {"mean": mean, "rda": rda, "rda-row": rda_row, "average": mean, "variance": mean}
 
 
 def pseudogradient(layout: FragmentLayout, deltas: Sequence[Vector], w: Float64) -> Float64:
@@ -180,18 +181,30 @@ OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple
 OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
 
 
+def averaged(theta: Float64, delta: Float64, rule: MergeRule) -> Float64:
+    """Theta of an average-only tensor: Theta - Delta, the mean of the learners' values; ours.
+
+    A mean of variances is none below 0. Rounding, and a stale delta that was not rebased, may make it so; then it is 0.
+    """
+    mean_of_values: Float64 = theta - delta
+    return np.maximum(mean_of_values, 0.0) if rule == "variance" else mean_of_values
+
+
 def outer_step(
     layout: FragmentLayout, theta: Float64, b: Float64, delta: Float64, lr: float, mu: float, outer: OuterName
 ) -> tuple[Float64, Float64]:
-    """New Theta and b of a fragment, (elements,) each: matrices by `outer`, all else by `nesterov`.
+    """New Theta and b of a fragment, (elements,) each: matrices by `outer`, average-only tensors by `averaged`.
 
-    mu = 0 averages learners: no momentum is gathered, and nothing is orthogonalised.
+    All else by `nesterov`. mu = 0 averages learners: no momentum is gathered, and nothing is orthogonalised.
     """
-    if not mu:
-        return theta - lr * delta, np.zeros_like(b)
-    after, momentum = np.empty_like(theta), np.empty_like(b)
+    after, momentum = theta - lr * delta, np.zeros_like(b)
     for slot in layout.slots:
         part, optimizer = slice(slot.start, slot.stop), OUTER[outer if slot.tensor.matrix else "nesterov"]
+        if slot.tensor.rule in AVERAGED:
+            after[part] = averaged(theta[part], delta[part], slot.tensor.rule)
+            continue
+        if not mu:
+            continue
         of = [x[part].reshape(slot.tensor.shape) for x in (theta, b, delta)]
         new = optimizer(of[0], of[1], of[2], lr, mu)
         after[part], momentum[part] = new[0].reshape(-1), new[1].reshape(-1)

@@ -38,7 +38,7 @@ from diloco.pipeline.files.sums import SUMS_FILE, check_sums, write_sums
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.messages.shards import ShardQueue
+from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_TOKENS, Count, Digest, Message, Version
@@ -75,9 +75,11 @@ class SavedState(Message):
     spec: Spec
     run: RunState
     overwritten: Count
-    """Sum of the learners' reports (token-elements)."""
+    """Sum of the learners' reports (token-elements), without what was resumed."""
     fragments: tuple[SavedFragment, ...]
     shards: ShardQueue
+    data_order: DataOrder | None = None
+    """What the shards are of; None: no learner has said, or an earlier build has not saved it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,11 @@ class Checkpoint:
     path: Path
     spec: Spec
     state: RunState
+    overwritten: int
+    """As in `SavedState`."""
     fragments: tuple[SavedFragment, ...]
     shards: ShardQueue
+    data_order: DataOrder | None
     globals: tuple[Float32, ...]
     """Flat vector (elements,) of each fragment."""
     outer_state: tuple[OuterState, ...]
@@ -108,7 +113,7 @@ async def _read_fragment(
         if head is None:
             raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
         try:
-            return head, *await pull_state(bus, head, layout.elements, sync, offload)
+            return head, *await pull_state(bus, head, layout.elements, layout.sync(sync), offload)
         except BadPayload:
             if seen is not None and (seen.version, seen.digest, seen.payload) == (
                 head.version,
@@ -231,6 +236,7 @@ async def save_checkpoint(
         overwritten=min(MOST_TOKENS, sum(report.overwritten for report in reports)),
         fragments=tuple(fragments),
         shards=await bus.read_shards(),
+        data_order=await bus.read_data_order(),  # after the shards: who queues them has agreed on it
     )
     path: Path = await offload(_write, directory, state, files)
     return path
@@ -361,7 +367,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if not summed:
         checked = "values by their digests; of the outer state only that it is finite"
         structlog.get_logger().warning("checkpoint_without_sums", path=str(folder), checked=checked)
-    return Checkpoint(folder, state.spec, state.run, state.fragments, state.shards, tuple(theta), tuple(outer_state))
+    return Checkpoint(
+        path=folder,
+        spec=state.spec,
+        state=state.run,
+        overwritten=state.overwritten,
+        fragments=state.fragments,
+        shards=state.shards,
+        data_order=state.data_order,
+        globals=tuple(theta),
+        outer_state=tuple(outer_state),
+    )
 
 
 # --- restore -----------------------------------------------------------------------------------------
@@ -370,10 +386,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 async def restore_checkpoint(
     bus: Bus, checkpoint: Checkpoint, spec: Spec, nonce: str, syncer: str, clock: Clock
 ) -> None:
-    """Put a checkpoint on an empty run: spec, run state, shard queue, then every fragment at its saved version.
+    """Put a checkpoint on an empty run: spec, run state, data, then every fragment at its saved version.
 
-    The heads come last, because learners wait for them: who reads a head finds the shards in place. What an
-    interrupted restore of the same checkpoint left is kept, so it can be called again.
+    The heads come last, because learners wait for them: who reads a head finds the data's order and shards in place.
+    What an interrupted restore of the same checkpoint left is kept, so it can be called again.
 
     Args:
         bus: bound to the run, groups set.
@@ -384,7 +400,7 @@ async def restore_checkpoint(
         clock: for the tape.
 
     Raises:
-        UsageError: the run has another spec or was started before, or the budget is used up.
+        UsageError: the run has another spec or data order, or was started before, or the budget is used up.
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
@@ -403,6 +419,9 @@ async def restore_checkpoint(
             raise UsageError("the run was started before: resume under a --run name that is not in use")
     if not any(heads):
         await bus.write_state(_restored_run(checkpoint, spec, clock))
+        order = checkpoint.data_order
+        if order is not None and await bus.propose_data_order(order) != order:
+            raise UsageError("the run already has another data order: resume under a --run name that is not in use")
         if await bus.count_epochs() == 0:
             await bus.restore_shards(checkpoint.shards)
     for p, fragment in enumerate(layout.fragments):
@@ -410,20 +429,25 @@ async def restore_checkpoint(
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock)
 
 
-def _merged_tokens(checkpoint: Checkpoint) -> int:
-    """Of the whole model: a fragment counts by its share of it."""
-    merged = sum(
-        len(theta) * one.merged_tokens for theta, one in zip(checkpoint.globals, checkpoint.fragments, strict=True)
+def known_elements(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    """Token-elements merged, overwritten and rejected up to the checkpoint, in all parts of its run."""
+    state, parts = checkpoint.state, list(zip(map(len, checkpoint.globals), checkpoint.fragments, strict=True))
+    return (
+        sum(elements * one.merged_tokens for elements, one in parts),
+        state.base_overwritten + checkpoint.overwritten,
+        state.base_rejected + sum(elements * one.rejected_tokens for elements, one in parts),
     )
-    return min(checkpoint.state.tokens, merged // sum(map(len, checkpoint.globals)))
 
 
 def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
+    merged, overwritten, rejected = known_elements(checkpoint)
     return RunState(
         phase=Phase.RUNNING,
         tokens=checkpoint.state.tokens,
         base_tokens=checkpoint.state.tokens,
-        base_merged=_merged_tokens(checkpoint),
+        base_merged=min(checkpoint.state.tokens, merged // sum(map(len, checkpoint.globals))),
+        base_overwritten=min(MOST_TOKENS, overwritten),
+        base_rejected=min(MOST_TOKENS, rejected),
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.path.name}",
@@ -435,7 +459,7 @@ async def _restore_fragment(
     bus: Bus, checkpoint: Checkpoint, spec: Spec, fragment: FragmentLayout, nonce: str, syncer: str, clock: Clock
 ) -> None:
     """Commit one fragment at its saved version (there is no head before)."""
-    p, sync = fragment.id, spec.sync
+    p, sync = fragment.id, fragment.sync(spec.sync)
     saved, theta = checkpoint.fragments[p], checkpoint.globals[p]
     names = STATE_RULES[sync.outer].names if sync.outer_momentum else ()
     state = {name: vector for name, vector in checkpoint.outer_state[p].items() if name in names}

@@ -1,5 +1,7 @@
 """From a window's deltas to the next version: their sum, the outer step, its payloads, the commit. asyncio.
 
+The interval of the next version is decided here too, by the round trips before (`RoundTrips`, `stretched`).
+
 Deltas are summed as they complete while others are still awaited, so that closing a window costs about one more of
 them, not all. Nothing that is cached here changes before the commit has succeeded.
 """
@@ -23,7 +25,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_STEPS
-from diloco.pipeline.pacing import LEAST_STEP_S
+from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import Payload
 from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.transfer.global_format import Kind, Published, key_of
@@ -273,7 +275,7 @@ class RoundTrips:
                 that one of two who says little cannot stretch what the other trains.
             latency_s: from a learner's decision to publish to its header at the syncer.
         """
-        known, round_trip_s = [s for s in step_times if s > LEAST_STEP_S], min(self._took)
+        known, round_trip_s = known_steps(step_times), min(self._took)
         return 1 + (round_trip_s + latency_s) / median_high(known) if known and round_trip_s else 0.0
 
 

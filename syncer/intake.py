@@ -205,9 +205,9 @@ class Downloads:
                 async for chunks in arriving(self._bus, key, reader):
                     # A cast and a sum take less time here, where what came is in the cache, than in another thread.
                     if sync.codec in DTYPES:
-                        _feed(reader, norms, chunks)
+                        feed(reader, norms, chunks)
                     else:
-                        await self._offload(_feed, reader, norms, chunks)
+                        await self._offload(feed, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._clock.now()
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
@@ -223,7 +223,8 @@ class Downloads:
         self._wake.set()
 
 
-def _feed(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
+def feed(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
+    """What has come of a delta: decoded into its array, and counted in its norms."""
     for chunk in chunks:
         reader.feed(chunk)
         norms.advance(reader.so_far())

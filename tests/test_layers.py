@@ -101,6 +101,7 @@ PURE = (
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",
+    "workers/in_hand.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

@@ -14,16 +14,20 @@ When an inner step is over, with the optimizers in the order in which they step:
 So each step is counted once, whoever sits out, and never while an update is half made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.checks.arguments import whole_tokens
+from diloco.workers.checks.arguments import one_loss, whole_tokens
 from diloco.workers.checks.model_checks import check_optimizer
+
+Loss = float | torch.Tensor | None
+"""Of an inner step; None: nobody told."""
 
 
 class Flag:
@@ -79,8 +83,21 @@ def asking(tokens: Any) -> Callable[[], int]:
     return lambda: whole
 
 
+def asking_loss(loss: Any) -> Callable[[], Loss]:
+    """What gives the loss of each inner step, from what is called for it; None: nobody tells.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
+    if loss is None:
+        return lambda: None
+    if not callable(loss):
+        raise UsageError("attach(loss=...): pass what is called for the loss of each step, as `lambda: loss`")
+    return lambda: one_loss(loss())
+
+
 def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that step, of one or several that may be wrappers.
+    """The optimizers that train a model, of one or several that may be wrappers.
 
     Raises:
         UsageError: there is none, one is named twice, or one trains nothing of the model.
@@ -88,8 +105,28 @@ def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     inner = [check_optimizer(model, one) for one in (given if isinstance(given, list | tuple) else [given])]
     hooked = [one for one in inner if one is not None]
     if not hooked or len(hooked) < len(inner) or len(set(map(id, hooked))) < len(hooked):
-        raise UsageError("attach(): name each optimizer once (optimizers=...), or make the Learner with one")
+        raise UsageError("name each optimizer once (optimizers=...), or make the Learner with one, or a list of them")
     return hooked
+
+
+def alone(model: nn.Module, given: Any) -> torch.optim.Optimizer:
+    """The one optimizer that is meant.
+
+    Raises:
+        UsageError: as `unwrapped`, or there are several.
+    """
+    hooked = unwrapped(model, given)
+    if len(hooked) > 1:
+        raise UsageError("the learner has several optimizers: say which one is meant")
+    return hooked[0]
+
+
+def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.optim.Optimizer]) -> None:
+    """Say whose moments a restart will not find, since the learner was made without them."""
+    known = {id(one) for one in kept}
+    if strange := [type(one).__qualname__ for one in hooked if id(one) not in known]:
+        detail = "their moments are not kept for a restart: make it with all of them, Learner(model, [one, another])"
+        structlog.get_logger().warning("optimizers_unknown", optimizers=strange, detail=detail)
 
 
 class Attached:
@@ -99,20 +136,21 @@ class Attached:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         tokens: Callable[[], int],
-        stepped: Callable[[int], None],
+        loss: Callable[[], Loss],
+        stepped: Callable[[int, Loss], None],
     ) -> None:
         """Hooks them.
 
         Args:
             optimizers: in the order in which they step.
-            tokens: asked once for each inner step, when the first update of it is made.
-            stepped: called with the tokens of each inner step that is over.
+            tokens, loss: asked once for each inner step, when the first update of it is made.
+            stepped: called with the tokens and the loss of each inner step that is over.
         """
-        self._tokens, self._stepped, self._last = tokens, stepped, len(optimizers) - 1
+        self._tokens, self._loss, self._stepped, self._last = tokens, loss, stepped, len(optimizers) - 1
         self._made: dict[int, Flag | None] = {}
         """Places of the optimizers that have made an update in this step."""
-        self._asked = 0
-        """Tokens of this step."""
+        self._asked: tuple[int, Loss] = 0, None
+        """Tokens and loss of this step."""
         self._counts = StepTokens()
         self._stepping = self._off = False
         self._handles = [
@@ -153,11 +191,12 @@ class Attached:
         if self._off or (flag is not None and flag.says_skipped()):
             return
         if not self._made:
-            self._asked = self._tokens()
+            self._asked = self._tokens(), self._loss()
         self._made[place] = flag
         if place == self._last and not self._off:  # the tokens' callable may have closed the learner
             self._over()
 
     def _over(self) -> None:
         made, self._made = self._made, {}
-        self._stepped(self._counts.counted(self._asked, list(made.values())))
+        tokens, loss = self._asked
+        self._stepped(self._counts.counted(tokens, list(made.values())), loss)

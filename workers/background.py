@@ -1,10 +1,13 @@
 """Threads beside the training thread."""
 
+import asyncio
 import os
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 
 def yield_core() -> None:
@@ -12,6 +15,27 @@ def yield_core() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # where that is not allowed, it only costs a little
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+
+
+async def offload(work: Callable[..., Any], *args: Any) -> Any:
+    """Have an executor's thread work; as the program ends there is none any more, and nobody waits: here."""
+    try:
+        working = asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
+    except RuntimeError:
+        return work(*args)
+    return await working
+
+
+class OwnThread(threading.Thread):
+    """A learner's own: leaving waits for it, so it cannot wait until a learner has left."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(target=work, name=name, daemon=True)
+
+    def run(self) -> None:
+        """Work, behind the training thread."""
+        yield_core()
+        super().run()
 
 
 class BackgroundThread:
@@ -23,7 +47,7 @@ class BackgroundThread:
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._submitted = self._done = 0
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = OwnThread(name, self._work)
 
     @property
     def busy(self) -> bool:
@@ -33,7 +57,8 @@ class BackgroundThread:
     def submit(self, job: Callable[[], None]) -> None:
         """Have it done after those before it."""
         if not self._submitted:
-            self._thread.start()
+            with suppress(RuntimeError):  # the program ends, and Python begins no more threads: `close` does it
+                self._thread.start()
         self._submitted += 1
         self._jobs.put(job)
 
@@ -41,11 +66,13 @@ class BackgroundThread:
         """Wait for what was submitted; whether it is all done."""
         if self._submitted:
             self._jobs.put(None)
-            self._thread.join(timeout_s)
+            if self._thread.ident is None:
+                self._work()
+            else:
+                self._thread.join(timeout_s)
         return not self.busy
 
     def _work(self) -> None:
-        yield_core()
         while (job := self._jobs.get()) is not None:
             job()
             self._done += 1

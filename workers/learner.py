@@ -15,11 +15,8 @@ on. Only parameters that require a gradient are synchronised; the inner optimize
 
 import math
 import os
-import queue
-import random
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,39 +26,36 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.settings import (
-    LEAVE_S,
-    STATE_S,
-    EncodeOn,
-    SyncSettings,
-)
-from diloco.workers.attached import Attached, asking, unwrapped
+from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
+from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
+from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
-from diloco.workers.checks.model_checks import check_model, check_optimizer
+from diloco.workers.checks.model_checks import check_model
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import read_newest
 from diloco.workers.exchange.reaching import in_own_loop
-from diloco.workers.exchange.work_queue import read_blocks
+from diloco.workers.life import Life
+from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.own import Recover
 from diloco.workers.moments.recovery import Source
 from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
-from diloco.workers.progress_schedule import WARMUP, Shape, share_by_progress
+from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting, proposal
+from diloco.workers.reading import begin_batches, begin_blocks
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.training import Training, make_training
-
-LOOK_FOR_FAILURE_S = 0.5
 
 
 class Learner:
@@ -70,7 +64,7 @@ class Learner:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         run: str = "run",
         redis_url: str | None = None,
@@ -91,7 +85,7 @@ class Learner:
         Args:
             model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
                 are is settled on joining: `step` refuses to go on with a model that was changed since.
-            optimizer: the inner optimizer, or a wrapper of it. Its moments stay as they are when a fragment is adopted.
+            optimizer: the inner one, a wrapper of it, or a list of several. Moments stay as a fragment is adopted.
             run: name of the run.
             redis_url: default: the environment's DILOCO_REDIS_URL.
             learner_id: unique among live learners; default: host, process id and a random part.
@@ -102,9 +96,10 @@ class Learner:
             trainer: what else all learners must have in common (kept in the spec).
             leave_s: time to flush unpublished training when leaving.
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
-                random states; a restart goes on from it. None: they come from a live peer, else begin fresh.
+                random states; a restart goes on from it. None: the optimizer keeps those that it has, or takes those of
+                a live peer, or begins fresh.
             state_every_s: time between two savings.
-            recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing.
+            recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing, whatever the optimizer has.
             log_losses: append the loss of each step to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
                 where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
@@ -137,21 +132,16 @@ class Learner:
         self.device = check_model(model)
         if given.sync is not None:
             tensor_table(model, fitting(given.sync, model))
-        self._inner_optimizer = check_optimizer(model, optimizer)
+        self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
         if given.same_frozen:
             check_frozen(model)
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self.times = StepTimes()
-        self._life = threading.RLock()  # of the three below; a signal's handler may close what the same thread opens
-        self._opened = self._closed = self._in_run = False
-        """In the run: it has joined, and not begun to leave."""
-        self._pid = os.getpid()
         self._stopping = Stopping()
-        self._joined: JoinedLearner | None = None
+        self._life = Life(self._stopping)
         self._attached: Attached | None = None
-        self._told = False
-        """The other thread's failure was raised."""
+        self._batches: Batches | None = None
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -175,6 +165,7 @@ class Learner:
         self,
         tokens: int | Callable[[], int | torch.Tensor],
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        loss: Callable[[], float | torch.Tensor | None] | None = None,
     ) -> None:
         """Do what `step` does by itself, at the end of each `optimizer.step()`, until the learner is closed.
 
@@ -190,8 +181,10 @@ class Learner:
         Args:
             tokens: trained in an inner step, all of its micro-batches together: a number, or what is called for it
                 when the step's first update is made.
-            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own. One that is
-                not named may step as it likes: what it has moved travels with the next delta.
+            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own, whose
+                moments alone are kept. One that is not named may step as it likes: it travels with the next delta.
+            loss: called with the tokens, for one number to be shown in reports; a tensor is read later, in the other
+                thread. None: this step has none to tell.
 
         Raises:
             UsageError: the learner is not open, steps are counted already, or an optimizer trains nothing of the model.
@@ -201,15 +194,20 @@ class Learner:
             how = "attached already: name all optimizers at once" if self._attached else "told of steps by step()"
             raise UsageError(f"attach(): the learner is {how}; each step is counted once")
         given = self.optimizer if optimizers is None else optimizers
-        self._attached = Attached(unwrapped(self.model, given), asking(tokens), self._step)
+        hooked = unwrapped(self.model, given)
+        self._attached = Attached(hooked, asking(tokens), asking_loss(loss), self._step)
+        say_unkept(hooked, self._inner)
 
     def _step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         entered = time.perf_counter()
         joined = self.joined
+        tokens = 0 if joined.late else tokens  # a trainer may look only after a step: the finished run's sums stay
         training, shared = joined.training, joined.shared
         training.watch.look(entered)
         self.times.entered(entered)
         training.rounds.trained(tokens)
+        if self._batches is not None:
+            self._batches.stepped()
         adopted = joined.adopt()
         if shared.offer_again:
             shared.offer_again = False
@@ -223,12 +221,17 @@ class Learner:
     @property
     def finished(self) -> bool:
         """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
-        return self._stopping.asked or (self._joined is not None and self._joined.over)
+        return self._stopping.asked or self.over
+
+    @property
+    def over(self) -> bool:
+        """The run has reached its budget or is asked to end."""
+        return self._life.entered is not None and self._life.entered.over
 
     @property
     def progress(self) -> float:
         """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
-        return self._joined.progress if self._joined else 0.0
+        return self._life.entered.progress if self._life.entered else 0.0
 
     def progress_schedule(
         self,
@@ -242,7 +245,8 @@ class Learner:
         """A schedule of learning rates by the run's progress, which all learners and restarts have in common.
 
         Its `step` is called after each `optimizer.step()`. Before joining the progress is 0. A learner that comes back
-        without moments, or with young ones of its own, ramps up besides over its first 20 steps.
+        without moments, or with young ones of its own, ramps up besides over its first 20 steps. A copy, such as a
+        pickled one, stays at the progress of its making.
 
         Args:
             optimizer: of which the rates are, or a wrapper of it; its present rates are the peak. Default: the
@@ -256,30 +260,33 @@ class Learner:
         Raises:
             UsageError: one of these is out of bounds, or there is no optimizer of this model.
         """
-        share = share_by_progress(shape, warmup, decay, final)
 
-        def now(_: int) -> float:  # a function: state dicts of schedulers leave it out
-            young = self._joined is not None and self.recovered in ("checkpoint", "fresh")
-            steps = self._joined.training.rounds.steps if self._joined else 0
-            return share(self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young)
+        def at() -> tuple[float, int, int]:
+            entered = self._life.entered
+            young = entered is not None and self.recovered in ("checkpoint", "fresh")
+            steps = entered.training.rounds.steps if entered else 0
+            return self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young
 
-        (inner,) = unwrapped(self.model, self.optimizer if optimizer is None else optimizer)
-        return LambdaLR(inner, now)
+        optimizer = alone(self.model, self.optimizer if optimizer is None else optimizer)
+        return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), at))
 
     @property
     def recovered(self) -> Source:
-        """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "peer" or "fresh"."""
-        return self._joined.training.keeper.source if self._joined else "start"
+        """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "optimizer", "peer" or "fresh".
+
+        "optimizer": it had them as the learner joined, as a trainer loads them with a checkpoint of its own.
+        """
+        return self._life.entered.training.keeper.source if self._life.entered else "start"
 
     @property
     def earlier_steps(self) -> int:
         """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
-        return self._joined.training.keeper.earlier_steps if self._joined else 0
+        return self._life.entered.training.keeper.earlier_steps if self._life.entered else 0
 
     @property
     def spec(self) -> Spec:
         """What the run has agreed on."""
-        return self._once_joined().training.spec
+        return self._life.once_joined.training.spec
 
     @property
     def joined(self) -> JoinedLearner:
@@ -289,13 +296,7 @@ class Learner:
             UsageError: it is not in a run, or not of this process.
             DilocoError: what its other thread has ended by.
         """
-        self._check_process()
-        if self._joined is not None and self._joined.thread.failure is not None:
-            self._told = True
-            raise self._joined.thread.failure
-        if self._joined is None or not self._in_run:
-            raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
-        return self._joined
+        return self._life.joined
 
     def globals(self) -> dict[str, Any]:
         """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
@@ -311,7 +312,7 @@ class Learner:
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
         """
-        layout, flats = self._once_joined().training.layout, self._newest()
+        layout, flats = self._life.once_joined.training.layout, self._newest()
         slots = [(slot, flats[fragment.id]) for fragment in layout.fragments for slot in fragment.slots]
         return state_with(self.model, {slot.tensor.name: flat[slot.start : slot.stop] for slot, flat in slots})
 
@@ -324,26 +325,21 @@ class Learner:
             UsageError: the learner is in its run, or has not joined; or the model was changed since.
             SpecMismatch, BusError, BadPayload: as `globals`.
         """
-        if self._in_run:
+        if self._life.in_run:
             raise UsageError(
                 "load_globals() in a run would undo what was trained and is not published: close() first. globals() "
                 "gives the same while it trains"
             )
-        training = self._once_joined().training
+        training = self._life.once_joined.training
         training.watch.look(math.inf)
         for p, flat in enumerate(self._newest()):
             training.parameters.overwrite(p, flat)
 
     def _newest(self) -> list[npt.NDArray[np.float32]]:
         """The newest global (elements,) of each fragment."""
-        training = self._once_joined().training
+        training = self._life.once_joined.training
         run = self._given.run
-        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._in_run))
-
-    def _once_joined(self) -> JoinedLearner:
-        if self._joined is None:
-            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
-        return self._joined
+        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._life.in_run))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
@@ -354,20 +350,24 @@ class Learner:
             total: blocks in an epoch; every learner must say the same.
             per_shard: blocks handed out at a time.
         """
-        joined = self.joined
-        shared, claims, call = joined.shared, joined.exchange.claims, joined.thread.call
-        shared.shards_wanted = (total, per_shard)
-        call(claims.want)
-        while True:
-            try:
-                first = shared.shards.get(timeout=LOOK_FOR_FAILURE_S)
-                break
-            except queue.Empty:
-                joined = self.joined
-                self._stopping.leave_if_asked()
-        if not joined.training.rounds.steps:
-            self.times.training_begins(time.perf_counter())
-        return read_blocks(shared, first, partial(call, claims.finish), random.Random(self.incarnation))
+        return begin_blocks(lambda: self.joined, self._stopping, total, per_shard)
+
+    def batches(self, length: int, batch_size: int, *, seed: int = 0, accumulate: int = 1) -> Batches:
+        """Indices of a dataset from the run's work queue: `DataLoader(dataset, batch_sampler=learner.batches(...))`.
+
+        A shard is acknowledged when it is trained on, as `step` or `attach` tell. Waits for the first one, as `blocks`.
+
+        Args:
+            length, seed: of the dataset, and of each epoch's permutation; every learner must say the same.
+            batch_size: indices in a batch.
+            accumulate: batches that an inner step trains.
+
+        Raises:
+            SpecMismatch: the run has another length or seed.
+            UsageError: an argument is no such number, or the learner reads already, or is not in its run.
+        """
+        self._batches = begin_batches(lambda: self.joined, self._stopping, length, batch_size, seed, accumulate)
+        return self._batches
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
@@ -388,54 +388,27 @@ class Learner:
             SpecMismatch: the run was set up otherwise.
             SystemExit: SIGTERM or SIGHUP came.
         """
-        self._check_process()
-        with self._life:
-            if self._opened:
-                raise UsageError("a Learner is opened once: make a new one to join again, or a second time")
-            self._opened = True
-        try:
-            self._stopping.install()
-            self._join()
-        except BaseException:  # KeyboardInterrupt above all
-            self._stopping.restore()
-            raise
+        self._life.open(self._prepare)
+        if self._life.once_joined.late:
+            detail = "it has its model: choose another name of the run to train again"
+            structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self
 
     def __enter__(self) -> Self:
         """As `open`."""
         return self.open()
 
-    def _go_on_joining(self) -> None:
-        self._stopping.leave_if_asked()
-        if self._closed:
-            raise UsageError("the learner was closed before it had joined")
-
-    def _join(self) -> None:
+    def _prepare(self) -> tuple[Training, ExchangeThread]:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         training = self._training(self._proposal(*self._agreed()))
-        thread = ExchangeThread(self._url, self._given.run, training)
-        try:
-            exchange, found = thread.join_run(self._go_on_joining)
-            joined = JoinedLearner(training, exchange, thread)
-            training.keeper.restore(found)
-            joined.hand_over((), joined.adopt())
-            self.times.training_begins(time.perf_counter())
-            with self._life:
-                self._go_on_joining()
-                self._joined, self._in_run = joined, True
-        except BaseException:
-            self._joined, self._in_run = None, False
-            thread.abandon()
-            self._stopping.restore()
-            thread.join()
-            raise
+        return training, ExchangeThread(self._url, self._given.run, training)
 
     def _agreed(self) -> tuple[Spec | None, int | None]:
         """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
         waiting, where = None, (self._url, self._given.run)
-        held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._go_on_joining)
+        held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._life.go_on_joining)
         if held is None:
-            waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._go_on_joining)
+            waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._life.go_on_joining)
         return held, waiting
 
     def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
@@ -443,7 +416,7 @@ class Learner:
 
     def _training(self, spec: Spec) -> Training:
         who, device = (self.id, self.incarnation), self.device
-        return make_training(who, spec, self.model, self._inner_optimizer, self._given, device, self.times)
+        return make_training(who, spec, self.model, self._inner, self._given, device, self.times)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -466,7 +439,7 @@ class Learner:
             DilocoError: what its other thread has ended by, if no call has told so before.
             SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
         """
-        failure = self._joined.thread.failure if self._joined is not None and not self._told else None
+        failure = self._life.untold_failure
         if self._leave(save_state):
             if failure is not None:  # since the last step, which could not tell
                 raise failure
@@ -474,25 +447,19 @@ class Learner:
 
     def _leave(self, save_state: bool) -> bool:
         """As `close`; whether it was in its run until now."""
-        if os.getpid() != self._pid:
-            return False  # forked inside the `with` block: the run is the parent's
-        with self._life:
-            joined, in_run = self._joined, self._in_run
-            self._in_run, self._closed = False, self._opened
-        if joined is None or not in_run:  # it is closed, or being closed, or has yet to join
-            return False
-        if self._attached is not None:
-            self._attached.detach()
-            self._attached = None
-        try:
-            if joined.thread.works:
-                self.left_in_order = joined.leave(self._given.leave_s, save_state)
-        finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
-            joined.thread.end()
-            self._stopping.restore()
-        joined.thread.join()
-        return True
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError("this Learner was made in another process, which this one was forked from: make one here")
+        def flush(joined: JoinedLearner) -> None:
+            self.left_in_order = joined.leave(self._given.leave_s, save_state)
+
+        if self._life.is_here:
+            attached, self._attached = self._attached, None
+            if attached is not None:
+                attached.detach()
+                self._say_if_none_stepped()
+        return self._life.leave(flush)
+
+    def _say_if_none_stepped(self) -> None:
+        joined = self._life.once_joined
+        if joined.training.rounds.steps == 0 and not joined.late:
+            detail = "attached, but none of its optimizers has stepped: if the loop has trained, then with another one"
+            structlog.get_logger().warning("no_step_counted", learner=self.id, detail=f"{detail}, made after attach()")

@@ -7,7 +7,7 @@ who loads what they have trained, have the names without.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,16 +36,55 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, parameter
 
 
-def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
-    """The model's state dict with the plain model's names, and other values of some parameters.
+class Buffer(NamedTuple):
+    """A persistent buffer of a model, by where it is kept: it may be replaced by another tensor at any step."""
 
-    values: by name, flat (elements,); copied to the parameter's type and shape. A tied parameter has its value under
-        all of its names.
+    name: str
+    """With the plain model's names."""
+    owner: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """As it is now; None: it has gone."""
+        found: torch.Tensor | None = getattr(self.owner, self.key, None)
+        return found
+
+
+def named_buffers(model: nn.Module) -> Iterator[Buffer]:
+    """The buffers that the model's state dict has, in its order; what modules share is there once.
+
+    Raises:
+        UsageError: two, or one and a parameter, have the same name in the plain model.
     """
+    wrappers, seen = _wrappers(model), dict[int, torch.Tensor]()
+    names = {name for name, _ in named_parameters(model)}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen[id(buffer)] = buffer
+            name = _plain(f"{path}.{key}" if path else key, wrappers)
+            if name in names:
+                raise UsageError(
+                    f"two tensors are {name} without what wraps them: rename a buffer, or unwrap the model"
+                )
+            names.add(name)
+            yield Buffer(name, module, key)
+
+
+def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
+    """The model's state dict with the plain model's names, and other values of some parameters and buffers.
+
+    values: by name, flat (elements,); copied to the tensor's type and shape. What is tied has its value under all of
+        its names.
+    """
+    named: dict[str, torch.Tensor | None] = dict(named_parameters(model))
+    named |= {buffer.name: buffer.tensor for buffer in named_buffers(model)}
     others = {
-        id(parameter): torch.tensor(values[name], dtype=parameter.dtype).reshape(parameter.shape)
-        for name, parameter in named_parameters(model)
-        if name in values
+        id(tensor): torch.tensor(values[name], dtype=tensor.dtype).reshape(tensor.shape)
+        for name, tensor in named.items()
+        if tensor is not None and name in values
     }
     wrappers, found = _wrappers(model), dict[str, Any]()
     for name, value in model.state_dict(keep_vars=True).items():

@@ -14,13 +14,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import Layout, balance
+from diloco.pipeline.fragments import Layout, balance, fragments_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES, MergeName, MergeRule
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
-from diloco.workers.names import named_parameters
+from diloco.workers.averaged import average_rule, averaged_buffers
+from diloco.workers.names import named_buffers, named_parameters
 
 ITEM = 4
 """Bytes of a float32."""
@@ -81,7 +82,7 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """The model's trained tensors as the spec lists them, in `named_parameters` order.
+    """The model's tensors as the spec lists them: trained ones in `named_parameters` order, then averaged buffers.
 
     With an orthogonalised outer step it says which tensors that takes for matrices: those of two dimensions, with
     several rows and columns, that are no embeddings, since a row of an embedding is a vector of its own.
@@ -93,8 +94,10 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     check_outer(sync)
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
-    fragment = balance(((name, tensor.numel()) for name, tensor in trained.items()), sync.fragments)
-    return tuple(
+    averaged = averaged_buffers(model, trained.values())
+    sizes = ((name, tensor.numel()) for name, tensor in trained.items())
+    fragment = balance(sizes, sync.fragments, averaged)
+    parameters = tuple(
         TensorSpec(
             name=name,
             shape=tuple(tensor.shape),
@@ -105,6 +108,28 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
         )
         for name, tensor in trained.items()
     )
+    buffers = tuple(
+        TensorSpec(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=_DTYPES[tensor.dtype],
+            rule=average_rule(buffer),
+            fragment=fragment[name],
+        )
+        for name, buffer in averaged.items()
+        if (tensor := buffer.tensor) is not None
+    )
+    return parameters + buffers
+
+
+def fitting_fragments(model: nn.Module, wanted: int) -> int:
+    """The number of fragments of a model for which nobody asked for a number (`fragments_of`).
+
+    Raises:
+        UsageError: as `trained_tensors`.
+    """
+    trained = trained_tensors(model)
+    return fragments_of(wanted, len(trained), len(averaged_buffers(model, trained.values())))
 
 
 def _rule(merge: MergeName, usual: MergeRule, tensor: torch.Tensor) -> MergeRule:
@@ -141,7 +166,7 @@ class FragmentTensors:
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
-        self.device = self._tensors[0][0].device
+        self.device = next(tensor for fragment in self._tensors for tensor in fragment).device
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -243,16 +268,37 @@ class FragmentTensors:
 
 
 class FragmentParameters(FragmentTensors):
-    """Copies fragments out of a model and into it, for as long as its tensors are what they were."""
+    """Copies fragments out of a model and into it, for as long as its tensors are what they were.
+
+    A buffer may be another tensor after each step, so it is looked up whenever it is copied.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        super().__init__(dict(named_parameters(model)), layout)
+        names = {slot.tensor.name for fragment in layout.fragments for slot in fragment.slots}
+        held = {buffer.name: buffer for buffer in named_buffers(model) if buffer.name in names}
+        tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
+        tensors |= {name: tensor for name, buffer in held.items() if (tensor := buffer.tensor) is not None}
+        super().__init__(tensors, layout)
         self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
+        self._held = [[held.get(slot.tensor.name) for slot in f.slots] for f in layout.fragments]
+        self._averaged = [any(fragment) for fragment in self._held]
+
+    def _look_up(self, p: int) -> None:
+        for at, (buffer, was) in enumerate(zip(self._held[p], self._tensors[p], strict=True)):
+            now = was if buffer is None else buffer.tensor
+            if now is None:
+                raise UsageError(f"buffer {self._layout.fragments[p].slots[at].tensor.name} is no longer in the model")
+            if now is not was:
+                self._views.pop(id(was), None)
+                self._tensors[p][at] = now
 
     def _check(self, p: int) -> None:
+        if self._averaged[p]:
+            self._look_up(p)
         for slot, tensor, form in zip(self._layout.fragments[p].slots, self._tensors[p], self._forms[p], strict=True):
             if (tensor.dtype, tensor.shape) != form:
+                what = "buffer" if self._averaged[p] else "parameter"
                 raise UsageError(
-                    f"parameter {slot.tensor.name} was {form[0]} {tuple(form[1])} on joining and is {tensor.dtype} "
+                    f"{what} {slot.tensor.name} was {form[0]} {tuple(form[1])} on joining and is {tensor.dtype} "
                     f"{tuple(tensor.shape)} now: convert the model before `with`"
                 )

@@ -5,15 +5,47 @@ them know. Warm-up and cosine are the built-in trainer's.
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import TrainerSettings, defaults
 from diloco.workers.trainer.schedule import learning_rate
 
+At = tuple[float, int, int]
+"""Progress in 0..1, own steps, steps of a ramp."""
 Shape = Literal["cosine", "linear", "constant"]
 WARMUP: float = defaults(TrainerSettings)["warmup"]
 """Share of the run's progress, as in the built-in trainer."""
+
+
+class ShareByProgress:
+    """What torch's LambdaLR asks for the share of the peak: by the run's progress, whatever number of step it says.
+
+    A copy, also a pickled one, has no learner, and stays at the progress at which it was made. A scheduler's state
+    dict has nothing of it: `__dict__` is empty.
+    """
+
+    __slots__ = ("__dict__", "_at", "_curve", "_share")
+
+    def __init__(self, curve: tuple[Shape, float, float, float], at: Callable[[], At] | At) -> None:
+        """Of a curve and a place on it.
+
+        curve: as `share_by_progress` takes it; at: where the run is, or what is called for it.
+
+        Raises:
+            UsageError: as `share_by_progress`.
+        """
+        self._curve, self._share, self._at = curve, share_by_progress(*curve), at
+
+    def __call__(self, step: int) -> float:
+        """Share of the peak now; step: not looked at."""
+        return self._share(*self._now())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShareByProgress, (self._curve, self._now())
+
+    def _now(self) -> At:
+        return self._at() if callable(self._at) else self._at
 
 
 def share_by_progress(shape: Shape, warmup: float, decay: float, final: float) -> Callable[[float, int, int], float]:

@@ -5,23 +5,23 @@ from pydantic import ValidationError
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import fragments_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.settings import SyncSettings, agree, load
+from diloco.pipeline.settings import WAITING_SYNCER, SyncSettings, agree, load
+from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.frozen_digests import frozen_digests
-from diloco.workers.parameters import tensor_table, trained_tensors
+from diloco.workers.parameters import fitting_fragments, tensor_table, trained_tensors
 
 
 def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
-    """The settings with no more fragments than the model has trained tensors, if nobody asked for a number of them.
+    """The settings with no more fragments than the model has tensors for, if nobody asked for a number of them.
 
     Raises:
         UsageError: as `trained_tensors`.
     """
     if "fragments" in sync.model_fields_set:
         return sync
-    return sync.model_copy(update={"fragments": fragments_of(sync.fragments, len(trained_tensors(model)))})
+    return sync.model_copy(update={"fragments": fitting_fragments(model, sync.fragments)})
 
 
 def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int | None) -> Spec:
@@ -43,14 +43,16 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
     budget = {} if given.tokens is None else {"tokens": given.tokens}
     trainer = given.trainer or {}
     if held is None or given.sync is not None:
-        told, known = (
-            (given.sync or load(SyncSettings)).model_copy(update=budget),
-            held.sync.tokens if held else waiting,
-        )
-        sync = _own(told if known is None else agree(told, {"tokens": known}, SyncSettings), model)
+        told = (given.sync or load(SyncSettings)).model_copy(update=budget)
+        if held is not None:
+            told = agree(told, {"tokens": held.sync.tokens}, SyncSettings)
+        elif waiting is not None:
+            told = agree(told, {"tokens": waiting}, SyncSettings, WAITING_SYNCER)
+        sync = _own(told, model)
     else:
+        _say_what_does_not_count(held.sync)
         # Another model than the run's may have too few tensors: joining says how they differ.
-        fragments = fragments_of(held.sync.fragments, len(trained_tensors(model)))
+        fragments = fitting_fragments(model, held.sync.fragments)
         sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
     frozen = frozen_digests(model) if given.same_frozen else None
     try:
@@ -61,11 +63,23 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
         raise UsageError(f"{where}: {problem['msg']}") from error
 
 
+def _say_what_does_not_count(held: SyncSpec) -> None:
+    """Variables are for whoever is first: one that says otherwise than the run is of no effect."""
+    usual = load(SyncSettings)
+    for name in sorted(usual.model_fields_set):
+        if (here := getattr(usual, name)) != (there := getattr(held, name)):
+            variable = f"{ENV_PREFIX}{name.upper()}"
+            detail = f"{variable} is {here}, but the run was begun with {there}, which holds"
+            structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
+
+
 def _own(usual: SyncSettings, model: nn.Module) -> SyncSpec:
     """As this learner would have it; says what nobody has decided."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
-        detail = f"the model has {fitted.fragments} trained tensors, and each fragment needs one"
+        trained = len(trained_tensors(model))
+        buffers = ", beside the one of its buffers" * (fitted.fragments > trained)
+        detail = f"the model has {trained} trained tensors, and each fragment needs one{buffers}"
         log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
     if "tokens" not in usual.model_fields_set:
         detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"

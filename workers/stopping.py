@@ -17,6 +17,11 @@ STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 class Stopped(SystemExit):
     """The process was asked to end, between two inner steps; its status is as if the signal had ended it."""
 
+    def __init__(self, number: int) -> None:
+        """number: of the signal."""
+        super().__init__(128 + number)
+        self.number = number
+
 
 class Stopping:
     """What a process was asked by a signal, from `install` to `restore`."""
@@ -26,6 +31,7 @@ class Stopping:
         self._told = False
         """By another signal than SIGHUP."""
         self._seen = self._stepped = False
+        self._over = False
         self._installed: list[int] = []
         self._pid = os.getpid()
 
@@ -36,15 +42,18 @@ class Stopping:
         return self._asked > 0
 
     def install(self) -> None:
-        """From now on signals that would end the process are noted."""
+        """From now on signals that would end the process are noted; once, before `restore`."""
         if threading.current_thread() is threading.main_thread():
             for number in STOPS:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                handler = signal.getsignal(number)
+                earlier = getattr(handler, "__self__", None)
+                if handler is signal.SIG_DFL or (isinstance(earlier, Stopping) and earlier._over):
                     self._installed.append(number)
                     signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """As it was before. In another thread, all stays as it is."""
+        """As it was before. In another thread the handler stays, and does what the default does."""
+        self._over = True
         if threading.current_thread() is threading.main_thread():
             for number in self._installed:
                 if signal.getsignal(number) == self._note:  # else somebody else's by now
@@ -58,7 +67,7 @@ class Stopping:
             Stopped: a signal came.
         """
         if self._asked:
-            raise Stopped(128 + self._asked)
+            raise Stopped(self._asked)
 
     def leave_if_unseen(self) -> None:
         """When all is over.
@@ -81,7 +90,8 @@ class Stopping:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         hangup = number == HANGUP  # comes twice as a rule (`pipeline.process.lifecycle`): never the second of two
-        if (self._told and not hangup) or os.getpid() != self._pid:  # the latter in a child, e.g. one that loads data
+        elsewhere = os.getpid() != self._pid  # in a child, e.g. one that loads data
+        if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._told |= not hangup

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def make_training(
     who: tuple[str, str],
     spec: Spec,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     given: Arguments,
     device: torch.device,
     times: StepTimes,
@@ -81,7 +82,7 @@ def make_training(
     Args:
         who: learner and incarnation.
         spec: as `Training.spec`.
-        model, optimizer: judged (`model_checks`).
+        model, optimizers: judged (`model_checks`).
         given: what the learner was called with.
         device: of the trained tensors.
         times: the learner's.
@@ -91,8 +92,8 @@ def make_training(
     folder = None if given.state_dir is None else Path(given.state_dir)
     moments = own_moments(
         model,
-        optimizer,
-        layout,
+        optimizers,
+        layout.trained,
         run=given.run,
         learner=who[0],
         incarnation=who[1],

@@ -38,8 +38,9 @@ from diloco.pipeline.settings import (
     TrainerSettings,
     agree,
 )
-from diloco.pipeline.view.ledger import share_of_tokens
-from diloco.syncer.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
+from diloco.pipeline.view.ledger import in_whole_tokens
+from diloco.syncer.checkpoint import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.workers.trainer.models.hf_config import lies_elsewhere
 
 SETTINGS_FILE = "settings.toml"
 PICTURE_FILE = "loss.png"
@@ -211,15 +212,17 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     method = method_of(checkpoint)
     settings = agree(settings, {"method": method}, RunSettings)
     sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
-    trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name != "data" or "data" not in told}
+    moved = "model" in told and lies_elsewhere(settings.model, checkpoint.spec.trainer.get("model"))
+    kept = ({"data", "model"} if moved else {"data"}) & told
+    trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name not in kept}
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
     if settings.tokens <= trained:
         raise UsageError(
             f"{checkpoint.path} has trained {trained} tokens, and the budget is {settings.tokens}: "
             "give a larger one with --tokens (trained tokens, the earlier part included)"
         )
-    merged = share_of_tokens([fragment.merged_tokens for fragment in checkpoint.fragments], checkpoint.spec.tensors)
-    origin = Origin(str(checkpoint.path), trained, min(trained, merged))
+    known = in_whole_tokens(known_elements(checkpoint), sum(map(len, checkpoint.globals)), trained)
+    origin = Origin(str(checkpoint.path), trained, *known)
     return settings.model_copy(update={"resume": checkpoint.path}), origin
 
 

@@ -1,18 +1,15 @@
 """Finding a run: by Redis URL, by its output folder, or the newest one in runs/."""
 
-import json
 import os
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings
 
@@ -49,21 +46,6 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """What a JSON file of an output folder says.
-
-    Raises:
-        UsageError: it cannot be read, or is no object.
-    """
-    try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {file}: {error}") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} is damaged: it holds no JSON object")
-    return found
 
 
 class RunFile(BaseModel):
@@ -127,19 +109,3 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
             raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
         url = named
     return Place(live.run, url, folder)
-
-
-@asynccontextmanager
-async def open_bus(url: str, run: str) -> AsyncIterator[Bus]:
-    """A bus on Redis, closed afterwards.
-
-    Raises:
-        BusUnavailable: Redis does not answer.
-    """
-    from diloco.pipeline.bus.redis_streams import connect
-
-    bus = await connect(url, run)
-    try:
-        yield bus
-    finally:
-        await bus.close()

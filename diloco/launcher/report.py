@@ -37,6 +37,8 @@ class Origin:
     checkpoint: str
     tokens: int
     merged_tokens: int
+    overwritten: int = 0
+    rejected: int = 0
 
 
 @dataclass(slots=True)
@@ -241,6 +243,11 @@ def build(outcome: Outcome) -> Report:
             "tokens": base.tokens,
             "merged_tokens": base.merged_tokens,
             "not_merged_tokens": base.tokens - base.merged_tokens,
+            "tokens_lost": {
+                "overwritten": base.overwritten,
+                "rejected": base.rejected,
+                "died": base.tokens - base.merged_tokens - base.overwritten - base.rejected,
+            },
         },
         "checkpoint": outcome.checkpoint,
         "warnings": warnings,

@@ -23,7 +23,6 @@ from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
-from diloco.launcher.locate import open_bus
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -31,11 +30,13 @@ from diloco.options import (
     RunProcess,
     check,
     method_notes,
+    reached_at,
     takes,
     with_groups,
     with_preset,
 )
 from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from diloco.pipeline.fragments import layout_of
@@ -329,7 +330,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
         if named is not None:
             url, others = named, {}
         else:
-            password = None if settings.redis_password is None else settings.redis_password.get_secret_value()
+            password = settings.secret()
             embedded = EmbeddedRedis(
                 port=settings.redis_port, host=settings.redis_bind, password=password, dies_with_us=True
             )
@@ -351,8 +352,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             for note in method_notes(settings):
                 screen.note(note)
             if settings.redis_port is not None:
-                secret = "" if settings.redis_password is None else ":<password>@"
-                where = f"redis://{secret}<this machine>:{settings.redis_port}"
+                where = reached_at(settings)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
             await launcher.watch(stop)
             wall_s = time.monotonic() - began

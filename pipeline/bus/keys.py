@@ -85,6 +85,11 @@ class RunKeys:
         return self._of_run("shard-epoch")
 
     @property
+    def data_order(self) -> str:
+        """msgpack `DataOrder`."""
+        return self._of_run("data-order")
+
+    @property
     def syncers(self) -> str:
         """Hash: nonce of a syncer -> server time in ms until which it counts as here, a blank, its name."""
         return self._of_run("syncers")

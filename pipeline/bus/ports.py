@@ -22,7 +22,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
-from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
 from diloco.pipeline.payload.codec import Encoded
 
@@ -385,6 +385,14 @@ class OwnerWrites(Keyed, Protocol):
 
 class WorkQueue(Keyed, Protocol):
     """Data shards that learners take turns to read."""
+
+    async def propose_data_order(self, order: DataOrder) -> DataOrder:
+        """The order that the run's shards are of: this one if there is none yet."""
+        ...
+
+    async def read_data_order(self) -> DataOrder | None:
+        """The order that the run's shards are of, or None before the first proposal."""
+        ...
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
         """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did.

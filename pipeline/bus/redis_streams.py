@@ -3,6 +3,9 @@
 Every step that is more than one command is a script under `redis/lua/` (see `_prelude.lua` for their rules).
 """
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.calls import connect_calls
 from diloco.pipeline.bus.redis.fragments import (
@@ -36,6 +39,16 @@ async def connect(url: str, run: str) -> "RedisBus":
         BusUnavailable: there is no answer.
     """
     return RedisBus(await connect_calls(url), run)
+
+
+@asynccontextmanager
+async def open_bus(url: str, run: str) -> "AsyncIterator[RedisBus]":
+    """As `connect`; closed afterwards."""
+    bus = await connect(url, run)
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 class RedisBus(

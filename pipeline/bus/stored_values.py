@@ -20,7 +20,7 @@ from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
-from diloco.pipeline.messages.shards import Shard, ShardQueue
+from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
@@ -121,6 +121,11 @@ def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) 
         claimed=claim is not None,
         offer=None if offer is None else decode(MomentsOffer, offer),
     )
+
+
+def decode_data_order(blob: bytes) -> DataOrder:
+    """What the run's shards are of."""
+    return decode(DataOrder, blob, 1024)
 
 
 def decode_shard(blob: bytes) -> Shard:

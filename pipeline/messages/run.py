@@ -127,6 +127,9 @@ class RunState(Message):
     """Of those, tokens trained before this run was resumed."""
     base_merged: Count | None = None
     """Of these, tokens merged; None: not known, or nothing was resumed."""
+    base_overwritten: Count = 0
+    base_rejected: Count = 0
+    """Of the earlier parts, both in token-elements; 0 too where an earlier build has not said."""
     budget_tokens: Count
     started_unix_s: UnixSeconds
     reason: Text

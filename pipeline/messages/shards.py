@@ -7,6 +7,15 @@ from pydantic import Field
 from diloco.pipeline.messages.wire import Count, Message, Text
 
 
+class DataOrder(Message):
+    """What the blocks of an epoch are: all learners of a run have the same ones in the same order."""
+
+    length: Annotated[Count, Field(ge=1)]
+    """Blocks in an epoch."""
+    seed: Count | None
+    """With the epoch it gives the permutation of range(length) that blocks are. None: the learners see to that."""
+
+
 class Shard(Message):
     """A piece of an epoch: blocks [start, stop) of the epoch's permutation of the data's blocks."""
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from diloco.pipeline.messages.wire import (
+    AVERAGED,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_DIMS,
@@ -73,6 +74,11 @@ class SyncSpec(Message):
     outer: OuterName = "nesterov"
 
 
+def frozen_head(shape: tuple[int, ...], dtype: str) -> bytes:
+    """What the digest of a frozen parameter begins with, before its values. dtype: in torch's words, `torch.bool`."""
+    return f"{shape} {dtype}".encode()
+
+
 class Spec(Message):
     """What all parties of a run agree on; proposed by the first learner, set once."""
 
@@ -92,14 +98,22 @@ class Spec(Message):
 
     @model_validator(mode="after")
     def _fragments_are_filled(self) -> Self:
-        """Every fragment 0..P-1 has elements, not too many to send, and every tensor a name of its own."""
+        """Every fragment 0..P-1 has elements, not too many to send, of average-only tensors or of others.
+
+        Every tensor has a name of its own.
+        """
         elements = [0] * self.sync.fragments
+        averaged: dict[int, bool] = {}
         for tensor in self.tensors:
             if tensor.fragment >= len(elements):
                 raise ValueError(f"tensor {tensor.name!r} is in fragment {tensor.fragment} of {len(elements)}")
             elements[tensor.fragment] += tensor.elements
+            if averaged.setdefault(tensor.fragment, tensor.rule in AVERAGED) is not (tensor.rule in AVERAGED):
+                raise ValueError(f"fragment {tensor.fragment} has average-only tensors beside others")
             if tensor.matrix and (len(tensor.shape) != 2 or min(tensor.shape) < 2):
                 raise ValueError(f"tensor {tensor.name!r} of shape {tensor.shape} has no rows and columns")
+            if tensor.matrix and tensor.rule in AVERAGED:
+                raise ValueError(f"tensor {tensor.name!r} is average-only: it is never orthogonalised")
         if 0 in elements:
             raise ValueError(f"fragment {elements.index(0)} has no elements")
         chunk_bytes = self.sync.chunk_bytes

@@ -54,8 +54,10 @@ Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
 """(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
 
-MergeRule = Literal["rda", "rda-row", "mean"]
+MergeRule = Literal["rda", "rda-row", "mean", "average", "variance"]
 """How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""
+AVERAGED: Final[frozenset[MergeRule]] = frozenset({"average", "variance"})
+"""Of average-only tensors, a model's buffers: the mean, at rate 1 and without momentum; "variance": never below 0."""
 MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
 """Which tensor has which rule: `workers.parameters.tensor_table`."""
 WeightsName = Literal["tokens", "equal"]

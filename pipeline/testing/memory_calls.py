@@ -82,6 +82,14 @@ class MemoryCalls(Connection):
         self.store.wake(key)
         return stream.append(at, data)
 
+    async def _propose(self, key: str, value: bytes) -> bytes:
+        await self._turn()
+        holds = self._bytes(key)
+        if holds is None:
+            self.store.need_room()
+            self._set(key, value)
+        return value if holds is None else holds
+
     async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
         await self._turn()
         if self._bytes(key) not in (None, nonce.encode()):

@@ -27,13 +27,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     """Spec and state, reports, logs, version 0 and moments."""
 
     async def propose_spec(self, spec: bytes) -> bytes:
-        await self._turn()
-        holds = self._bytes(self.keys.spec)
-        if holds is None:
-            self.store.need_room()
-            self._set(self.keys.spec, spec)
-            return spec
-        return holds
+        return await self._propose(self.keys.spec, spec)
 
     async def read_spec(self) -> bytes | None:
         await self._turn()

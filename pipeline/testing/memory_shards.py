@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 from diloco.pipeline.testing.memory_store import EntryId, Hash, Stream
@@ -51,6 +51,14 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     def _queue(self) -> tuple[Stream, Hash, int]:
         epochs = stored_values.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
         return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
+
+    async def propose_data_order(self, order: DataOrder) -> DataOrder:
+        return stored_values.decode_data_order(await self._propose(self.keys.data_order, encode(order)))
+
+    async def read_data_order(self) -> DataOrder | None:
+        await self._turn()
+        held = self._bytes(self.keys.data_order)
+        return None if held is None else stored_values.decode_data_order(held)
 
     def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
         self.store.need_room()

@@ -20,9 +20,9 @@ Only the surviving history counts: a merge that the bus lost, and that was made 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
@@ -270,11 +270,15 @@ def not_merged_by_fragment(part: Account, layout: Layout) -> dict[str, int]:
     }
 
 
-def share_of_tokens(by_fragment: Sequence[int], tensors: Sequence[TensorSpec]) -> int:
-    """Tokens of the whole model that tokens of each fragment (by id) amount to."""
-    return whole_tokens(by_fragment, layout_of(tensors))
+def in_whole_tokens(exact: Sequence[int], elements: int, most: int) -> list[int]:
+    """Token-elements of each kind in tokens of a model of so many elements, all together `most` of them at most.
+
+    Their sums are rounded, not each of them: of what is all accounted for no token is left over.
+    """
+    sums = [min(most, part // elements) for part in accumulate(exact)]
+    return [b - a for a, b in pairwise((0, *sums))]
 
 
 def whole_tokens(by_fragment: Sequence[int], layout: Layout) -> int:
-    """The same, of a layout."""
+    """Tokens of the whole model that tokens of each fragment (by id) amount to."""
     return sum(by_fragment[fragment.id] * fragment.elements for fragment in layout.fragments) // layout.elements

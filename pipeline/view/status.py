@@ -22,6 +22,7 @@ from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.pacing import Pace, outer_room, slow_merges
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.ramps import interval_in_force
+from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
@@ -84,6 +85,8 @@ class FragmentStatus(TypedDict):
     rejected_tokens: int
     refused: dict[str, int]
     """Deltas refused, by reason."""
+    averaged: bool
+    """Its tensors are average-only."""
     window: WindowStatus
 
 
@@ -176,8 +179,8 @@ def _is_live(seen: SeenReport, live_s: float) -> bool:
     return not seen.report.left and seen.age_s < live_s
 
 
-def _fragment(head: Head, sync: SyncSpec | None, now_unix_s: float) -> FragmentStatus:
-    window = head.window
+def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix_s: float) -> FragmentStatus:
+    window, p = head.window, head.fragment
     deadline = window.deadline_unix_s
     return {
         "id": head.fragment,
@@ -188,6 +191,7 @@ def _fragment(head: Head, sync: SyncSpec | None, now_unix_s: float) -> FragmentS
         "merged_tokens": head.merged_tokens,
         "rejected_tokens": head.rejected_tokens,
         "refused": dict(head.refused),
+        "averaged": layout is not None and p < len(layout.fragments) and layout.fragments[p].averaged,
         "window": {
             "state": window.state,
             "attempt": window.attempt,
@@ -236,18 +240,23 @@ def _tokens(
 ) -> tuple[int, int, TokensLost]:
     """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
+    earlier = (0, 0) if state is None else (state.base_overwritten, state.base_rejected)
     tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
-    merged = overwritten = rejected = unpublished = 0
+    merged = overwritten = rejected = unpublished = earlier_lost = 0
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]
         total = layout.elements
-        merged = min(tokens, merged_tokens(layout, heads))
-        rejected = min(tokens, sum(head.rejected_tokens * elements[head.fragment] for head in heads) // total)
-        overwritten = sum(seen.report.overwritten for seen in reports) // total
+        known = (
+            sum(head.merged_tokens * elements[head.fragment] for head in heads),
+            earlier[0] + sum(seen.report.overwritten for seen in reports),
+            earlier[1] + sum(head.rejected_tokens * elements[head.fragment] for head in heads),
+        )
+        merged, overwritten, rejected = in_whole_tokens(known, total, tokens)
         dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
+        earlier_lost = sum(earlier) // total
     # What a checkpoint lacked of what was trained before it will not come any more.
-    before = 0 if state is None or state.base_merged is None else max(0, base - state.base_merged)
+    before = 0 if state is None or state.base_merged is None else max(0, base - state.base_merged - earlier_lost)
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
     died = rest if finished else min(rest, unpublished + before)
@@ -255,10 +264,11 @@ def _tokens(
 
 
 def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
-    """Since the start of the run; of a finished one, up to the last word of a learner."""
+    """Since the start of the run; of a finished one, up to the last word of a learner that has trained in it."""
     if state is None:
         return 0.0
-    silent_s = min((seen.age_s for seen in reports), default=0.0) if state.phase is Phase.FINISHED else 0.0
+    trained = (seen.age_s for seen in reports if seen.report.step)
+    silent_s = min(trained, default=0.0) if state.phase is Phase.FINISHED else 0.0
     return max(0.0, now_unix_s - silent_s - state.started_unix_s)
 
 
@@ -351,7 +361,7 @@ def build_status(
         "elapsed_s": elapsed_s,
         "learners": [_learner(seen, live_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
-        "fragments": [_fragment(head, None if spec is None else spec.sync, now_unix_s) for head in present],
+        "fragments": [_fragment(head, None if spec is None else spec.sync, layout, now_unix_s) for head in present],
         "evaluation": None
         if evaluation is None
         else {

@@ -16,7 +16,7 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,9 +41,11 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
+from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.pipeline.units import parse_count
 from diloco.studies.bench.lines import GBIT, lines
+from diloco.syncer.intake import feed
 from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta
@@ -154,16 +156,11 @@ async def through_redis(
         async def receive() -> None:
             norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
 
-            def feed(chunks: Sequence[bytes | memoryview]) -> None:
-                for chunk in chunks:
-                    reader.feed(chunk)
-                    norms.advance(reader.so_far())
-
             async for chunks in arriving(syncer, key, reader):
                 if codec in DTYPES:
-                    feed(chunks)
+                    feed(reader, norms, chunks)
                 else:
-                    await asyncio.to_thread(feed, chunks)
+                    await asyncio.to_thread(feed, reader, norms, chunks)
 
         await asyncio.gather(send(), receive())
         return time.perf_counter() - began
@@ -293,7 +290,7 @@ def main(
     encoder = None if device is None else OnDevice(choose_device(device))
     machine = {
         "device": device,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "numpy": np.__version__,
         "ml_dtypes": ml_dtypes.__version__,

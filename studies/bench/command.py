@@ -57,6 +57,9 @@ Aofs = Annotated[
 Url = Annotated[
     str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
 ]
+Server = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Another server's program in the place of the embedded one")
+]
 Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
@@ -161,6 +164,7 @@ def end_to_end(
     ] = None,
     aof: Aofs = "off",
     redis_url: Url = None,
+    server: Server = None,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -185,7 +189,7 @@ def end_to_end(
         *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up, outer),
     )
     ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
-    passes = {way: measuring.measure(case, out.console, redis_url, way == "on") for way in ways}
+    passes = {way: measuring.measure(case, out.console, redis_url, way == "on", server) for way in ways}
     by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
     found, note = next(iter(by_way.values())), passes[ways[0]][1]
     what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
@@ -202,7 +206,7 @@ def end_to_end(
     if link:
         out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
     more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
-    out.write("end-to-end", case, note["redis_version"], found, aof=aof, **note, **more)
+    out.write("end-to-end", case, note["server"], found, aof=aof, **note, **more)
     seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
     out.draw(title, by_way, "seconds", lambda name: name in seconds)
 
@@ -244,6 +248,7 @@ def transport(
     rounds: Rounds = 7,
     aof: Aof = False,
     redis_url: Url = None,
+    server: Server = None,
     json_file: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -251,7 +256,7 @@ def transport(
     out = _Out(json_file, plot)
     measuring = importlib.import_module("diloco.studies.bench.transport")
     payload = measuring.Payload(_count(params, "params"), chunk_bytes, rounds)
-    found, version = measuring.measure(payload, out.console, redis_url, aof)
+    found, version = measuring.measure(payload, out.console, redis_url, aof, server)
     title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
     out.show(title, {"": found})
     out.write("transport", payload, version, found, aof=aof)

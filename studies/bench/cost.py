@@ -25,10 +25,10 @@ from rich.console import Console
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process import logs
+from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import SyncSettings
 from diloco.studies.bench.end_to_end import ROOT, Fleet, Process, server
 from diloco.studies.bench.figures import Spread, progress, spread
-from diloco.studies.bench.machine import cores
 from diloco.studies.bench.stepping import MODELS as MODELS
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.models.gpt import build
@@ -86,7 +86,7 @@ def _units_a_ms(kind: str) -> float:
 
 def measure(given: Loops, console: Console, redis_url: str | None) -> dict[str, dict[str, Spread]]:
     """Per kind, length of a step and place: what the learner adds, and what it reports as blocked, as shares."""
-    usable = sorted(os.sched_getaffinity(0)) if cores() > 1 and hasattr(os, "sched_getaffinity") else []
+    usable = sorted(os.sched_getaffinity(0)) if usable_cores() > 1 and hasattr(os, "sched_getaffinity") else []
     places = {"one core": usable[:1], "all cores": usable} if usable else {"all cores": []}
     found: dict[str, dict[str, Spread]] = {}
     with ExitStack() as stack, progress(console) as bar:

@@ -26,7 +26,7 @@ from rich.console import Console
 import diloco
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.ports import START
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
@@ -248,14 +248,15 @@ class Process:
 
 
 @contextmanager
-def server(redis_url: str | None, aof: bool) -> Iterator[str]:
-    """URL of the Redis to measure with: the given one, or an embedded one."""
+def server(redis_url: str | None, aof: bool, binary: Path | None = None) -> Iterator[str]:
+    """URL of the Redis to measure with: the given one, or an embedded one, of another binary if that is given."""
     if redis_url is not None:
-        if aof:
-            raise UsageError("--aof is for the embedded Redis: your own is as you set it up")
+        if aof or binary:
+            option = "--aof" if aof else "--server"
+            raise UsageError(f"{option} is for the embedded Redis: your own is as you set it up")
         yield redis_url
         return
-    with EmbeddedRedis(appendonly=aof, dies_with_us=True) as redis:
+    with EmbeddedRedis(appendonly=aof, binary=binary, dies_with_us=True) as redis:
         yield redis.url
 
 
@@ -325,14 +326,14 @@ class Fleet:
 
 
 def measure(
-    case: Case, console: Console, redis_url: str | None = None, aof: bool = False
+    case: Case, console: Console, redis_url: str | None = None, aof: bool = False, binary: Path | None = None
 ) -> tuple[Measured, dict[str, Any]]:
     """All rounds of one case, after those that do not count; what was measured, and with which server and client."""
     if redis_url is not None and case.link_gbit:
         raise UsageError("--link is for the embedded Redis, on whose socket the lines end")
     need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {case.learners} learners")
     found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
-    with server(redis_url, aof) as url, Plain(url) as redis, progress(console) as bar:
+    with server(redis_url, aof, binary) as url, Plain(url) as redis, progress(console) as bar:
         task = bar.add_task("starting Redis, syncer, learners", total=case.unmeasured + case.rounds)
         redis_pid = int(redis.info("process_id")) if redis_url is None else None
         with Fleet(case, url) as fleet:
@@ -349,7 +350,7 @@ def measure(
             commits = [one for one in asyncio.run(_commits(url, fleet.run)) if one.version > 1]
             found.upload_s, found.merge_s = [one.upload_s for one in commits], [one.merge_s for one in commits]
             note: dict[str, Any] = {
-                "redis_version": redis.info("redis_version"),
+                "server": redis.server(),
                 "floor_client": floor.client_name(benchmark),
                 "run": fleet.run,
                 "lines_s": case.lines_s,
@@ -361,21 +362,15 @@ def measure(
 
 async def _commits(url: str, run: str) -> list[Committed]:
     """All merges of a run, by time."""
-    bus = await connect(url, run)
-    try:
+    async with open_bus(url, run) as bus:
         entries = await bus.read_tape({0: START}, limit=100_000)
-    finally:
-        await bus.close()
     return [entry.record for entry in entries if isinstance(entry.record, Committed) and entry.record.contributions]
 
 
 async def _merged_share(url: str, run: str) -> float | None:
     """Of all rounds' tokens, those that do not count included."""
-    bus = await connect(url, run)
-    try:
+    async with open_bus(url, run) as bus:
         share: float | None = (await read_status(bus, LoopClock()))["merged_share"]["since_start"]
-    finally:
-        await bus.close()
     return share
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco.pipeline.bus.embedded import find_server
 from diloco.pipeline.errors import UsageError
-from diloco.studies.bench.machine import cores
+from diloco.pipeline.process.cores import usable_cores
 from diloco.studies.bench.plain import connected, packed
 
 CLIENTS, PIPELINE = 4, 2
@@ -130,7 +130,7 @@ class Memory:
 
 
 def _shares(total: int) -> Sequence[int]:
-    return [total // cores()] * cores()
+    return [total // usable_cores()] * usable_cores()
 
 
 def merge_traffic(elements: int, learners: int, item_bytes: float, momentum: bool) -> float:

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process.cores import usable_cores
 from diloco.studies.bench.figures import Spread
 
 GB = 1e9
 _SCHEDULED = 2  # linux/posix-timers.h: CPUCLOCK_SCHED
 _RESET_PEAK = "5"  # man 5 proc_pid_clear_refs
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe(redis: str) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def describe(redis: str) -> dict[str, Any]:
 
     return {
         "cpu": _cpu(),
-        "cores": cores(),
+        "cores": usable_cores(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -68,6 +68,11 @@ class Plain:
         lines = self.ask("INFO").decode().splitlines()
         return str(next((line.partition(":")[2] for line in lines if line.startswith(f"{name}:")), ""))
 
+    def server(self) -> str:
+        """Its version; of Valkey, which gives itself out for a Redis 7.2, with the name."""
+        own = self.info("valkey_version")
+        return f"valkey {own}" if own else self.info("redis_version")
+
     def remove(self, pattern: str) -> None:
         """Delete all keys that match."""
         cursor: Any = b"0"

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from rich.console import Console
 
+from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import SyncSettings
 from diloco.studies.bench.end_to_end import Fleet, server
 from diloco.studies.bench.figures import Spread, progress, spread
-from diloco.studies.bench.machine import cores, need_memory
+from diloco.studies.bench.machine import need_memory
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.models.sizes import SIZES
@@ -43,7 +44,7 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
     """Seconds of a step with the learner and without, and what the library's own clock says."""
     params = SIZES[given.model].parameters()
     need_memory(4.0 * params * 16, f"training {params / 1e6:.0f}M parameters")
-    apart = cores() > 1 and hasattr(os, "sched_setaffinity")
+    apart = usable_cores() > 1 and hasattr(os, "sched_setaffinity")
     usable = sorted(os.sched_getaffinity(0)) if apart else []
     training, rest = usable[:-1], usable[-1:]
     torch.set_num_threads(max(1, len(training)))

@@ -341,10 +341,9 @@ class Follower:
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
     def _reported(self, now: float) -> tuple[list[float], list[float]]:
-        """Step times and pull times of the learners that are expected and not doubted, s."""
+        """Step times and pull times, s, of those that the window goes by."""
         self._watch.reports = [party.seen(now) for party in self._parties]
-        expected, doubted = self._watch.expected(0, self._version), self._doubts.learners
-        trusted = [s.report for s in expected if s.report.learner not in doubted]
+        trusted = self._watch.trusted(0, self._version, self._doubts.learners)
         return [r.step_s for r in trusted], [r.pull_s for r in trusted]
 
     def _overdue(self, decision: Merge | Reopened, now: float) -> None:

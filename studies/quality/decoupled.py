@@ -179,12 +179,13 @@ class LabWorld:
 
     async def _measure(self) -> Sequence[Head]:
         """A point of the curve, of the heads as they are now."""
-        sync, heads = self.spec.sync, await self._bus.read_heads(range(self.run.fragments))
+        heads = await self._bus.read_heads(range(self.run.fragments))
         found = [head for head in heads if head is not None]
         for head in found:
             if self._held.get(head.fragment) != head.digest:
-                elements = self.layout.fragments[head.fragment].elements
-                values = await pull_exact(self._bus, head, elements, sync, inline)
+                layout = self.layout.fragments[head.fragment]
+                sync = layout.sync(self.spec.sync)
+                values = await pull_exact(self._bus, head, layout.elements, sync, inline)
                 self._parameters.overwrite(head.fragment, values)
                 self._held[head.fragment] = head.digest
         self.recorder.measure(self._globals, self._mean(found, "merged_tokens"), self._clock.now())

@@ -58,7 +58,7 @@ class LabFragment(FragmentState):
         lr, mu = self.outer(deltas)
         self._next = ({}, 0, 0)
         averages = self.version < self.sync.outer_warmup or (lr, mu) != (self.sync.outer_lr, self.sync.outer_momentum)
-        if self._run.outer not in RULES or averages:
+        if self._run.outer not in RULES or averages or self.layout.averaged:
             return super().step(deltas, shares, draft)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
         reduced = draft.sum.close(values, norms, shares)

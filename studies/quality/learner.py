@@ -29,15 +29,13 @@ from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.tasks import Task
 from diloco.studies.quality.virtual_report import virtual_report
 from diloco.workers.exchange.joining import Joining
-from diloco.workers.exchange.work_queue import read_blocks
+from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, read_blocks
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Publication, Rounds
 from diloco.workers.trainer.recipe import update
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 
 LEAVE_S = 20.0
-STEPS_PER_SHARD = 8
-"""As the built-in trainer's."""
 POLLS_A_STEP = 50
 """How finely a learner that waits looks again."""
 

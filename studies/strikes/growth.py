@@ -57,7 +57,8 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "initial": 1 + p * (1 + scale.lives),
         "moments": MOMENTS * p * (3 + scale.lives),
     }
-    single = ("spec", "budget", "shard-epoch", "init-claim", "moments-wish", "moments-claim", "moments-offer")
+    moments = ("moments-wish", "moments-claim", "moments-offer")
+    single = ("spec", "budget", "data-order", "shard-epoch", "init-claim", *moments)
     return {
         **dict.fromkeys(single, (1, 1)),
         **{name: (keys, keys * scale.chunks) for name, keys in payloads.items()},

@@ -16,12 +16,12 @@ from typing import Literal
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, threads_for
-from diloco.launcher.locate import open_bus
 from diloco.launcher.report import Outcome
 from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.key_usage import KeyUsage
 from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed

@@ -28,6 +28,7 @@ from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     TURNS,
+    AveragingStep,
     Momentum,
     NesterovStep,
     PlainStep,
@@ -226,7 +227,8 @@ def outer_step(
     into.prepare(mu, orthogonal)
     writer = into.step_writer(theta, outer_state, lr, mu)
     if not mu:  # no state is kept while it has no say: the first step with momentum is as the first of a run
-        plain = PlainStep(writer.base, into.theta, lr)
+        averaged = layout.averaged
+        plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(writer.base, into.theta, lr)
         return Stepped(into.theta, {}, _elementwise(plain, writer, into.sum, deltas, norms, shares, recorded))
     momentum = Momentum(outer_state.get("momentum"), into.outer_state["momentum"], mu)
     step = NesterovStep(writer.base, momentum, into.theta, lr)
@@ -280,7 +282,7 @@ class FragmentState:
         outer_state: OuterState,
     ) -> None:
         self.layout = layout
-        self.sync = sync
+        self.sync = layout.sync(sync)
         self.version = version
         self.digest = digest
         self.theta = theta

@@ -356,7 +356,8 @@ class _Rows(NamedTuple):
         np.multiply(self.directions, factors[:, None], out=out, casting="same_kind")
 
 
-RULES: dict[MergeRule, type[Rule]] = {"mean": Mean, "rda": Rda, "rda-row": RdaRow}
+RULES: dict[MergeRule, type[Rule]]
+RULES = {"mean": Mean, "rda": Rda, "rda-row": RdaRow, "average": Mean, "variance": Mean}
 
 
 def _blocks(start: int, stop: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:

@@ -85,6 +85,23 @@ class PlainStep:
             np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
 
 
+class AveragingStep(PlainStep):
+    """The outer step of average-only tensors, block by block: `theta -= D`, and a variance below 0 is 0."""
+
+    def __init__(self, layout: FragmentLayout, theta: Float32, out: Float32) -> None:
+        """theta, out: as `PlainStep`."""
+        super().__init__(theta, out, 1.0)
+        self._variances = np.zeros(len(out), np.bool_)
+        for slot in layout.slots:
+            self._variances[slot.start : slot.stop] = slot.tensor.rule == "variance"
+
+    def block(self, start: int, stop: int) -> None:
+        """As `PlainStep`."""
+        super().block(start, stop)
+        values = self._out[start:stop]
+        np.copyto(values, 0.0, where=self._variances[start:stop] & (values < 0))
+
+
 class NesterovStep(PlainStep):
     """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, as torch.optim.SGD(nesterov=True)."""
 

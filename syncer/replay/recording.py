@@ -245,7 +245,8 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
         BadMessage: the file is cut short, too long, or not of this format.
         OSError: it cannot be read.
     """
-    tensors, size = len(layout.slots), payload_bytes(layout.elements, spec.sync.codec)
+    tensors, codec = len(layout.slots), layout.sync(spec.sync).codec
+    size = payload_bytes(layout.elements, codec)
 
     def stepped(header: MergeHeader) -> int:
         return 0 if header.orthogonal is None else 4 * matrix_elements(layout)
@@ -265,7 +266,7 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
     orthogonal = None if header.orthogonal is None else body[reduced.nbytes : first].view(np.float32)
     values = body[first:].reshape(count, size)
     try:
-        deltas = tuple(as_vector(value, layout.elements, spec.sync.codec) for value in values)
+        deltas = tuple(as_vector(value, layout.elements, codec) for value in values)
     except BadPayload as error:
         raise BadMessage(f"{path.name} is damaged: {error}") from error
     return RecordedMerge(header, reduced[0], tuple(reduced[1:]), deltas, orthogonal)

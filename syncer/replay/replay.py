@@ -355,7 +355,7 @@ class _FragmentReplay:
         recorded = self._find(record)
         if recorded is None:
             return None
-        checked = repeat(self._layout, self._spec.sync, base, recorded, record)
+        checked = repeat(self._layout, self._layout.sync(self._spec.sync), base, recorded, record)
         self._outcome.repeated += 1
         self._outcome.largest = max(self._outcome.largest, checked.largest)
         for problem in checked.problems:

@@ -55,7 +55,8 @@ class InitialVersions:
                 )
             return False
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
-        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, self._sync, STAGED_TTL_S)
+        sync = layout.sync(self._sync)
+        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S)
         await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)

@@ -19,7 +19,7 @@ from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
-from diloco.pipeline.settings import SyncerProcess, SyncSettings, agree
+from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
@@ -65,7 +65,7 @@ class Start:
             await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
             if "tokens" in self.settings.model_fields_set:
                 offer = partial(self.bus.offer_budget, self.settings.tokens, self.settings.lease_s)
-                agree(self.settings, {"tokens": await _retry(offer)}, SyncSettings)
+                agree(self.settings, {"tokens": await _retry(offer)}, SyncSettings, WAITING_SYNCER)
             await asyncio.sleep(LOOK_S)
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)

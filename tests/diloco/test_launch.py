@@ -289,6 +289,14 @@ def test_a_quorum_that_others_can_make_up_is_allowed(settings):
     check(RunProcess(**settings))
 
 
+@pytest.mark.parametrize("resume", [None, "runs/earlier"])
+def test_data_that_is_not_there_is_said_before_anything_is_started(resume):
+    """Of a resumed run it is the checkpoint's, which the user did not type: the error says so."""
+    with pytest.raises(UsageError, match=r"data='nothere': no such file or folder here") as refused:
+        check(RunProcess(data="nothere", resume=resume))
+    assert ("say where it is now: --data" in str(refused.value)) is (resume is not None)
+
+
 def test_a_restart_at_the_very_end_is_refused():
     """The run would be over before it."""
     with pytest.raises(UsageError, match=r"restart_at.*less than 1"):

@@ -188,10 +188,15 @@ def test_unaccounted_tokens_and_rewinds_are_warned_of():
 
 
 def test_a_resumed_run_counts_its_earlier_part():
-    built = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))
+    built = build(outcome(origin=Origin("old/checkpoint-50", 50, 45, overwritten=3, rejected=1)))
     assert (built["tokens"], built["merged_tokens"]) == (230, 205)
-    earlier = {"checkpoint": "old/checkpoint-50", "tokens": 50, "merged_tokens": 45, "not_merged_tokens": 5}
-    assert built["resumed_from"] == earlier
+    assert built["resumed_from"] == {
+        "checkpoint": "old/checkpoint-50",
+        "tokens": 50,
+        "merged_tokens": 45,
+        "not_merged_tokens": 5,
+        "tokens_lost": {"overwritten": 3, "rejected": 1, "died": 1},
+    }
     assert built["tokens"] == built["merged_tokens"] + sum(built["tokens_lost"].values()) + 5
     assert "+ 5 not merged before the checkpoint" in summary(built)
 

@@ -14,14 +14,16 @@ from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.methods import METHODS, meant_by
 from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.workers.trainer.models.hf_config import read_hf
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
-def saved(folder: Path, method: str | None, **sync: Any) -> Path:
+def saved(folder: Path, method: str | None, model: str | None = None, **sync: Any) -> Path:
     """Output folder of a run with these settings, with or without the launcher's word on its method."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=2000, **sync), checkpoint_dir=folder / "checkpoints")
+        world.spec = world.spec.model_copy(update={"trainer": {} if model is None else {"model": model}})
         world.start_syncer()
         await world.finish(VirtualLearner("l", world).start())
 
@@ -55,6 +57,22 @@ def test_another_method_than_the_run_s_is_refused_and_nothing_else_is_complained
         differing = [line for line in str(error.value).splitlines() if line.startswith("  ")]
         assert differing == [f"  method: here {other!r}, the run has 'streaming'"]
     assert resumed(folder, method="streaming").method == "streaming"
+
+
+def test_a_model_of_transformers_is_resumed_from_another_folder_and_by_no_other_run(tmp_path):
+    """Refused once, before any learner is started: of another config, and where the run is of a built-in size."""
+    config = {"model_type": "llama", "hidden_size": 32}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    given = f"hf:{folder}"
+    out = saved(tmp_path / "own", "decoupled", read_hf(given).agreed)
+    assert resumed(out, model=given).model == given
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(SpecMismatch, match="hidden_size: here 64, the run has 32"):
+        resumed(out, model=given)
+    with pytest.raises(SpecMismatch, match=f"model: here '{given}', the run has 'tiny'"):
+        resumed(saved(tmp_path / "tiny", "decoupled", "tiny"), model=given)
 
 
 def test_the_command_refuses_another_method_and_does_not_begin(tmp_path, capsys, monkeypatch):

@@ -212,7 +212,8 @@ def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
     export = importlib.import_module("diloco.export")
     numpy = sys.modules["numpy"]
     monkeypatch.setattr(export, "find_checkpoint", lambda path: path)
-    monkeypatch.setattr(export, "_tensors", lambda folder: ({"w": numpy.zeros(2, numpy.float32)}, "of a test"))
+    found = export.Globals({"w": numpy.zeros(2, numpy.float32)}, "of a test", {})
+    monkeypatch.setattr(export, "read_globals", lambda folder: found)
     export.export(tmp_path, tmp_path / "new" / "model.safetensors")
     assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out
     export.export(tmp_path, tmp_path / "new" / "other.safetensors")

@@ -63,12 +63,14 @@ def service(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["syncer", "learner"])
 def test_what_is_scaled_has_nothing_that_only_one_container_can_have(name):
-    """No name of its own, and no single port of this machine: `--scale` must work."""
-    text = service(name)
+    """No name of its own, and no single port of this machine but one that a variable, named in the head of the file,
+    makes a range: `--scale` must work."""
+    text, head = service(name), (ROOT / "compose.yaml").read_text()
     assert "container_name" not in text
     assert "DILOCO_SYNCER_ID" not in text
     for line in re.findall(r"^ *ports:.*", text, re.MULTILINE):
-        first, last = map(int, re.findall(r"127\.0\.0\.1:\$\{\w+:-(\d+)-(\d+)\}:\d+\"", line)[0])
+        (variable,) = re.findall(r"127\.0\.0\.1:\$\{(\w+):-\d+\}:\d+\"", line)
+        first, last = map(int, re.findall(rf"# .* {variable}=(\d+)-(\d+) docker compose up .*--scale {name}=", head)[0])
         assert last - first >= 10
 
 

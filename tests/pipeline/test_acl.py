@@ -23,7 +23,7 @@ from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Phase, SeenReport
-from diloco.pipeline.messages.shards import Shard
+from diloco.pipeline.messages.shards import DataOrder, Shard
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
@@ -136,6 +136,8 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.read_leases([0]) == [NONCE]
     assert await syncer.tape_end()
     # Training: shards, heads, a global, deltas.
+    assert await learner.propose_data_order(order := DataOrder(length=24, seed=None)) == order
+    assert await learner.propose_data_order(DataOrder(length=25, seed=1)) == order
     assert await learner.count_epochs() == 0
     assert await learner.fill_shards(0, [Shard(epoch=0, index=i, start=8 * i, stop=8 * i + 8) for i in range(3)])
     first = await learner.claim_shard("l0.00", 10)
@@ -200,6 +202,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     # The end.
     await syncer.trim_tape(0, "1-0")
     assert (await syncer.read_shards()).epochs == 1
+    assert await syncer.read_data_order() == order
     with pytest.raises(UsageError, match="already has data shards"):
         await syncer.restore_shards(await syncer.read_shards())
     await syncer.release_lease(0, NONCE)
@@ -210,9 +213,10 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     everything = {name for name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction)}
     assert everything - called == {"close"}
     workers = Path(__file__).parents[2] / "workers"
-    sources = [path.read_text() for path in workers.rglob("*.py") if path.stem != "evaluator"]
-    theirs = everything.intersection(re.findall(r"bus\.(\w+)\(", "".join(sources)))
-    assert theirs <= learner.called | {"close"}
+    for evaluates, party in ((False, learner), (True, evaluator)):
+        sources = [path.read_text() for path in workers.rglob("*.py") if (path.stem == "evaluating") is evaluates]
+        theirs = everything.intersection(re.findall(r"bus\.(\w+)\(", "".join(sources)))
+        assert theirs <= party.called | {"close"}
     log = server.admin.acl_log()
     refused = {(one["username"], one["object"]) for one in log if one["username"].startswith(name)}
     # Only what may be: loading scripts, letting a global live on, telling the server the name of the library.
@@ -248,6 +252,7 @@ def families(keys: RunKeys) -> dict[str, str]:
 SHARED = {
     *("spec", "learners", "seen", "events", "shards", "shard_positions", "shard_epoch", "init_claim", "initial"),
     *("initial_payload", "moments_wish", "moments_claim", "moments_offer", "moments_payload", "senders", "arrivals"),
+    "data_order",
 }
 """Families that learners write together; what one can do to the others there stands in SECURITY.md."""
 

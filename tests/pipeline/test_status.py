@@ -54,6 +54,7 @@ def test_the_shape_is_the_documented_one_and_json():
         "merged_tokens": 0,
         "rejected_tokens": 0,
         "refused": {},
+        "averaged": False,
         "window": {
             "state": "grace",
             "attempt": 2,
@@ -74,6 +75,12 @@ def test_the_shape_is_the_documented_one_and_json():
     empty = build(spec=None, state=None, reports=[], heads=[])
     assert set(empty) == set(status)
     assert (empty["phase"], empty["progress"], empty["warnings"]) == ("waiting", 0.0, [])
+
+
+def test_it_says_which_fragment_is_average_only():
+    tensors = (samples.tensor("a", (9,)), samples.tensor("b", (3,), 1, "variance"))
+    status = build(spec=samples.spec(tensors=tensors), heads=[samples.head(0), samples.head(1)])
+    assert [fragment["averaged"] for fragment in status["fragments"]] == [False, True]
 
 
 def test_it_says_which_syncer_serves_which_fragment():
@@ -195,6 +202,21 @@ def test_every_token_is_accounted_for(phase, rest):
     assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values())
 
 
+def test_a_run_whose_tokens_are_all_accounted_for_has_lost_none_by_rounding():
+    """Of 1000 tokens 601.75 merged, 298.5 overwritten, 99.75 rejected: each rounded down, two would have died."""
+    heads = [
+        samples.head(0, merged_tokens=601, rejected_tokens=100),
+        samples.head(1, merged_tokens=604, rejected_tokens=99),
+    ]
+    status = build(
+        state=samples.run_state(phase=Phase.FINISHED),
+        reports=[samples.seen(tokens=1000, overwritten=238_800)],
+        heads=heads,
+    )
+    assert (status["merged_tokens"], lost(status)["died"]) == (601, 0)
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 1000
+
+
 def test_what_a_silent_learner_had_not_published_died():
     """Of what it had published nobody knows without the tape; a live one, and one that left, lost nothing."""
     gone = {"tokens": 1000, "overwritten": 80_000, "published": 480_000}  # of 1000 x 800 elements
@@ -216,6 +238,20 @@ def test_what_a_checkpoint_lacked_is_not_pending_after_a_resume():
     state = samples.run_state(base_tokens=5000, base_merged=4000, tokens=5500)
     status = build(state=state, heads=[samples.head(p, merged_tokens=4000) for p in range(2)], reports=[])
     assert (status["tokens_lost"]["died"], status["tokens_lost"]["pending"]) == (1000, 500)
+
+
+def test_what_was_overwritten_and_rejected_before_a_resume_keeps_its_kind():
+    """Only the rest of what the checkpoint lacked died; both parts of the run are in each number."""
+    state = samples.run_state(
+        base_tokens=5000, base_merged=4000, base_overwritten=300 * 800, base_rejected=200 * 800, tokens=5500
+    )
+    heads = [samples.head(p, merged_tokens=4100, rejected_tokens=20) for p in range(2)]
+    reports = [samples.seen(tokens=500, overwritten=30 * 800, published=120 * 800)]
+    status = build(state=state, heads=heads, reports=reports)
+    assert lost(status) == {"overwritten": 330, "rejected": 220, "died": 500, "pending": 350}
+    assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 5500
+    finished = state.model_copy(update={"phase": Phase.FINISHED})
+    assert lost(build(state=finished, heads=heads, reports=reports)) == lost(status) | {"died": 850, "pending": 0}
 
 
 def test_a_learner_is_live_until_it_leaves_or_goes_silent():
@@ -241,6 +277,8 @@ def test_time_stops_with_a_finished_run():
     finished = samples.run_state(phase=Phase.FINISHED)
     reports = [samples.seen("a", 100.0), samples.seen("b", 103.0)]
     assert build(state=finished, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0
+    looked_in = samples.seen("c", 1.0, step=0, tokens=0, left=True)
+    assert build(state=finished, reports=[*reports, looked_in], now_unix_s=1150.0)["elapsed_s"] == 50.0
 
 
 def test_status_is_read_from_the_bus():

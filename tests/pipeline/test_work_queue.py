@@ -9,7 +9,7 @@ import pytest
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadMessage, UsageError
-from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.workers.exchange.work_queue import MAX_SHARDS, cut_epoch
 from tests import samples
 from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
@@ -50,6 +50,18 @@ async def test_an_epoch_is_queued_once_and_each_shard_is_claimed_once(bus: Bus) 
     assert await bus.claim_shard(L1, SILENT_S, [second.entry_id]) is None
     assert await bus.fill_shards(1, SHARDS)
     assert (await claim(bus, L1, second)).shard == SHARDS[0]
+
+
+async def test_the_first_data_order_stands(bus: Bus, backdoor: Backdoor) -> None:
+    """Also where memory is short: who comes later learns of it."""
+    first, other = DataOrder(length=30, seed=None), DataOrder(length=30, seed=0)
+    assert await bus.read_data_order() is None
+    assert await bus.propose_data_order(first) == first
+    backdoor.fill_memory()
+    assert await bus.propose_data_order(other) == first
+    assert await bus.read_data_order() == first
+    backdoor.free_memory()
+    assert await bus.propose_data_order(first) == first
 
 
 async def test_an_epoch_that_the_bus_has_lost_is_queued_again_once(bus: Bus) -> None:

@@ -91,11 +91,12 @@ def test_a_machine_in_its_usual_state_is_not_spoken_of_and_each_other_state_is()
 
 def test_what_others_take_is_without_what_these_processes_do():
     taken = machine.Taken([])
-    until = time.process_time() + 0.3
+    began, until = time.perf_counter(), time.process_time() + 0.3
     while time.process_time() < until:
         pass
     busy = taken.shares()
-    assert 0 <= busy["others_share"] <= 1 - 0.5 / os.cpu_count()
+    own_share = 0.3 / (time.perf_counter() - began) / os.cpu_count()
+    assert 0 <= busy["others_share"] <= 1 - own_share / 2
     assert 0 <= busy["steal_share"] <= 1
     assert machine.fresh_page_us() > 0
 
@@ -114,6 +115,10 @@ def test_what_does_not_fit_is_said_before_it_is_started():
         (("merge", "--wire", "fp64"), "--wire fp64: one of"),
         (("end-to-end", "--global-codec", "int4"), "--global-codec int4: one of fp32, bf16, int8"),
         (("end-to-end", "--link", "1", "--redis-url", "redis://localhost:1"), "--link is for the embedded Redis"),
+        (
+            ("end-to-end", "--server", __file__, "--redis-url", "redis://localhost:1"),
+            "--server is for the embedded Redis",
+        ),
         (("merge", "--json", "no/such/folder/x.json"), "no folder"),
         (("step", "--model", "huge"), "one of large"),
         (("cost", "--model", "huge"), "one of large"),

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.fragments import FragmentLayout, Slot, layout_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import MergeName, MergeRule, OuterName, WeightsName
+from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule, OuterName, WeightsName
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.settings import SyncSettings
 from diloco.studies.quality import outer as lab
@@ -110,7 +110,7 @@ def test_halleys_iteration_is_its_formula_with_an_inverse_at_the_same_length(sha
 def test_the_tables_of_rules_and_the_allowed_values_have_the_same_names() -> None:
     """What settings and messages allow is what the syncer has, plain and fast; the simulated worlds draw all of it."""
     rules = set(get_args(MergeRule))
-    assert rules == set(algorithm.MERGE_RULES) == set(merge.RULES) == set(plan.RULES)
+    assert rules == set(algorithm.MERGE_RULES) == set(merge.RULES) == {*plan.RULES, *plan.AVERAGED_RULES}
     assert set(get_args(WeightsName)) == set(algorithm.WEIGHTS)
     assert set(get_args(OuterName)) == set(algorithm.OUTER)
     assert set(get_args(LabOuterName)) == {*algorithm.OUTER, *lab.RULES}
@@ -143,16 +143,20 @@ COUNTERS = st.tuples(st.integers(1, 2**20), st.integers(1, 2**40))
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> FragmentLayout:
-    """One to four tensors of any shape and rule; matrices among them."""
-    table = []
+def layouts(draw: st.DrawFn, averaged: bool = False) -> FragmentLayout:
+    """One to four tensors of any shape and rule, matrices among them; or average-only ones."""
+    table, rules = [], AVERAGED if averaged else merge.RULES.keys() - AVERAGED
     for number in range(draw(st.integers(1, 4))):
-        rule = draw(st.sampled_from(sorted(merge.RULES)))
+        rule = draw(st.sampled_from(sorted(rules)))
         shape = draw(st.sampled_from({"rda": FLAT, "rda-row": ROWS}.get(rule, SHAPES)))
-        matrix = len(shape) == 2 and min(shape) > 1 and max(shape) < 100 and draw(st.booleans())
+        matrix = not averaged and len(shape) == 2 and min(shape) > 1 and max(shape) < 100 and draw(st.booleans())
         table.append(samples.tensor(f"t{number}", shape, rule=rule).model_copy(update={"matrix": matrix}))
-    table.append(samples.tensor("last", (7,), rule="mean"))
+    table.append(samples.tensor("last", (7,), rule="variance" if averaged else "mean"))
     return layout_of(table).fragments[0]
+
+
+def is_variance(slot: Slot) -> bool:
+    return slot.tensor.rule == "variance"
 
 
 def deltas_of(layout: FragmentLayout, count: int, wire: str, seed: int) -> list[Any]:
@@ -244,7 +248,7 @@ def test_the_outer_step_is_the_algorithms(
 
 @settings(deadline=None, max_examples=25)
 @given(
-    layouts(),
+    st.one_of(layouts(), layouts(averaged=True)),
     st.lists(st.lists(COUNTERS, min_size=1, max_size=4), min_size=1, max_size=3),
     st.sampled_from(sorted(algorithm.WEIGHTS)),
     st.sampled_from(sorted(algorithm.OUTER)),
@@ -284,6 +288,9 @@ def test_syncs_of_a_fragment_are_the_algorithms(
         np.testing.assert_allclose([part.weight for part in merged.contributions], w, rtol=1e-12)
         allowed = (version + 1) * CLOSE * (np.abs(pseudogradient).max() + np.abs(theta).max())
         assert np.abs(merged.theta - theta).max() <= allowed
+        if layout.averaged:
+            assert not merged.outer_state
+            assert all(merged.theta[s.start : s.stop].min(initial=0) >= 0 for s in layout.slots if is_variance(s))
         state.advance(merged)
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.shards import Shard, ShardQueue
+from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.testing.memory import MemoryBus
@@ -27,6 +29,7 @@ NONCE = "ab" * 8
 RNG = np.random.default_rng(0)
 THETA = [RNG.standard_normal(600).astype(np.float32), RNG.standard_normal(200).astype(np.float32)]
 MOMENTUM = RNG.standard_normal(600).astype(np.float32)
+ORDER = DataOrder(length=30, seed=7)
 
 
 async def here(fn, *args):
@@ -40,6 +43,7 @@ async def trained(spec: Spec, momentum: np.ndarray | None = MOMENTUM) -> MemoryB
     await bus.propose_spec(encode(spec))
     await bus.write_state(samples.run_state(tokens=900))
     await bus.write_report(samples.report(tokens=1000, overwritten=77))
+    await bus.propose_data_order(ORDER)
     await bus.fill_shards(0, [Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10) for i in range(3)])
     claimed = await bus.claim_shard("l0.00", 10)
     await bus.finish_shard("l0.00", claimed.entry_id)
@@ -48,6 +52,13 @@ async def trained(spec: Spec, momentum: np.ndarray | None = MOMENTUM) -> MemoryB
     await samples.commit(bus, 0, 3, THETA[0], momentum=momentum, merged_tokens=800)
     await samples.commit(bus, 1, 5, THETA[1], merged_tokens=700)
     return bus
+
+
+async def lose(bus: MemoryBus, fragment: int, tokens: int) -> None:
+    """A delta with so many tokens is refused."""
+    (head,) = await bus.read_heads([fragment])
+    expected = head.version, head.digest
+    await bus.refuse(fragment, Refusal(NONCE, expected, (), (), (), tokens))
 
 
 def save(directory: Path, times: int = 1, spec: Spec | None = None, **given) -> list[Path]:
@@ -96,7 +107,7 @@ def test_no_momentum_no_file(tmp_path):
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    """Spec, run state, shard queue with positions, globals and momentum, bit for bit."""
+    """Spec, run state, data order, shard queue with positions, globals and momentum, bit for bit."""
     (path,) = save(tmp_path / "checkpoints")
     for where in (path, tmp_path / "checkpoints", tmp_path):
         loaded = load_checkpoint(where)
@@ -106,6 +117,7 @@ def test_what_was_saved_is_loaded(tmp_path):
         assert [saved.merged_tokens for saved in loaded.fragments] == [800, 700]
         shards = [(Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10), 4 if i == 1 else 0) for i in (1, 2)]
         assert loaded.shards == ShardQueue(epochs=1, open=tuple(shards))
+        assert loaded.data_order == ORDER
         assert [t.tobytes() for t in loaded.globals] == [t.tobytes() for t in THETA]
         assert loaded.outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
         assert loaded.outer_state[1] == {}
@@ -136,6 +148,7 @@ def test_a_restored_run_goes_on_where_it_was(tmp_path):
         assert (state.phase, state.tokens, state.base_tokens) == (Phase.RUNNING, 1000, 1000)
         assert state.budget_tokens == 20_000
         assert (await bus.read_shards()).open[0][1] == 4
+        assert await bus.read_data_order() == ORDER
         expected = (heads[0].version, heads[0].digest)
         await samples.commit(bus, 0, 4, THETA[0], expected=expected, nonce=NONCE)
         assert (await bus.read_heads([0]))[0].version == 4
@@ -151,9 +164,39 @@ def test_saving_what_was_restored_changes_nothing(tmp_path):
     run_virtual(save_checkpoint(bus, first.spec, tmp_path / "two", VirtualClock(), here))
     second = load_checkpoint(tmp_path / "two")
     assert [t.tobytes() for t in second.globals] == [t.tobytes() for t in first.globals]
-    assert second.shards == first.shards
+    assert (second.shards, second.data_order) == (first.shards, first.data_order)
     assert second.state.tokens == first.state.tokens
     assert [f.version for f in second.fragments] == [3, 5]
+
+
+def test_kinds_of_lost_tokens_outlast_any_number_of_resumes(tmp_path):
+    """What was overwritten and what was rejected is summed up over the parts, in token-elements."""
+    for part in range(3):
+        bus = MemoryBus("again", VirtualClock()) if part else run_virtual(trained(samples.spec()))
+        if part:
+            checkpoint = load_checkpoint(tmp_path)
+            restore(checkpoint, samples.spec(tokens=20_000), bus)
+            state = run_virtual(bus.read_state())
+            assert (state.base_overwritten, state.base_rejected) == (part * 77, part * (5 * 600 + 6 * 200))
+            run_virtual(bus.write_report(samples.report(tokens=1000, overwritten=77)))
+        for p, lost in ((0, 5), (1, 6)):
+            run_virtual(lose(bus, p, lost))
+        run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), tmp_path, VirtualClock(), here))
+    assert load_checkpoint(tmp_path).state.tokens == 3000
+
+
+def test_a_checkpoint_of_a_build_that_saved_no_data_order_leaves_it_to_the_learners(tmp_path):
+    """It is loaded as before; the order that the first learner proposes stands."""
+    (path,) = save(tmp_path)
+    state = json.loads((path / "state.json").read_text())
+    del state["data_order"]
+    (path / "state.json").write_text(json.dumps(state))
+    write_sums(path)
+    checkpoint = load_checkpoint(tmp_path)
+    bus = restore(checkpoint, checkpoint.spec)
+    other = DataOrder(length=31, seed=None)
+    assert checkpoint.data_order is None
+    assert run_virtual(bus.propose_data_order(other)) == other
 
 
 def test_other_chunks_and_no_momentum_are_no_hindrance(tmp_path):
@@ -219,6 +262,10 @@ def test_a_used_run_or_budget_is_refused(tmp_path):
         restore(checkpoint, checkpoint.spec, run_virtual(used(checkpoint.spec)))
     with pytest.raises(UsageError, match="another spec"):
         restore(checkpoint, checkpoint.spec, run_virtual(used(samples.spec(quorum=2))))
+    ordered = MemoryBus("again", VirtualClock())
+    run_virtual(ordered.propose_data_order(DataOrder(length=30, seed=8)))
+    with pytest.raises(UsageError, match=r"another data order.*--run"):
+        restore(checkpoint, checkpoint.spec, ordered)
 
 
 def test_the_newest_three_are_kept_and_latest_names_the_newest(tmp_path):

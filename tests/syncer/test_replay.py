@@ -38,8 +38,13 @@ def shaped(tensor: TensorSpec, merge: str) -> dict[str, Any]:
 MATRIX = {"shape": (2, 3), "matrix": True}
 
 
-def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **changes: Any) -> list[Committed]:
-    """Two learners of different speed to the end of their budget, recorded; the tape's commits."""
+def record_run(
+    folder: Path, *, rewind: bool = False, merge: str = "rda", averaged: bool = False, **changes: Any
+) -> list[Committed]:
+    """Two learners of different speed to the end of their budget, recorded; the tape's commits.
+
+    averaged: the last fragment is average-only.
+    """
     sync = sync_spec(**{"quorum": 2, "tokens": 3000, "merge": merge} | changes)
     commits: list[Committed] = []
 
@@ -48,7 +53,11 @@ def record_run(folder: Path, *, rewind: bool = False, merge: str = "rda", **chan
         if merge != "rda":
             tensors = tuple(t.model_copy(update=shaped(t, merge)) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
-        if sync.outer != "nesterov":
+        if averaged:
+            rules = {p: {"rule": "variance" if p % 2 else "rda"} for p in range(2)}
+            tensors = tuple(t.model_copy(update=rules[t.fragment]) for t in world.spec.tensors)
+            world.spec = world.spec.model_copy(update={"tensors": tensors})
+        elif sync.outer != "nesterov":
             tensors = tuple(t.model_copy(update=MATRIX if t.elements < 5 else {}) for t in world.spec.tensors)
             world.spec = world.spec.model_copy(update={"tensors": tensors})
         world.start_syncer()
@@ -93,6 +102,23 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
     assert outcome.fragments == 2
     assert outcome.unused == 0
     assert outcome.largest < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codec": "int4", "global_codec": "int8", "outer_momentum": 0.9},
+        {"codec": "bf16", "global_codec": "bf16", "outer_momentum": 0.9, "rewind": True},
+        {"codec": "int8", "outer_lr": 0.4, "weights": "equal"},
+    ],
+)
+def test_a_run_with_an_average_only_fragment_is_replayed_bit_for_bit(tmp_path, changes: dict[str, Any]) -> None:
+    """In any codec of the others, with and without momentum, and after a bus that went back."""
+    commits = record_run(tmp_path, averaged=True, **changes)
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.repeated == outcome.merges >= 10
+    assert {c.fragment for c in commits if len(c.contributions) == 2} == {0, 1}
 
 
 @pytest.fixture(scope="module", params=["muon", "halley"])

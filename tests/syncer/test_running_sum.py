@@ -262,6 +262,19 @@ async def four(world: VirtualRun) -> tuple[SyncerService, list[ByHand]]:
     return service, learners
 
 
+def counted_deltas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the number of deltas, each time that some are added to a sum."""
+    added: list[int] = []
+    add = Sum.add
+
+    def counted(self: Sum, deltas: Any, *args: Any) -> None:
+        added.append(len(deltas))
+        add(self, deltas, *args)
+
+    monkeypatch.setattr(Sum, "add", counted)
+    return added
+
+
 def one_fragment(**changes: Any) -> Any:
     return sync_spec(**({"fragments": 1, "sync_interval": 1, "quorum": 4, "tokens": 10**9, "codec": "fp32"} | changes))
 
@@ -271,14 +284,7 @@ def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_same_bits
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     """The first to announce is the last to be here; the two before the last are in the sum by then."""
-    added: list[int] = []
-    add = Sum.add
-
-    def counted(self: Sum, deltas: Any, *args: Any) -> None:
-        added.append(len(deltas))
-        add(self, deltas, *args)
-
-    monkeypatch.setattr(Sum, "add", counted)
+    added = counted_deltas(monkeypatch)
     commits: list[Committed] = []
 
     async def main() -> None:
@@ -353,14 +359,7 @@ def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.Monkey
         return rebase(layout, *args)
 
     monkeypatch.setattr(fragment, "rebase", counted)
-    added: list[int] = []
-    add = Sum.add
-
-    def adding(self: Sum, deltas: Any, *args: Any) -> None:
-        added.append(len(deltas))
-        add(self, deltas, *args)
-
-    monkeypatch.setattr(Sum, "add", adding)
+    added = counted_deltas(monkeypatch)
 
     async def main() -> None:
         world = VirtualRun(one_fragment(quorum=3))

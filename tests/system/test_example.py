@@ -23,34 +23,53 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 40
 
 
-def test_a_model_that_is_not_ours_learns_with_two_learners() -> None:
-    """Two processes of the example and a syncer end by themselves at the budget, and both have learned."""
+def run_of(example: Path, run: str, tokens: int, folder: Path, limit_s: float = 100) -> list[tuple[str, str]]:
+    """What two processes of an example and a syncer have said, which end by themselves at the budget."""
     with EmbeddedRedis(dies_with_us=True) as redis:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        environment |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": "400000"}
+        environment |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": str(tokens)}
 
         def start(*arguments: str) -> subprocess.Popen[str]:
             return subprocess.Popen(
                 [sys.executable, *arguments],
                 env=environment,
+                cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
 
-        syncer = start("-m", "diloco", "syncer", "--run", "own-model", "--http-port", "0")
-        learners = [start(str(EXAMPLE)) for _ in range(2)]
+        syncer = start("-m", "diloco", "syncer", "--run", run, "--http-port", "0")
+        learners = [start(str(example)) for _ in range(2)]
         parties = [*learners, syncer]
         try:
-            ends = [party.communicate(timeout=100) for party in reversed(parties)][::-1]  # the syncer has most to say
+            ends = [party.communicate(timeout=limit_s) for party in reversed(parties)][::-1]
         finally:
             for party in parties:
                 party.kill()
         assert [party.returncode for party in parties] == [0, 0, 0], ends
-        for out, err in ends[:2]:
-            found = re.search(r"last loss ([0-9.]+)", out)
-            assert found
-            assert float(found[1]) < UNTRAINED_LOSS - 1.0
-            assert "debug" not in out + err, "a library must not chatter in somebody else's program"
         assert "fragment_merged" in ends[2][1]
+        return ends[:2]
+
+
+def test_a_model_that_is_not_ours_learns_with_two_learners(tmp_path: Path) -> None:
+    """Both have learned when the run is over."""
+    for out, err in run_of(EXAMPLE, "own-model", 400_000, tmp_path):
+        found = re.search(r"last loss ([0-9.]+)", out)
+        assert found
+        assert float(found[1]) < UNTRAINED_LOSS - 1.0
+        assert "debug" not in out + err, "a library must not chatter in somebody else's program"
+
+
+@pytest.mark.trainers
+@pytest.mark.timeout(600)  # three processes import transformers, which takes long where cores are shared
+def test_a_model_of_transformers_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
+    """Each learner's folder has the run's weights, which are not the first ones, bit for bit."""
+    from transformers import AutoModelForCausalLM
+
+    run_of(ROOT / "examples" / "hf_model.py", "hf-model", 100_000, tmp_path, limit_s=300)
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in tmp_path.glob("hf-model-*"))
+    assert one.keys() == other.keys()
+    assert all(bool((one[name] == other[name]).all()) for name in one)
+    assert bool((one["model.norm.weight"] != 1.0).any())

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from diloco.launcher.locate import locate, open_bus
+from diloco.launcher.locate import locate
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.tape import Committed

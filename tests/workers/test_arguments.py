@@ -92,6 +92,19 @@ def test_what_is_not_one_number_is_no_loss(loss: Any) -> None:
         one_loss(loss)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_tensor_whose_number_cannot_be_read_is_no_loss() -> None:
+    """Of the meta device, of either layout of nested tensors, and of several numbers in one."""
+    for loss, told in (
+        (torch.ones(1, device="meta"), "a tensor on the meta device"),
+        (torch.nested.nested_tensor([torch.ones(1)]), "a nested tensor"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "a nested tensor"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            one_loss(loss)
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [

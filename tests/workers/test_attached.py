@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def backward(model: nn.Module) -> None:
     sum(parameter.square().sum() for parameter in model.parameters()).backward()
 
 
+def hooks_of(optimizers: list[torch.optim.Optimizer], tokens: Callable[[], int], counted: list[int]) -> Attached:
+    """As `Learner.attach` makes them, for a learner that only notes the tokens."""
+    return Attached(optimizers, tokens, lambda: None, lambda counts, _: counted.append(counts))
+
+
 # --- when a step is over --------------------------------------------------------------------------------------
 
 SEQUENCES = {
@@ -51,7 +57,7 @@ def test_each_inner_step_is_counted_once_whoever_sits_it_out(case: str) -> None:
     model, optimizers = pair()
     backward(model)
     now, counted = [0], list[int]()
-    hooks = Attached(optimizers, lambda: now[0], counted.append)
+    hooks = hooks_of(optimizers, lambda: now[0], counted)
     for made in sequence.split("|"):
         now[0] += 1
         for name in made.split():
@@ -73,7 +79,7 @@ def test_a_step_that_a_scaler_skips_is_not_counted(fused: bool) -> None:
     model = nn.Linear(3, 1)
     optimizer, counted = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), list[int]()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    Attached([optimizer], lambda: 7, counted.append)
+    hooks_of([optimizer], lambda: 7, counted)
     for scale in (1.0, float("inf"), 1.0):
         before = model.weight.detach().clone()
         scaler.scale(model(torch.ones(2, 3)).sum() * scale).backward()
@@ -93,7 +99,7 @@ def test_a_fused_skip_on_cuda_is_counted_nowhere_in_the_end() -> None:
     model, counted = nn.Linear(3, 1, device="cuda"), list[int]()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
-    Attached([optimizer], lambda: 7, counted.append)
+    hooks_of([optimizer], lambda: 7, counted)
     for scale in (1.0, float("inf"), 1.0):
         scaler.scale(model(torch.ones(2, 3, device="cuda")).sum() * scale).backward()
         scaler.step(optimizer)
@@ -127,7 +133,7 @@ def test_accumulation_and_a_closure_make_one_step_each() -> None:
     model, counted = nn.Linear(3, 1), list[int]()
     x, y = torch.randn(8, 3), torch.randn(8, 1)
     adam, lbfgs = torch.optim.AdamW(model.parameters()), torch.optim.LBFGS(model.parameters(), max_iter=5)
-    hooks = [Attached([one], lambda: 1, counted.append) for one in (adam, lbfgs)]
+    hooks = [hooks_of([one], lambda: 1, counted) for one in (adam, lbfgs)]
     for _ in range(2):
         for _ in range(4):
             (model(x) - y).square().mean().backward()
@@ -202,6 +208,24 @@ def test_tokens_are_asked_for_once_a_step(redis_server: str) -> None:
         told.append("many")
         with pytest.raises(UsageError, match="tokens='many': a str"):
             learner.optimizer.step()  # type: ignore[union-attr]
+
+
+@pytest.mark.redis
+def test_losses_are_told_with_the_steps(redis_server: str) -> None:
+    """The status shows the last one that was told; what is no loss, or cannot be called for one, is refused."""
+    with a_syncer(redis_server, "losses"), learner_of(redis_server, "losses") as learner:
+        with pytest.raises(UsageError, match=r"attach\(loss=...\): pass what is called"):
+            learner.attach(1, loss=2.5)  # type: ignore[arg-type]
+        told: list[Any] = [3.5, torch.tensor(2.5, requires_grad=True), None]
+        learner.attach(1, loss=lambda: told.pop(0))
+        for shown in (3.5, 2.5, 2.5):
+            learner.optimizer.step()  # type: ignore[union-attr]
+            assert float(learner.joined.training.loss or 0) == shown
+        told.append(torch.ones(2))
+        with pytest.raises(UsageError, match=r"a tensor of shape \(2,\)"):
+            learner.optimizer.step()  # type: ignore[union-attr]
+        learner.close()
+    assert [seen.report.loss for seen in reports(redis_server, "losses")] == [2.5]
 
 
 @pytest.mark.redis

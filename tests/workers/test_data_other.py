@@ -13,8 +13,9 @@ from diloco.studies.quality.engine import train
 from diloco.studies.quality.settings import LabRun
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.models.named import model_of
 from diloco.workers.trainer.recipe import to_device, trainer_spec
-from diloco.workers.trainer.sample import Loaded, model_of, sample
+from diloco.workers.trainer.sample import Loaded, sample
 
 
 @pytest.mark.parametrize(("dtype", "largest", "vocab"), [("u1", 100, 256), ("u2", 999, 1024), ("u4", 70_000, 70_016)])
@@ -81,7 +82,7 @@ class Hub:
 
     def select_columns(self, names: list[str]) -> list[dict[str, Any]]:
         assert names == ["story"]
-        return [{"story": f"story {n} \0 is told"} for n in range(500)]
+        return [{"story": f"story {n} \0 is told"} for n in range(500)] + [{"story": None}]
 
 
 def test_a_data_set_by_name_is_its_documents(monkeypatch) -> None:
@@ -92,7 +93,21 @@ def test_a_data_set_by_name_is_its_documents(monkeypatch) -> None:
     held_out = text.validation.tobytes().split(b"\0")[:-1]
     assert sorted(stories + held_out) == sorted(b"story %d  is told" % n for n in range(500))
     assert 5 < len(held_out) < 50
-    assert text.vocab == 256
+    assert (text.vocab, text.files, text.skipped) == (256, 500, 1)
+
+
+def test_a_folder_of_tables_says_how_it_is_read(tmp_path) -> None:
+    """Its text is in none of its files as such. A folder that has the name of a table is one of files all the same."""
+    folder = tmp_path / "stories.parquet"
+    folder.mkdir()
+    (folder / "part-0.parquet").write_bytes(b"PAR1\0\0" + bytes(9000))
+    with pytest.raises(UsageError, match=rf"0 bytes of text .*`diloco data prepare {folder} --out FOLDER`"):
+        open_text(str(folder))
+    (folder / "part-0.parquet").rename(folder / "picture")
+    with pytest.raises(UsageError, match=r"at least 4096 are needed$"):
+        open_text(str(folder))
+    (folder / "story.txt").write_text("a story\n" * 1000)
+    assert open_text(str(folder)).files == 1
 
 
 @pytest.mark.parametrize(

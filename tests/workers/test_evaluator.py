@@ -13,13 +13,14 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.settings import SyncSettings, TrainerSettings
+from diloco.pipeline.settings import EvaluatorProcess, SyncSettings, TrainerSettings
 from diloco.pipeline.testing.memory import MemoryBus
+from diloco.workers.exchange.evaluating import Evaluating
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.trainer.baselines.data_parallel import save
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.evaluator import Evaluator
+from diloco.workers.trainer.evaluator import built_in
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
 from diloco.workers.trainer.sample import load_model, sample
@@ -64,6 +65,9 @@ class Run:
             samples.run_state(phase=phase, tokens=tokens, budget_tokens=1000, started_unix_s=0.0, manifest=manifest)
         )
 
+    def evaluating(self, every_s: float = 0.0, tokens: int = 64, **told: Any) -> Evaluating:
+        return Evaluating(self.spec, built_in(self.spec, EvaluatorProcess(eval_tokens=tokens, **told)), every_s)
+
     async def evaluations(self) -> list[Any]:
         return [evaluation for _, evaluation in await self.bus.read_evaluations()]
 
@@ -71,19 +75,19 @@ class Run:
 async def test_it_measures_the_globals_and_ends_with_the_manifest(book: Path) -> None:
     """It waits for all heads, measures what is there, and once finished what the manifest says, as final."""
     run = Run(book)
-    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=512)
+    evaluator = run.evaluating(tokens=512)
     first, second = build("tiny", 0), build("tiny", 1)
-    assert not await evaluator.look()
+    assert not await evaluator.look(run.bus)
     await run.state(Phase.RUNNING, 10)
     await run.commit(first, 0)
-    assert not await evaluator.look()
+    assert not await evaluator.look(run.bus)
     assert await run.evaluations() == []
     await run.commit(first, 1)
-    assert not await evaluator.look()
+    assert not await evaluator.look(run.bus)
     for p in range(2):
         await run.commit(second, p)
     await run.state(Phase.FINISHED, 20)
-    assert await evaluator.look()
+    assert await evaluator.look(run.bus)
 
     validation = Blocks(run.text.validation, 32).spread(512)
     expected = [held_out_loss(model, validation, torch.device("cpu")) for model in (first, second)]
@@ -95,37 +99,37 @@ async def test_it_measures_the_globals_and_ends_with_the_manifest(book: Path) ->
 async def test_it_measures_only_what_changed(book: Path) -> None:
     """Looking again at the same heads writes nothing; one moved fragment is enough to measure again."""
     run = Run(book)
-    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=64)
+    evaluator = run.evaluating()
     await run.state(Phase.RUNNING, 10)
     for p in range(2):
         await run.commit(build("tiny", 0), p)
     for _ in range(3):
-        await evaluator.look()
+        await evaluator.look(run.bus)
     assert len(await run.evaluations()) == 1
     await run.commit(build("tiny", 1), 1)
-    await evaluator.look()
+    await evaluator.look(run.bus)
     assert [e.versions for e in await run.evaluations()] == [(0, 0), (0, 1)]
 
 
 async def test_evaluations_keep_their_distance(book: Path) -> None:
     """Within `eval_every` of the last one nothing is measured, unless the run is finished."""
     run = Run(book)
-    evaluator = Evaluator(run.bus, run.spec, eval_every_s=3600.0, eval_tokens=64)
+    evaluator = run.evaluating(every_s=3600.0)
     await run.state(Phase.RUNNING, 10)
     for model in (build("tiny", 0), build("tiny", 1)):
         for p in range(2):
             await run.commit(model, p)
-        await evaluator.look()
+        await evaluator.look(run.bus)
     assert len(await run.evaluations()) == 1
     await run.state(Phase.FINISHED, 20)
-    assert await evaluator.look()
+    assert await evaluator.look(run.bus)
     assert [e.final for e in await run.evaluations()] == [False, True]
 
 
 async def test_a_payload_that_went_is_looked_up_again(book: Path) -> None:
     """A replaced payload that is gone when it is read does no harm: the next look finds the new head."""
     run = Run(book)
-    evaluator = Evaluator(run.bus, run.spec, eval_every_s=0.0, eval_tokens=64)
+    evaluator = run.evaluating()
     await run.state(Phase.RUNNING, 10)
     for p in range(2):
         await run.commit(build("tiny", 0), p)
@@ -135,9 +139,9 @@ async def test_a_payload_that_went_is_looked_up_again(book: Path) -> None:
         return []
 
     run.bus.read_chunks = gone  # type: ignore[method-assign]
-    assert not await evaluator.look()
+    assert not await evaluator.look(run.bus)
     run.bus.read_chunks = read_chunks  # type: ignore[method-assign]
-    await evaluator.look()
+    await evaluator.look(run.bus)
     assert len(await run.evaluations()) == 1
 
 
@@ -145,7 +149,7 @@ def test_another_text_is_refused(book: Path) -> None:
     run = Run(book)
     book.write_bytes(book.read_bytes().replace(b"fox", b"cat"))
     with pytest.raises(SpecMismatch, match="another text"):
-        Evaluator(run.bus, run.spec, 0.0, 64)
+        run.evaluating()
 
 
 def test_the_text_may_lie_elsewhere_here(book: Path, tmp_path: Path) -> None:
@@ -153,14 +157,14 @@ def test_the_text_may_lie_elsewhere_here(book: Path, tmp_path: Path) -> None:
     run = Run(book)
     moved = book.rename(tmp_path / "moved.txt")
     with pytest.raises(UsageError, match=r"book\.txt"):
-        Evaluator(run.bus, run.spec, 0.0, 64)
-    Evaluator(run.bus, run.spec, 0.0, 64, data=str(moved))
+        run.evaluating()
+    run.evaluating(data=str(moved))
 
 
 def test_a_foreign_models_run_is_refused(book: Path) -> None:
     run = Run(book)
-    with pytest.raises(UsageError, match="not one of the built-in"):
-        Evaluator(run.bus, run.spec.model_copy(update={"trainer": {}}), 0.0, 64)
+    with pytest.raises(UsageError, match="not started by the built-in trainer"):
+        built_in(run.spec.model_copy(update={"trainer": {}}), EvaluatorProcess())
 
 
 def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:

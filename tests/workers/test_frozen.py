@@ -240,7 +240,7 @@ def test_a_learner_on_another_base_is_refused(redis_server: str, capsys: pytest.
 
     def learner(seed: int, name: str, run: str, **given: Any) -> Learner:
         told: dict[str, Any] = {"run": run, "redis_url": redis_server, "learner_id": name}
-        return Learner(Adapted(seed), sync=SyncSettings(fragments=1, tokens=2**40), **told, **given)
+        return Learner(Adapted(seed), sync=SyncSettings(fragments=2, tokens=2**40), **told, **given)
 
     with a_syncer(redis_server, "same"), learner(0, "l0", "same"):
         with pytest.raises(SpecMismatch, match=r"frozen tensor base\.weight: other values"), learner(1, "l1", "same"):

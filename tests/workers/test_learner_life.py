@@ -20,6 +20,7 @@ from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from diloco.workers.background import BackgroundThread
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import STOPS, Stopped, Stopping
 from tests import samples
@@ -129,13 +130,13 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
 def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
     """A fork has none of its threads: it is told so, and does not hang or end the parent's run by leaving."""
     with a_syncer(redis_server, "fork"), learner_of(redis_server, "fork") as learner:
-        parents = learner._pid
-        learner._pid = -1  # as a child sees it
+        parents = learner._life._pid
+        learner._life._pid = -1  # as a child sees it
         for use in (lambda: learner.step(1), lambda: learner.__enter__(), lambda: next(learner.blocks(8, 4))):
             with pytest.raises(UsageError, match="another process"):
                 use()
         learner.close()
-        learner._pid = parents
+        learner._life._pid = parents
         learner.step(1)
         assert [seen.report.left for seen in reports(redis_server, "fork")] == [False]
 
@@ -345,6 +346,28 @@ def test_a_process_asked_while_another_thread_trains_is_not_touched() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_after_a_learner_was_closed_in_another_thread_a_signal_ends_the_process() -> None:
+    """Its handler stays, since only the main thread may change it, but swallows nothing; the next learner's replaces
+    it."""
+    closed, later = Stopping(), Stopping()
+    closed.install()
+    noted = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=closed.restore)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == noted
+    pid = os.fork()
+    if pid == 0:
+        closed._pid = os.getpid()  # the same process, as far as it can tell
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    later.install()
+    assert signal.getsignal(signal.SIGTERM) == later._note
+    later.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.parametrize("busy_s", [0.0, 3.0])
 def test_a_learner_that_was_replaced_after_its_last_step_says_so_on_leaving(redis_server: str, busy_s: float) -> None:
     """Also while its thread's own work still goes on: leaving neither hangs nor is silent."""
@@ -405,3 +428,18 @@ def test_a_hangup_that_is_followed_by_another_signal_ends_a_loop_in_order(second
         assert stopping.asked
     finally:
         stopping.restore()
+
+
+def test_a_state_is_written_where_no_thread_can_be_begun_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on, as the program ends."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    written: list[int] = []
+    writer = BackgroundThread("state")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    writer.submit(lambda: written.append(1))
+    writer.submit(lambda: written.append(2))
+    assert writer.close(1.0)
+    assert written == [1, 2]

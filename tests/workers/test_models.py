@@ -10,6 +10,7 @@ from diloco.pipeline.settings import TrainerSettings
 from diloco.workers.trainer.models.gpt import GPT, build, rotary_table, rotate
 from diloco.workers.trainer.models.sizes import SIZES, Size, size_table
 from diloco.workers.trainer.recipe import loss_of
+from diloco.workers.trainer.sample import generate
 
 SMALL = Size(layers=2, width=32, heads=2, hidden=48)
 
@@ -92,7 +93,7 @@ def test_it_learns() -> None:
 
 def test_generation_is_seeded_and_keeps_its_prompt() -> None:
     model, prompt = GPT(SMALL, 256, 0), torch.tensor([1, 2, 3])
-    first, again, other = (model.generate(prompt, 20, 8, 1.0, 50, seed) for seed in (0, 0, 1))
+    first, again, other = (generate(model, prompt, 20, 8, 1.0, 50, seed) for seed in (0, 0, 1))
     assert first.tolist()[:3] == [1, 2, 3]
     assert len(first) == 23
     assert first.tolist() == again.tolist() != other.tolist()
@@ -101,5 +102,5 @@ def test_generation_is_seeded_and_keeps_its_prompt() -> None:
 def test_temperature_0_and_top_1_take_the_likeliest_token() -> None:
     model, prompt = GPT(SMALL, 256, 0), torch.tensor([1, 2, 3])
     likeliest = model(prompt[None])[0, -1].argmax().item()
-    assert model.generate(prompt, 1, 8, 0.0, 0, 0)[-1].item() == likeliest
-    assert model.generate(prompt, 1, 8, 1.0, 1, 0)[-1].item() == likeliest
+    assert generate(model, prompt, 1, 8, 0.0, 0, 0)[-1].item() == likeliest
+    assert generate(model, prompt, 1, 8, 1.0, 1, 0)[-1].item() == likeliest

@@ -15,7 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.checks.frozen_digests import frozen_digests
-from diloco.workers.names import named_parameters, state_with
+from diloco.workers.names import named_buffers, named_parameters, state_with
 from diloco.workers.parameters import tensor_table
 from tests.workers.test_model_checks import process_group
 from tests.workers.test_parameters import Net
@@ -116,3 +116,12 @@ def test_two_parameters_of_one_name_are_refused() -> None:
     odd._orig_mod, odd.weight = nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
     with pytest.raises(UsageError, match="two parameters are weight without what wraps them"):
         list(named_parameters(odd))
+
+
+def test_two_tensors_of_one_name_without_what_wraps_them_are_refused() -> None:
+    """A buffer too: else it would be averaged with another tensor, or not at all."""
+    task = in_lightning(Net())
+    task.register_buffer("extra", torch.zeros(2))
+    task.model.register_buffer("extra", torch.zeros(2))
+    with pytest.raises(UsageError, match="two tensors are"):
+        list(named_buffers(task))

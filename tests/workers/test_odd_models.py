@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.learner import Learner
-from diloco.workers.names import named_parameters
+from diloco.workers.names import named_buffers, named_parameters
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus
@@ -74,6 +74,60 @@ class Mixed(Net):
         return super().forward(x) * self.scale + self.shift
 
 
+class Normed(Net):
+    """A running mean and variance in float32, a counter beside them, and a table that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+        self.register_buffer("table_of_ones", torch.ones(7), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x)) * self.table_of_ones
+
+
+def normed_in_eval() -> nn.Module:
+    model = Normed()
+    model.norm.requires_grad_(False).eval()
+    return model
+
+
+class Shared(Net):
+    """One buffer in two modules, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.full((7,), 0.5)
+        self.head.register_buffer("seen", shared)
+        self.register_buffer("seen", shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        self.seen.lerp_(found.detach().mean(0), 0.1)
+        return found - self.head.seen
+
+
+class Replacing(Net):
+    """A buffer that is another tensor after each step, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(7))
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        self.seen = 0.9 * self.seen + 0.1 * found.detach().mean(0)
+        return found * self.scale
+
+
+def weight_normed() -> nn.Module:
+    model = Net()
+    parametrizations.weight_norm(model.body)
+    parametrizations.spectral_norm(model.head)
+    return model
+
+
 def inductor() -> Any:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("torch.compile needs a C++ compiler, and there is none")
@@ -91,9 +145,26 @@ MODELS: dict[str, Callable[[], Any]] = {
     "several precisions": Mixed,
     "non-contiguous": non_contiguous,
     "parametrizations": parametrized,
+    "parametrizations with buffers": weight_normed,
+    "BatchNorm": Normed,
+    "BatchNorm in fp16": lambda: Normed().to(torch.float16),
+    "BatchNorm, frozen in eval": normed_in_eval,
+    "BatchNorm under torch.compile": lambda: torch.compile(Normed(), backend="aot_eager"),
+    "a shared buffer": Shared,
+    "a buffer that is replaced": Replacing,
     "torch.compile": lambda: torch.compile(Net(), backend="aot_eager"),
     "torch.compile to C++": inductor,
 }
+RUNNING = {"norm.running_mean", "norm.running_var"}
+GATHERS = {
+    "BatchNorm": RUNNING,
+    "BatchNorm in fp16": RUNNING,
+    "BatchNorm, frozen in eval": set[str](),
+    "BatchNorm under torch.compile": RUNNING,
+    "a shared buffer": {"seen"},
+    "a buffer that is replaced": {"seen"},
+}
+"""Buffers in floating point that training moves."""
 SLOW = {
     "torch.compile to C++": [
         pytest.mark.slow,
@@ -108,8 +179,16 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of all parameters, by their names in the plain model; no longer those of the model."""
-    return {name: parameter.detach().clone() for name, parameter in named_parameters(model)}
+    """Of all parameters and buffers, by their names in the plain model; no longer those of the model."""
+    buffers = [(buffer.name, buffer.tensor) for buffer in named_buffers(model)]
+    return {name: one.detach().clone() for name, one in (*named_parameters(model), *buffers) if one is not None}
+
+
+def travelling(model: nn.Module) -> set[str]:
+    """Trained parameters, and all buffers in floating point."""
+    buffers = {buffer.name for buffer in named_buffers(model) if buffer.tensor is not None}
+    floating = {name for name, one in values(model).items() if name in buffers and one.is_floating_point()}
+    return floating | {name for name, one in named_parameters(model) if one.requires_grad}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -122,7 +201,7 @@ def test_a_model_travels_to_another_one_as_it_is(make: Callable[[], Any]) -> Non
     source = make()
     torch.manual_seed(2)
     target = make()
-    trained = {name for name, one in named_parameters(source) if one.requires_grad}
+    trained = travelling(source)
     kept = {name: value for name, value in values(target).items() if name not in trained}
     layout = layout_of(tensor_table(source, SYNC))
     assert layout == layout_of(tensor_table(target, SYNC))
@@ -162,6 +241,10 @@ def test_a_model_is_trained_merged_and_given_back(redis_server: str, make: Calla
     assert min(head.version for head in heads) >= 2
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved
+    gathers = GATHERS.get(request.node.callspec.params["make"])
+    assert gathers is None or gathers == moved & {
+        b.name for b in named_buffers(model) if before[b.name].is_floating_point()
+    }
     still = {name for name, one in named_parameters(model) if not one.requires_grad or not one.numel()}
     assert not moved & still
     plain = getattr(model, "_orig_mod", model)

@@ -172,14 +172,20 @@ def test_an_optimizer_that_keeps_its_step_for_a_whole_group_is_left_alone(
     assert optimizer.param_groups[0].get("count", 0) == 0
 
 
-def test_an_optimizer_whose_groups_keep_different_states_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_whose_groups_keep_different_states_is_another_kind_than_one_whose_groups_do_not() -> None:
     model = Net()
     first, *rest = model.parameters()
     groups = [{"params": [first]}, {"params": rest, "amsgrad": True}]
-    assert recoverable_state(model, torch.optim.AdamW(groups, lr=0.1), layout(model)) is None
-    assert "max_exp_avg_sq" in capsys.readouterr().out
-    same = torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}])
-    assert recoverable_state(model, same, layout(model)) is not None
+    mixed = recoverable_state(model, torch.optim.AdamW(groups, lr=0.1), layout(model))
+    same = recoverable_state(model, torch.optim.AdamW([groups[0], {"params": rest, "lr": 0.5}]), layout(model))
+    other = [{"params": rest[1:]}, {"params": [first, rest[0]], "amsgrad": True}]
+    others = recoverable_state(model, torch.optim.AdamW(other, lr=0.1), layout(model))
+    assert mixed is not None
+    assert same is not None
+    assert others is not None
+    assert mixed.for_peers
+    assert mixed.kind.moments == others.kind.moments == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert len({mixed.kind, same.kind, others.kind}) == 3
 
 
 @pytest.mark.parametrize("fault", ["size", "not finite", "negative", "name", "step", "count", "fragments"])

@@ -1,6 +1,8 @@
 """Promises about the schedule by a run's progress, and about the budget that it goes by."""
 
 import asyncio
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.learner import Learner
-from diloco.workers.progress_schedule import Shape, share_by_progress
+from diloco.workers.progress_schedule import Shape, ShareByProgress, share_by_progress
 from diloco.workers.trainer.schedule import learning_rate
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
@@ -111,6 +113,17 @@ def test_rates_go_by_the_runs_progress_before_joining_while_training_and_after_a
             assert scheduler.get_last_lr() == [pytest.approx(here)]
 
 
+def test_a_copy_stays_where_the_run_was() -> None:
+    """Pickled with its optimizer, as trainers' objects are; it knows no learner any more."""
+    schedule = learner_of("redis://nowhere", "r").progress_schedule(shape="linear", warmup=0.0, final=0.5)
+    for copied in (pickle.loads(pickle.dumps(schedule)), copy.deepcopy(schedule)):  # noqa: S301
+        assert copied.get_last_lr() == schedule.get_last_lr()
+        assert copied.lr_lambdas[0](7) == schedule.lr_lambdas[0](0) == 1.0
+        assert copied.state_dict()["lr_lambdas"] == schedule.state_dict()["lr_lambdas"] == [{}]
+    half = ShareByProgress(("linear", 0.0, 0.2, 0.5), lambda: (0.5, 100, 0))
+    assert pickle.loads(pickle.dumps(half))(0) == half(0) == 0.75  # noqa: S301
+
+
 # --- the budget -----------------------------------------------------------------------------------------------
 
 
@@ -134,14 +147,14 @@ def test_a_syncer_that_is_first_sets_the_budget(redis_server: str) -> None:
     with a_syncer(redis_server, "waits", tokens=4000):
         until(lambda: on_bus(redis_server, "waits", lambda bus: bus.read_budget()) == 4000)
         for told in ({"tokens": 5000}, {"sync": SyncSettings(tokens=5000)}):
-            with pytest.raises(SpecMismatch, match="tokens: here 5000, the run has 4000"):
+            with pytest.raises(SpecMismatch, match="tokens: here 5000, a syncer that waits has 4000"):
                 learner_of(redis_server, "waits", **told).open()
 
         async def another(bus: Any) -> None:
             process = SyncerProcess(syncer_id="other", http_port=0, tokens=6000)
             await SyncerService(bus, LoopClock(), process, Metrics()).run(asyncio.Event())
 
-        with pytest.raises(SpecMismatch, match="tokens: here 6000, the run has 4000"):
+        with pytest.raises(SpecMismatch, match="tokens: here 6000, a syncer that waits has 4000"):
             asyncio.run(connected(redis_server, "waits", another))
         with learner_of(redis_server, "waits", sync=SyncSettings(quorum=1)) as learner:
             assert learner.spec.sync.tokens == 4000
@@ -164,7 +177,23 @@ def test_a_budget_that_nobody_has_set_is_said(redis_server: str) -> None:
             assert [one["tokens"] for one in log if one["event"] == "budget_assumed"] == said
 
 
+@pytest.mark.redis
+def test_a_variable_that_comes_too_late_is_said_to_be_of_no_effect(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is for the first learner: whoever sets it for a later one would take the run's end for another."""
+    with a_syncer(redis_server, "late"), learner_of(redis_server, "late", tokens=4000) as first:
+        monkeypatch.setenv("DILOCO_TOKENS", "5k")
+        monkeypatch.setenv("DILOCO_SYNC_INTERVAL", str(first.spec.sync.sync_interval))
+        with capture_logs() as log, learner_of(redis_server, "late") as later:
+            assert later.spec == first.spec
+        (said,) = [one for one in log if one["event"] == "variable_ignored"]
+        assert said["detail"] == "DILOCO_TOKENS is 5000, but the run was begun with 4000, which holds"
+
+
 def test_a_budget_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"^Learner: tokens='1x': not a whole number, such as 4000, 4e3 or 2.5M$"):
+        learner_of("redis://nowhere", "r", tokens="1x")
     for tokens, said in ((0, "tokens=0"), ("many", "tokens='many'"), (2.5, "tokens=2.5"), (True, "tokens=True")):
         with pytest.raises(UsageError, match=f"Learner: {said}"):
             learner_of("redis://nowhere", "r", tokens=tokens)

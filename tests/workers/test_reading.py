@@ -4,7 +4,6 @@ The production exchange and order of blocks, on the memory bus.
 """
 
 import asyncio
-import random
 from collections import Counter
 from typing import Any
 
@@ -16,6 +15,7 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.work_queue import SILENT_S
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.workers.reading_chaos import chaos
 
 DATA = (64, 8)
 """Blocks in an epoch, blocks in a shard."""
@@ -291,26 +291,9 @@ def test_whatever_happens_no_block_is_left_out(seed: int) -> None:
     """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
 
     async def main() -> None:
-        chance = random.Random(seed)
         world = VirtualRun(sync_spec(tokens=10**9))
         world.start_syncer()
-        everybody = [learner_of(world, 0, 0.07).start()]
-        living = everybody.copy()
-        for number in range(1, 12):
-            await asyncio.sleep(chance.uniform(0.3, 6.0))
-            one = chance.choice(living)
-            match chance.choice(("kill", "leave", "join", "lose")):
-                case "kill" if len(living) > 1:
-                    living.remove(one)
-                    await one.kill()
-                case "leave" if len(living) > 1:
-                    living.remove(one)
-                    one.stop = True
-                case "lose":
-                    lose_an_answer(one, chance.choice(("claim_shard", "finish_shard", "save_position")))
-                case _:
-                    living.append(learner_of(world, number, chance.uniform(0.05, 0.3)).start())
-                    everybody.append(living[-1])
+        everybody, living = await chaos(seed, 11, lambda number, step_s: learner_of(world, number, step_s))
         epochs, _ = await unread(world)
         await until_epoch(world, epochs - 1)
         counts = times_read(epochs, *(learner.read for learner in everybody))
@@ -319,18 +302,3 @@ def test_whatever_happens_no_block_is_left_out(seed: int) -> None:
             await learner.kill()
 
     run_virtual(main())
-
-
-def lose_an_answer(learner: VirtualLearner, name: str) -> None:
-    """The next such call acts on the bus, and the learner never knows."""
-    bus = learner.bus
-    act, lost = getattr(bus, name), []
-
-    async def once(*args: Any) -> Any:
-        answer = await act(*args)
-        if not lost:
-            lost.append(True)
-            raise BusUnavailable("the answer was lost")
-        return answer
-
-    setattr(bus, name, once)

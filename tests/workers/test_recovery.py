@@ -25,7 +25,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.moments import state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
-from diloco.workers.moments.own import RecoveryOptions, own_moments
+from diloco.workers.moments.own import RecoveryOptions, has_moments, own_moments
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
 from diloco.workers.parameters import tensor_table
@@ -51,9 +51,14 @@ class FakePeers:
 class Party:
     """A model, its optimizer and a `Recovery`, without a network."""
 
-    def __init__(self, folder: Path | None = None, optimizer: str = "AdamW", fragments: int = 2, **told: Any) -> None:
+    def __init__(
+        self, folder: Path | None = None, optimizer: str = "AdamW", fragments: int = 2, steps: int = 0, **told: Any
+    ) -> None:
+        """steps: made before."""
         self.model = Net()
         self.optimizer = MAKERS[optimizer]([p for p in self.model.parameters() if p.requires_grad])
+        for _ in range(steps):
+            step(self.model, self.optimizer)
         sync = SyncSettings(fragments=fragments)
         self.layout = layout_of(tensor_table(self.model, sync))
         self.rounds = Rounds(self.layout, sync.sync_spec())
@@ -461,6 +466,53 @@ def test_the_way_can_be_forced_for_experiments(tmp_path: Path) -> None:
     assert Party(tmp_path, recover="peer").join(peers=FakePeers()) == "fresh"
     assert Party(tmp_path).join(peers=peers) == "checkpoint"
     assert peers.asked == 1
+
+
+def test_an_optimizer_that_has_moments_keeps_them_unless_a_checkpoint_is_newer_or_it_is_to_be_fresh(
+    tmp_path: Path,
+) -> None:
+    """A trainer has loaded them from its own checkpoint: a peer's are no better."""
+    peers = FakePeers(left(tmp_path).moments())
+    party = Party(steps=3)
+    kept = party.moments()
+    assert party.join(peers=peers) == "optimizer"
+    assert same(party.moments(), kept)
+    assert peers.asked == 0
+    assert Party(steps=3, recover="peer").join(peers=FakePeers()) == "optimizer"
+    assert Party(steps=3, recover="peer").join(peers=peers) == "peer"
+    assert Party(tmp_path, steps=3).join(peers=peers) == "checkpoint"
+    for versions, source in (((3, 4), "fresh"), ((0, 0), "start")):
+        party = Party(tmp_path, steps=3, recover="fresh")
+        assert party.join(versions, peers) == source
+        assert not party.optimizer.state
+        party.train(1)
+
+
+class Diary(torch.optim.SGD):
+    """Keeps what is neither a tensor nor a number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["written"] = ["a step"]
+
+
+def test_a_state_that_no_step_has_made_is_no_moments_and_one_of_an_unknown_kind_is_not_emptied() -> None:
+    """Adagrad's is there from the beginning."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer: torch.optim.Optimizer = torch.optim.Adagrad([parameter])
+    assert optimizer.state
+    assert not has_moments(optimizer)
+    optimizer.step()
+    assert has_moments(optimizer)
+    optimizer = Diary([parameter])
+    optimizer.step()
+    model = torch.nn.ParameterList([parameter])
+    layout = layout_of(tensor_table(model, SyncSettings(fragments=1)))
+    who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
+    with pytest.raises(UsageError, match=r"recover='fresh': Diary has stepped.*make it anew"):
+        own_moments(model, optimizer, layout, **who, options=RecoveryOptions(recover="fresh"))
 
 
 def test_a_copy_for_a_peer_is_made_at_the_next_steps(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
@@ -115,6 +116,51 @@ def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> No
         assert 1 <= len(there) <= 2, there
         assert len(await world.bus.read_offers(0)) == 1
         await end(learner)
+
+    run_virtual(main())
+
+
+class Forgetful(VirtualLearner):
+    """Its reads of the tape fail when told to."""
+
+    fails = False
+
+    def connect(self) -> Bus:
+        bus: Any = super().connect()
+        read_tape = bus.read_tape
+
+        async def read(*args: Any) -> Any:
+            if self.fails:
+                raise BusUnavailable("away")
+            return await read_tape(*args)
+
+        bus.read_tape = read
+        connected: Bus = bus
+        return connected
+
+
+def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> None:
+    """It may have lost them. They are not left until they would be renewed, half an interval of 200 steps later."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=1, sync_interval=200, quorum=2, tokens=10**9))
+        world.start_syncer()
+        learner = Forgetful("l0", world)
+        learner.start()
+
+        async def newest() -> int:
+            return max((offer.header.serial for offer in await world.bus.read_offers(0)), default=0)
+
+        while not (before := await newest()):
+            await asyncio.sleep(0.1)
+        learner.fails, steps = True, learner.rounds.steps
+        await asyncio.sleep(3)  # longer than a read of the tape waits
+        learner.fails = False
+        while await newest() == before:
+            await asyncio.sleep(0.1)
+        assert learner.rounds.steps - steps < 50
+        await end(learner)
+        world.stop.set()
 
     run_virtual(main())
 

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -285,14 +285,17 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
         checked.append(shared.shards_wanted)
         shared.shards.put(shard)
 
+    agreed: Future[None] = Future()
+    agreed.set_result(None)
+    member = SimpleNamespace(outages=SimpleNamespace(retry=lambda what, order: order))
     joined = SimpleNamespace(
         shared=shared,
-        exchange=SimpleNamespace(claims=SimpleNamespace(want=None, finish=None)),
-        thread=SimpleNamespace(call=lambda what, *args: checked.append(what)),
-        training=SimpleNamespace(rounds=SimpleNamespace(steps=1)),
+        exchange=SimpleNamespace(claims=SimpleNamespace(want=None, finish=None, agree=None), member=member),
+        thread=SimpleNamespace(call=lambda what, *args: checked.append(what), ask=lambda order: agreed),
+        training=SimpleNamespace(rounds=SimpleNamespace(steps=1), incarnation="00"),
     )
     stopping = SimpleNamespace(leave_if_asked=look)
-    learner: Any = SimpleNamespace(joined=joined, _stopping=stopping, incarnation="00")
+    learner: Any = SimpleNamespace(joined=joined, _stopping=stopping)
     order = Learner.blocks(learner, 16, 8)
     assert checked == [None, (16, 8)]
     assert shared.shards.empty()

@@ -14,7 +14,8 @@ from torch import nn
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.checks.model_checks import check_optimizer
-from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state, trial_shape
+from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
+from diloco.workers.moments.trial import trial_shape
 from diloco.workers.parameters import tensor_table
 from tests.workers.test_optimizer_state import layout, step, taken
 from tests.workers.test_parameters import Net

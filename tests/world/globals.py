@@ -84,7 +84,8 @@ class Globals:
 
     def __init__(self, store: MemoryStore, layout: Layout, sync: SyncSpec, broken: Callable[[str, str], None]) -> None:
         """broken: called with a promise and how it was broken."""
-        self._store, self._layout, self._sync, self._broken = store, layout, sync, broken
+        self._store, self._layout, self._broken = store, layout, broken
+        self._syncs = [reference.constants(sync, (slot.tensor for slot in f.slots)) for f in layout.fragments]
 
     def _stream(self, key: str) -> Stream | None:
         found = self._store.values.get(key)
@@ -95,7 +96,8 @@ class Globals:
 
         state: the fragment before it.
         """
-        p, sync = commit.record.fragment, self._sync
+        p = commit.record.fragment
+        sync = self._syncs[p]
         if commit.behind > len(commit.updates):
             self._broken("updates lead to the values", f"fragment {p} version {commit.version}: too few of them")
             return None
@@ -120,12 +122,12 @@ class Globals:
 
     def whole(self, payload: Staged, rest: Rest | None, p: int, digest: bytes) -> tuple[Float64, Float64] | None:
         """Exact values as they lie on the bus, of an update its key frame's, and those that learners see."""
-        if self._sync.global_codec != "bf16":
+        if self._syncs[p].global_codec != "bf16":
             exact = self.values(payload.key, p, digest)
             return None if exact is None else (exact, exact)
         halves = [self._half(one.key if one else "", p) for one in (payload, rest)]
         theta = reference.joined(*halves) if all(halves) else np.empty(0, np.float32)
-        if payload_digest(memoryview(theta.tobytes()), self._sync.chunk_bytes) != digest:
+        if payload_digest(memoryview(theta.tobytes()), self._syncs[p].chunk_bytes) != digest:
             self._broken("a committed payload is whole", f"fragment {p}, {payload.key}: {halves}")
             return None
         shown = np.frombuffer(halves[0], ml_dtypes.bfloat16).astype(np.float64)
@@ -147,7 +149,7 @@ class Globals:
 
     def values(self, key: str, p: int, digest: bytes | None) -> Float64 | None:
         """A payload as it lies on the bus."""
-        stream, sync = self._stream(key), self._sync
+        stream, sync = self._stream(key), self._syncs[p]
         reader = PayloadReader(self._layout.fragments[p].elements, "fp32", sync.chunk_bytes)
         for chunk in stream.data if stream else ():
             reader.feed(chunk)

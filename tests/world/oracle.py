@@ -29,7 +29,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
-from diloco.pipeline.messages.tape import TapeRecord
+from diloco.pipeline.messages.tape import RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 from diloco.pipeline.view.ledger import accounts, problems, surviving
@@ -71,6 +71,7 @@ class Oracle:
         self.merges = 0
         """Commits that took effect, lost history included."""
         self.on_violation: Callable[[], None] = lambda: None
+        self._syncs = [reference.constants(plan.spec.sync, (s.tensor for s in f.slots)) for f in layout.fragments]
         self._published: dict[DeltaId, Float64] = {}
         self._uploads: dict[str, tuple[DeltaId, dict[int, bytes]]] = {}
         """Key of a quantized delta's payload -> its chunks so far."""
@@ -119,7 +120,7 @@ class Oracle:
     def published(self, delta: DeltaId, values: Float64) -> None:
         """A learner made a delta: (elements,) as it will travel; a quantized one is known when it does."""
         self._published[delta] = values
-        if self._spec.sync.codec not in DTYPES:
+        if self._syncs[delta[0]].codec not in DTYPES:
             self._uploads[self._keys.delta_payload(*delta)] = delta, {}
 
     def _published_as(self, header: DeltaHeader) -> Float64:
@@ -208,7 +209,8 @@ class Oracle:
             self._pulls.reported(link)
 
     def _renewed(self, p: int, header: DeltaHeader, entry: str) -> None:
-        """An earlier attempt at the same training goes, once all of the later one is on the bus."""
+        """An earlier attempt at the same training goes, once all of the later one is on the bus. Where a later one yet
+        came before it, its message is late, and of its payload nothing may be left."""
         before = self._offers[p, entry]
         same = all(getattr(before, name) == getattr(header, name) for name in ("learner", "incarnation", "base_digest"))
         if not same or before.tokens > header.tokens or before.attempt >= header.attempt:
@@ -216,7 +218,8 @@ class Oracle:
         if self.fragments[p].pending.pop(entry, None) is not None:
             self._refusals.renewed(p, before)
             too_stale = header.base_version < self.fragments[p].version - 1  # neither can be merged any more
-            if not (too_stale or self._is_uploaded(header)) and self._now() - self._rewound_s > REPORTED_S:
+            outdone = self.fragments[p].is_outdone(header)
+            if not (too_stale or outdone or self._is_uploaded(header)) and self._now() - self._rewound_s > REPORTED_S:
                 self.broken("a delta stays until what renews it is whole", f"fragment {p}: {before} by {header}")
 
     def _check_report(self, header: DeltaHeader) -> None:
@@ -272,8 +275,7 @@ class Oracle:
     def _uploaded(self, key: str, first: int, chunks: Sequence[bytes]) -> None:
         delta, here = self._uploads[key]
         here |= dict(enumerate(chunks, first))
-        sync = self._spec.sync
-        elements = self._layout.fragments[delta[0]].elements
+        sync, elements = self._syncs[delta[0]], self._layout.fragments[delta[0]].elements
         if len(here) == chunk_count(elements, sync.codec, sync.chunk_bytes):
             wire = b"".join(decode(Chunk, chunk).data for _, chunk in sorted(here.items()))
             self._published[delta] = reference.dequantized(wire, elements, sync.codec)
@@ -295,6 +297,9 @@ class Oracle:
             since_s = self._reading.get((link, p), self._now())
             for wrong in self._refusals.refused(link, p, self.fragments[p], refusal, since_s, bool(self._closing)):
                 self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
+            for entry, record in zip(refusal.entries, refusal.records, strict=False):
+                if record.reason is RefusalReason.UNKNOWN_BASE and (header := self._offers.get((p, entry))):
+                    self.fragments[p].due.discard(header.base_digest)  # a merge after a rewind may make it anew
             self._windows.changed(p, self.fragments[p])
         self._check_pending(p)
 
@@ -371,7 +376,7 @@ class Oracle:
             self.broken("what is published anew is the same", f"fragment {p} version {state.version}: {momentum}")
 
     def _check_merge(self, link: Link, p: int, commit: Commit, theta: Float64, momentum: Float64) -> None:
-        state, parts, sync = self.fragments[p], commit.record.contributions, self._spec.sync
+        state, parts, sync = self.fragments[p], commit.record.contributions, self._syncs[p]
         where = f"fragment {p} version {commit.version}"
         if len({part.learner for part in parts}) != len(parts):
             self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
@@ -381,7 +386,7 @@ class Oracle:
         given = np.array([part.weight for part in parts])
         if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
             self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")
-        deltas = []
+        deltas, unclear = [], False
         for entry, part in zip(commit.entries, parts, strict=True):
             header = self._offers.get((p, entry))  # the bus may have lost it since, and its owner still have it
             if header is None:
@@ -398,12 +403,15 @@ class Oracle:
             state.merged[key] = header.tokens
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
-            delta = self._published_as(header)
+            delta = published = self._published_as(header)
             if part.rebased:  # a new owner does not know the version before: the tape tells
-                delta = algorithm.rebased(delta, state.theta, state.before)
+                delta = algorithm.rebased(published, state.theta, state.before)
+                unclear |= reference.has_lost_direction(self._layout.fragments[p].slots, published, delta, CLOSE)
                 if header.base_version == state.version:
                     self.broken("only a stale delta is rebased", f"{where}: {part.learner}'s")
             deltas.append(delta)
+        if unclear:
+            return
         gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)
         averaged = reference.averages(sync, state.version, [part.steps for part in parts], state.interval)
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
@@ -483,8 +491,8 @@ class Oracle:
         for problem in problems(accounts(self._tape, ledger_inputs, self._layout)):
             self.broken("the ledger closes", problem)
 
-    def wire_values(self, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
-        """A pseudogradient (elements,) as its codec carries it; as it is, if that quantizes."""
+    def wire_values(self, p: int, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
+        """A fragment's pseudogradient (elements,) as its codec carries it; as it is, if that quantizes."""
         delta = np.subtract(base, values)
-        wire: Float64 = delta.astype(DTYPES.get(self._spec.sync.codec, delta.dtype)).astype(np.float64)
+        wire: Float64 = delta.astype(DTYPES.get(self._syncs[p].codec, delta.dtype)).astype(np.float64)
         return wire

@@ -180,7 +180,7 @@ class WorldLearner(Party):
         made = (base.fragment, self.name, self.incarnation, publication.serial)
         if self.world.poisons(made):
             snapshot[0] = np.nan
-        self.world.oracle.published(made, self.world.oracle.wire_values(base.values, snapshot))
+        self.world.oracle.published(made, self.world.oracle.wire_values(base.fragment, base.values, snapshot))
         return publication, lambda: snapshot
 
 

@@ -33,6 +33,7 @@ BLOCKS, SHARD_BLOCKS = 60, 7
 """Data blocks of an epoch, and of a shard."""
 STEPS_A_BLOCK = 4
 RULES: tuple[MergeRule, ...] = ("rda", "rda", "mean", "rda-row")
+AVERAGED_RULES: tuple[MergeRule, ...] = ("average", "variance")
 
 
 class Kind(StrEnum):
@@ -142,13 +143,15 @@ class Plan:
 
 
 def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
-    """Per fragment 1 to 3 tensors, 4 to 18 numbers together."""
-    found = []
+    """Per fragment 1 to 3 tensors, 4 to 18 numbers together; those of the last are now and then average-only."""
+    found, averaged = [], chance.share("averaged") < 0.2
     for p in range(FRAGMENTS):
         for t in range(chance.one_of((1, 2, 3), "tensors", p)):
             rule: MergeRule = "mean" if sync.merge == "mean" else chance.one_of(RULES, "rule", p, t)
+            if averaged and p == FRAGMENTS - 1:
+                rule = chance.one_of(AVERAGED_RULES, "averaged rule", p, t)
             shape: tuple[int, ...] = (2, 2) if rule == "rda-row" else (chance.one_of((4, 5), "size", p, t),)
-            matrix = sync.outer != "nesterov" and chance.share("matrix", p, t) < 0.7
+            matrix = sync.outer != "nesterov" and rule not in AVERAGED_RULES and chance.share("matrix", p, t) < 0.7
             if matrix:
                 shape = chance.one_of(((2, 2), (2, 3), (3, 2)), "rows and columns", p, t)
             tensor = TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p, matrix=matrix)

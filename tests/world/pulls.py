@@ -42,6 +42,8 @@ class Pulls:
         sizes = [fragment.elements for fragment in layout.fragments]
         mean = sum(sizes) / len(sizes)
         self._most, self._least = mean / min(sizes), mean / max(sizes)
+        self._averaged = {fragment.id for fragment in layout.fragments if fragment.averaged}
+        """Of no mean size: their pulls are not reported."""
         self._call_s, self._now = QUICKEST * latency_s, now
         self._lives: dict[str, _Life] = {}
 
@@ -64,7 +66,7 @@ class Pulls:
         since = shown[base.version, base.digest]
         life.shown[base.fragment] = {head: at for head, at in shown.items() if at > since}
         life.adopted[base.fragment] = life.adopted.get(base.fragment, 0) + 1
-        if life.adopted[base.fragment] > 1:
+        if life.adopted[base.fragment] > 1 and base.fragment not in self._averaged:
             life.pulled_s = min(life.pulled_s, self._now())
 
     def reported(self, link: Link) -> None:

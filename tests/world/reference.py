@@ -4,15 +4,40 @@ By the descriptions in `pipeline` and with none of its code, so that a fault the
 outer steps are checked by `syncer.algorithm`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco.pipeline.fragments import Slot
 from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 
 Float64 = npt.NDArray[np.float64]
+
+
+def constants(sync: SyncSpec, tensors: Iterable[TensorSpec]) -> SyncSpec:
+    """Those of a fragment: average-only tensors travel in float32 both ways, and their outer step keeps no momentum."""
+    if not all(tensor.rule in ("average", "variance") for tensor in tensors):
+        return sync
+    return sync.model_copy(update={"codec": "fp32", "global_codec": "fp32", "outer_lr": 1.0, "outer_momentum": 0.0})
+
+
+def has_lost_direction(slots: Iterable[Slot], published: Float64, rebased: Float64, close: float) -> bool:
+    """Whether a tensor or row of a delta (elements,) that is merged by its direction has cancelled in rebasing.
+
+    What is left of it then is how numbers are rounded, in float32 another way than in float64.
+    """
+    for slot in slots:
+        if slot.tensor.rule in ("rda", "rda-row"):
+            rows = slot.tensor.shape[0] if slot.tensor.rule == "rda-row" and slot.tensor.shape else 1
+            was, left = (
+                np.linalg.norm(delta[slot.start : slot.stop].reshape(rows, -1), axis=1)
+                for delta in (published, rebased)
+            )
+            if np.any((was > 0) & (left <= close * was)):
+                return True
+    return False
 
 
 def averages(sync: SyncSpec, version: int, steps: Sequence[int], told: int) -> bool:

@@ -40,3 +40,11 @@ class Surviving:
         twin.digests, twin.pending = dict(self.digests), dict(self.pending)
         twin.merged, twin.due = dict(self.merged), set(self.due)
         return twin
+
+    def is_outdone(self, header: DeltaHeader) -> bool:
+        """Whether a later attempt at the same training is pending."""
+        same = (header.learner, header.incarnation, header.base_digest)
+        return any(
+            (other.learner, other.incarnation, other.base_digest) == same and other.attempt > header.attempt
+            for other in self.pending.values()
+        )

@@ -6,7 +6,8 @@ Two lease times are counted anew whenever something happens after which the sync
 starts, ends, dies, is paused or cut off, or comes back from that; a call of theirs about leases meets with a fault
 of its own; the bus was away or full. The death of a syncer itself gives no time: its lease is held until it ends, and
 only then is it free. An owner that has lost a lease begins anew only when it has ended what it was at (a merge, a
-call that hangs); that time does not count either, for this fragment.
+call that hangs); that time does not count either, for this fragment. Where the bus has lost the head too, two more
+lease times go by: those who may remember it come first.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +33,9 @@ class Takeover:
         """A syncer took or prolonged its lease."""
         self._free_since[fragment] = None
 
-    def look(self, now: float, free: Sequence[bool], able: Collection[str], bus_is_well: bool) -> str | None:
+    def look(
+        self, now: float, free: Sequence[bool], able: Collection[str], bus_is_well: bool, lost: Collection[int] = ()
+    ) -> str | None:
         """What there is now; call it many times in a lease time.
 
         Args:
@@ -40,6 +43,7 @@ class Takeover:
             free: per fragment, whether nobody holds its lease, and no owner is still busy with it.
             able: lives of the syncers that serve, and are neither paused, cut off, nor told to stop; in order.
             bus_is_well: it answers, and has room.
+            lost: fragments whose heads the bus no longer has.
 
         Returns:
             How the promise was broken, or None.
@@ -50,6 +54,7 @@ class Takeover:
         for p, is_free in enumerate(free):
             before = self._free_since[p]
             since = self._free_since[p] = None if not is_free else now if before is None else before
-            if able and since is not None and now - max(since, self._disturbed_s) > self._limit_s:
+            limit_s = self._limit_s * (2 if p in lost else 1)
+            if able and since is not None and now - max(since, self._disturbed_s) > limit_s:
                 return f"fragment {p}'s lease is free since {since:.2f} s, and {', '.join(able)} did not take it"
         return None

@@ -26,6 +26,14 @@ def test_a_lease_that_stays_free_for_two_lease_times_breaks_the_promise() -> Non
     assert first_broken(Takeover(2, LEASE_S), lambda now: (True, [], True)) is None
 
 
+def test_a_fragment_whose_head_is_lost_too_is_left_for_two_more_to_those_who_may_remember_it() -> None:
+    """And for no longer."""
+    watch = Takeover(2, LEASE_S)
+    assert watch.look(0.0, [False, True], TWO, True, [1]) is None
+    assert watch.look(1.95, [False, True], TWO, True, [1]) is None
+    assert watch.look(2.05, [False, True], TWO, True, [1]) is not None
+
+
 def test_one_that_was_taken_between_two_looks_was_taken() -> None:
     """Though at both it was free."""
     watch = Takeover(2, LEASE_S)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
+from diloco.pipeline.messages.wire import AVERAGED, Codec, GlobalCodec, OuterName
 from tests.mutations import MUTATIONS, Mutation, applied
 from tests.world.campaign import Summary, campaign, done_before
 from tests.world.plan import Kind, plan
@@ -18,19 +18,21 @@ from tests.world.world import MERGES, run_seed
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
 
+WORLDS = 100
 SEEDS = 200
+"""What their plans draw is looked at in more: it costs nothing."""
 WITHIN_SEEDS = 500
 
 
 @pytest.mark.timeout(1500)
-def test_two_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
+def test_a_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     """Each with at least 200 merges; together they meet with every kind of fault."""
     summary = Summary()
-    for line in campaign(range(SEEDS), len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
+    for line in campaign(range(WORLDS), len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
         assert line["violation"] or line["merges"] >= MERGES
         summary.add(line)
     assert summary.violations == {}
-    assert summary.seeds == SEEDS == len(done_before(tmp_path / "results.jsonl"))
+    assert summary.seeds == WORLDS == len(done_before(tmp_path / "results.jsonl"))
     assert all(summary.fired[kind] > 0 for kind in Kind), Counter(summary.fired)
 
 
@@ -46,6 +48,28 @@ def test_the_worlds_have_all_outer_optimizers_and_matrices_beside_other_tensors(
     assert {spec.sync.outer for spec in specs} == set(get_args(OuterName))
     assert {t.matrix for spec in specs for t in spec.tensors if spec.sync.outer != "nesterov"} == {True, False}
     assert not any(t.matrix for spec in specs for t in spec.tensors if spec.sync.outer == "nesterov")
+
+
+def test_the_worlds_have_average_only_fragments() -> None:
+    """Beside others in any codec, with and without momentum."""
+    found = [plan(seed).spec for seed in range(SEEDS) if averaged(seed)]
+    assert {spec.sync.outer_momentum > 0 for spec in found} == {True, False}
+    assert {spec.sync.global_codec for spec in found} == set(get_args(GlobalCodec))
+    assert {t.rule for spec in found for t in spec.tensors} >= {"average", "variance", "rda", "mean"}
+
+
+def averaged(seed: int) -> bool:
+    return any(tensor.rule in AVERAGED for tensor in plan(seed).spec.tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["average-only tensors are stepped as all others are", "average-only tensors go half the way to the mean"]
+)
+def test_a_wrong_step_of_average_only_tensors_is_found_soon(name: str) -> None:
+    """Also where all parties take it for right, as one that reaches whoever shares the code."""
+    worlds = [s for s in range(100) if averaged(s) and plan(s).spec.sync.outer_momentum][:2]
+    with applied(named(name)):
+        assert any(run_seed(seed).violation is not None for seed in worlds)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +128,13 @@ def test_a_wrong_ramp_is_found_soon(name: str) -> None:
     assert ramped
     with applied(named(name)):
         assert any(run_seed(seed).violation is not None for seed in ramped)
+
+
+def test_every_defect_can_still_be_put_in() -> None:
+    """Each text that one changes is there once; the slow test below shows that it breaks a promise."""
+    for mutation in MUTATIONS:
+        with applied(mutation):
+            pass
 
 
 @pytest.mark.slow

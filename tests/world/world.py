@@ -44,7 +44,9 @@ ENDS_S = 100.0
 CRASH_WITHIN_S = 2.0
 """A party that does not come to the point of its kill or pause in this time is struck where it is."""
 MOST_CALLS = 100_000
-"""Several times what any world needs: above it somebody is busy for nothing."""
+"""More than any world needs: above it somebody is busy for nothing."""
+MOST_CHUNKS = 400_000
+"""The same of calls for chunks, which are as many as chunks are small."""
 SHOWN = 400
 """Events kept for a trace."""
 
@@ -90,7 +92,9 @@ class World:
         self.struck: set[str] = set()
         self._only, self._merges, self._traced = only, merges, traced
         self._wake = asyncio.Event()
-        self._calm, self._effects = False, 0
+        self._calm = False
+        self._effects = [0, 0]
+        """Calls that took effect, those for chunks second."""
         self._digest = xxhash.xxh3_128()
         self._trace: deque[str] = deque(maxlen=SHOWN)
         self._parties: dict[str, Party] = {}
@@ -169,9 +173,10 @@ class World:
         nonce = party.service.nonce if isinstance(party := self._parties[link.party], WorldSyncer) else ""
         if not link.late and self._lapses.found(nonce, method, args, outcome):
             self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
-        self._effects += 1
-        if self._effects > MOST_CALLS:
-            self.oracle.broken("nobody is busy for nothing", f"{self._effects} calls, the last one {method}")
+        chunks = method in ("write_chunks", "read_chunks")
+        self._effects[chunks] += 1
+        if self._effects[chunks] > (MOST_CHUNKS if chunks else MOST_CALLS):
+            self.oracle.broken("nobody is busy for nothing", f"{self._effects[chunks]} calls, the last one {method}")
         error = type(outcome).__name__ if isinstance(outcome, Exception) else ""
         self.note(link.party, method, f"{brief(method, args)} {error}")
         self.oracle.observe(link, method, args, outcome)
@@ -409,7 +414,8 @@ class World:
             for p in range(len(self.layout.fragments))
         ]
         able = [f"{syncer.name}.{syncer.life}" for syncer in syncers]
-        broken = self.takeover.look(self.clock.now(), free, able, self.bus_up and not self.store.full)
+        lost = [p for p in range(len(free)) if not self.store.has(RunKeys(RUN).head(p), self.clock.now())]
+        broken = self.takeover.look(self.clock.now(), free, able, self.bus_up and not self.store.full, lost)
         if broken is not None:
             self.oracle.broken("take-over within two lease times", broken)
 

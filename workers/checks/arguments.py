@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyId
 from diloco.pipeline.settings import EncodeOn, SyncSettings
-from diloco.pipeline.units import parse_count
+from diloco.pipeline.units import parse_whole
 
 MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -27,7 +27,7 @@ class Arguments(BaseModel):
     redis_url: str | None
     learner_id: PartyId | None
     sync: InstanceOf[SyncSettings] | None
-    tokens: Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=2**62)] | None
+    tokens: Annotated[int, BeforeValidator(parse_whole), Field(ge=1, le=2**62)] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
     leave_s: Annotated[_Finite, Field(ge=0)]
     state_dir: str | Path | None
@@ -52,7 +52,11 @@ def check_arguments(**given: Any) -> Arguments:
         name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
         shown = "***" if name == "redis_url" else _shown(first["input"])
         allowed = " or ".join(
-            dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is first["input"])
+            dict.fromkeys(
+                problem["msg"].removeprefix("Value error, ")
+                for problem in problems
+                if problem["input"] is first["input"]
+            )
         )
         raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
     if arguments.log_losses and arguments.state_dir is None:
@@ -83,27 +87,36 @@ def whole_tokens(tokens: Any) -> int:
 
 
 def one_loss(loss: Any) -> float | torch.Tensor | None:
-    """The loss of a step, to be read later: a tensor stays one, so that nothing waits for its device.
+    """The loss of a step, to be read later; None: nobody told. As `one_number`."""
+    return None if loss is None else one_number(loss, "step(loss={}): {}; pass one number, or leave it out")
+
+
+def one_number(value: Any, told: str) -> float | torch.Tensor:
+    """A loss, to be read later: a tensor stays one, so that nothing waits for its device. It may be NaN or infinite.
+
+    told: the error, with places for the value and for what it is.
 
     Raises:
         UsageError: it is not one number.
     """
-    if loss is None or type(loss) is float:
-        return loss
-    if isinstance(loss, torch.Tensor):
-        if loss.numel() != 1:
-            raise UsageError(f"step(loss=...): a tensor of shape {tuple(loss.shape)}; pass one number, as its mean")
-        if loss.is_complex():
-            raise UsageError("step(loss=...): a complex number; pass a real one")
-        return loss.detach() if loss.requires_grad else loss
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or value.is_nested:
+            raise UsageError(told.format("...", "a tensor on the meta device" if value.is_meta else "a nested tensor"))
+        if value.numel() != 1:
+            raise UsageError(told.format("...", f"a tensor of shape {tuple(value.shape)}"))
+        if value.is_complex():
+            raise UsageError(told.format("...", "a complex number"))
+        return value.detach() if value.requires_grad else value
     try:
-        if isinstance(loss, str | bytes):
+        if isinstance(value, str | bytes):
             raise TypeError
-        return float(loss.item() if isinstance(loss, np.ndarray) else loss)
-    except (TypeError, ValueError, OverflowError):
-        raise UsageError(
-            f"step(loss={_shown(loss)}): a {type(loss).__name__}; pass one number, or leave it out"
-        ) from None
+        return float(value.item() if isinstance(value, np.ndarray | np.generic) else value)
+    except OverflowError:
+        raise UsageError(told.format(_shown(value), "a number too large for a float")) from None
+    except (TypeError, ValueError):
+        raise UsageError(told.format(_shown(value), f"a {type(value).__name__}")) from None
 
 
 def _shown(value: Any) -> str:

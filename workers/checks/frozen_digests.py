@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import frozen_head
 from diloco.pipeline.messages.wire import MAX_TENSORS, MAX_TEXT_CHARS
 from diloco.workers.names import named_parameters
 
@@ -77,7 +78,7 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
     """Shape, precision and values; of a quantized tensor, those of all tensors that it is made of."""
-    digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(frozen_head(tuple(tensor.shape), str(tensor.dtype)))
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of torch's wrapper subclasses
         parts = {name: getattr(tensor, name) for name in names}

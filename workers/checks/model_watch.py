@@ -1,9 +1,9 @@
 """Sees that the model which is trained is still the one that is synchronised.
 
 What is synchronised is settled on joining. A layer unfrozen afterwards, or a parameter replaced by another, would be
-trained here and never travel; one frozen or converted would go on being overwritten. So the whole model is looked
-through again and again in the training thread, at a thousandth of the time at most: a look that took 10 ms is followed
-by the next after 10 s.
+trained here and never travel; one frozen or converted would go on being overwritten. A buffer may be another tensor
+after each step, in the same module. So the whole model is looked through again and again in the training thread, at a
+thousandth of the time at most: a look that took 10 ms is followed by the next after 10 s.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.checks.model_checks import check_alone
-from diloco.workers.names import named_parameters
+from diloco.workers.names import named_buffers, named_parameters
 
 SHARE = 1e-3
 """Of the training thread's time, at most."""
@@ -39,11 +39,16 @@ class ModelWatch:
     """One model with the tensors that a learner synchronises."""
 
     def __init__(
-        self, model: nn.Module, trained: Collection[str], clock: Callable[[], float] = time.perf_counter
+        self, model: nn.Module, names: Collection[str], clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        """names: of the parameters and buffers that are synchronised."""
         self._model, self._clock = model, clock
-        tensors = dict(named_parameters(model))
-        self._trained = {name: (tensors[name], _form(tensors[name])) for name in trained}
+        self._trained = {name: (one, _form(one)) for name, one in named_parameters(model) if name in names}
+        self._averaged = {
+            buffer.name: (buffer.owner, _form(tensor))
+            for buffer in (named_buffers(model) if len(self._trained) < len(names) else ())
+            if buffer.name in names and (tensor := buffer.tensor) is not None
+        }
         self._next_s = clock()
 
     def look(self, now: float) -> None:
@@ -77,6 +82,18 @@ class ModelWatch:
                 raise UsageError(f"parameter {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
         if missing:
             raise UsageError(f"parameter {next(iter(missing))} is no longer in the model: {REMEDY}")
+        if self._averaged:
+            self._compare_buffers()
+
+    def _compare_buffers(self) -> None:
+        now = {buffer.name: buffer for buffer in named_buffers(self._model)}
+        for name, (owner, form) in self._averaged.items():
+            found = now.get(name)
+            tensor = None if found is None or found.owner is not owner else found.tensor
+            if tensor is None:
+                raise UsageError(f"buffer {name} is no longer in the module where it was: {REMEDY}")
+            if _form(tensor) != form:
+                raise UsageError(f"buffer {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
 
 
 def _said(form: _Form) -> str:

@@ -1,7 +1,6 @@
 """The thread that does all of a learner's I/O, and what the training thread hands to it and takes from it."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
@@ -14,7 +13,7 @@ from diloco.pipeline.clock import LoopClock, fast_loop
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.view.status import live_learners
-from diloco.workers.background import yield_core
+from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange import reaching
@@ -36,7 +35,7 @@ class ExchangeThread:
     def __init__(self, url: str, run: str, training: Training) -> None:
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
-        self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+        self._thread = OwnThread("exchange", self._work)
         self._joined: Future[tuple[Exchange, Found]] = Future()
         self._abandoned = False
         """Nothing comes of having joined. Written by the training thread."""
@@ -106,7 +105,6 @@ class ExchangeThread:
     # --- inside: the exchange thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
-        yield_core()
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._until_ended())
@@ -178,6 +176,8 @@ class JoinedLearner:
         """exchange: works in `thread`, and is only told what to do there; `exchange.shared` is for both threads."""
         self.training, self.exchange, self.thread = training, exchange, thread
         self.shared = exchange.shared
+        self.late = self.over
+        """The run was over as it joined: what it trains is nobody's."""
 
     @property
     def over(self) -> bool:

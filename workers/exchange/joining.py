@@ -19,6 +19,7 @@ from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
+from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, ErrorFeedback, Offload, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.exchange import Exchange
@@ -49,7 +50,7 @@ class Joining:
         incarnation: str,
         report: Callable[[bool], LearnerReport],
         *,
-        offload: Offload = asyncio.to_thread,
+        offload: Offload = offload,
         encoder: Encoder | None = None,
     ) -> None:
         """report: called with `left` whenever a report is due; must not block. encoder: None: `OnHost`."""

@@ -7,16 +7,15 @@ import numpy.typing as npt
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload import codec
 from diloco.pipeline.transfer.payloads import pull_shown
 from diloco.workers.exchange.agreement import compare
-from diloco.workers.exchange.reaching import BACKOFF
+from diloco.workers.exchange.reaching import BACKOFF, read_run
 
 Float32 = npt.NDArray[np.float32]
 
@@ -40,11 +39,8 @@ async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: b
     until, waits = LoopClock().now() + PATIENCE_S, BACKOFF.waits()
     while True:
         try:
-            bus = await connect(url, run)
-            try:
+            async with open_bus(url, run) as bus:
                 return await _read(bus, spec, layout, left)
-            finally:
-                await bus.close()
         except (BusError, BadPayload):  # the latter: replaced while it was read
             wait_s = next(waits)
             if LoopClock().now() + wait_s > until:
@@ -53,9 +49,9 @@ async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: b
 
 
 async def _read(bus: Bus, spec: Spec, layout: Layout, left: bool) -> list[Float32]:
-    if (encoded := await bus.read_spec()) is not None:
-        compare(spec, codec.decode(Spec, encoded))
-    bus.use_groups(spec.sync.groups)
+    if (held := await read_run(bus)) is None:
+        raise BadPayload("the run has no spec: the bus has lost it, and its learners put it back")
+    compare(spec, held)
     if left:
         await _last_merge(bus)
     found = []
@@ -63,7 +59,8 @@ async def _read(bus: Bus, spec: Spec, layout: Layout, left: bool) -> list[Float3
         (head,) = await bus.read_heads([fragment.id])
         if head is None:
             raise BadPayload(f"fragment {fragment.id} has no head: the bus has lost it, and a syncer puts it back")
-        found.append(await pull_shown(bus, head, fragment.elements, spec.sync, asyncio.to_thread))
+        sync = fragment.sync(spec.sync)
+        found.append(await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread))
     return found
 
 

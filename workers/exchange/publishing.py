@@ -44,7 +44,8 @@ class Publishing:
         feedback: ErrorFeedback,
     ) -> None:
         """latest: fragment -> (version, digest) last pulled."""
-        self._member, self._sync = member, member.spec.sync
+        self._member = member
+        self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
         self._reporting, self._latest, self._feedback = reporting, latest, feedback
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
@@ -85,7 +86,8 @@ class Publishing:
         self._uploads.put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
-        member, sync, base = self._member, self._sync, publication.base
+        member, base = self._member, publication.base
+        sync, elements = self._syncs[base.fragment], member.layout.fragments[base.fragment].elements
         report = await self._reporting.write()
         header = DeltaHeader(
             learner=member.learner,
@@ -99,7 +101,7 @@ class Publishing:
             tokens=publication.tokens,
             due=publication.due,
             codec=sync.codec,
-            chunks=codec.chunk_count(member.layout.fragments[base.fragment].elements, sync.codec, sync.chunk_bytes),
+            chunks=codec.chunk_count(elements, sync.codec, sync.chunk_bytes),
             layout=member.layout.digest,
             step_s=report.step_s,
         )
@@ -135,7 +137,8 @@ class Publishing:
         """Whether all of it is on the bus."""
         if not self._is_of_use(publication):
             return False
-        member, sync, base, loop = self._member, self._sync, publication.base, asyncio.get_running_loop()
+        member, base, loop = self._member, publication.base, asyncio.get_running_loop()
+        sync = self._syncs[base.fragment]
         wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
@@ -161,7 +164,7 @@ class Publishing:
             nonlocal whole
             if self._is_of_use(publication):
                 key = self._key(base.fragment, publication.serial)
-                await push_growing(member.bus, key, payload, self._sync.chunk_bytes, DELTA_TTL_S, more)
+                await push_growing(member.bus, key, payload, self._syncs[base.fragment].chunk_bytes, DELTA_TTL_S, more)
                 told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
                 member.log.debug("delta_published", **told)
                 whole = True

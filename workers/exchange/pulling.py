@@ -62,6 +62,7 @@ class Pulling:
 
     def __init__(self, member: Member, feedback: ErrorFeedback) -> None:
         self._member, self._feedback = member, feedback
+        self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
         self.latest: dict[int, tuple[int, bytes]] = {}
         """Fragment -> (version, digest) last handed to the training side."""
         self._bases: dict[int, Base] = {}
@@ -125,8 +126,9 @@ class Pulling:
                 continue
             head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
-            if pulled and seen_s is not None:
-                self._times.observe(self._member.layout.fragments[p].elements, clock.now() - seen_s)
+            layout = self._member.layout.fragments[p]
+            if pulled and seen_s is not None and not layout.averaged:  # of which a call takes longer than the bytes
+                self._times.observe(layout.elements, clock.now() - seen_s)
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
@@ -145,7 +147,7 @@ class Pulling:
             BusError: it cannot be read.
         """
         member, p = self._member, head.fragment
-        elements, sync, held = member.layout.fragments[p].elements, member.spec.sync, None
+        elements, sync, held = member.layout.fragments[p].elements, self._syncs[p], None
         if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:
             held = Held(base.version, base.digest, await member.offload(member.encoder.read, base.values))
         try:

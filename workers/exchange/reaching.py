@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import connect, open_bus
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
@@ -59,14 +59,20 @@ def read_spec(url: str, run: str) -> Spec | None:
     """
 
     async def ask() -> bytes | None:
-        bus = await connect(url, run)
-        try:
+        async with open_bus(url, run) as bus:
             return await bus.read_spec()
-        finally:
-            await bus.close()
 
     data = in_own_loop(ask())
     return None if data is None else codec.decode(Spec, data)
+
+
+async def read_run(bus: Bus) -> Spec | None:
+    """The spec of the bus's run, from which on the bus can be used for its fragments; None: it has none yet."""
+    if (encoded := await bus.read_spec()) is None:
+        return None
+    spec = codec.decode(Spec, encoded)
+    bus.use_groups(spec.sync.groups)
+    return spec
 
 
 def read_budget(url: str, run: str) -> int | None:
@@ -77,13 +83,26 @@ def read_budget(url: str, run: str) -> int | None:
     """
 
     async def ask() -> int | None:
-        bus = await connect(url, run)
-        try:
-            return await bus.read_budget()
-        except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
-            return None
-        finally:
-            await bus.close()
+        async with open_bus(url, run) as bus:
+            try:
+                return await bus.read_budget()
+            except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
+                return None
+
+    return in_own_loop(ask())
+
+
+def has_version_0(url: str, run: str) -> bool:
+    """Whether a run has parameters, so that nobody who joins uploads first ones.
+
+    Raises:
+        BusUnavailable: there is no Redis.
+    """
+
+    async def ask() -> bool:
+        async with open_bus(url, run) as bus:
+            spec = await read_run(bus)
+            return spec is not None and None not in await bus.read_heads(range(spec.sync.fragments))
 
     return in_own_loop(ask())
 

@@ -27,11 +27,24 @@ class Moments:
 
     kind: OptimizerKind
     flats: tuple[Mapping[str, Float32], ...]
-    """By fragment: name of the moment -> flat float32 vector (elements,)."""
+    """By fragment: name of the moment -> flat float32 vector (elements,) of the tensors that keep it."""
     numbers: Mapping[str, tuple[float, ...]]
-    """Name -> one value a tensor, fragment by fragment in the layout's order."""
+    """Name -> one value a tensor, fragment by fragment in the layout's order; 0 for one that does not keep it."""
     others: Mapping[tuple[str, str], npt.NDArray[Any]] = field(default_factory=dict)
     """(name of the state, name of the tensor) -> what is neither: kept in checkpoints, of no use to a peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLayout(Layout):
+    """A layout of whose tensors not all keep the same moments."""
+
+    kept: Mapping[str, Layout]
+    """Moment -> the same fragments with the tensors that keep it; a fragment may have none."""
+
+
+def of_moment(layout: Layout, name: str) -> Layout:
+    """The layout of the flat vectors of one moment."""
+    return layout.kept[name] if isinstance(layout, KeptLayout) else layout
 
 
 def slots(layout: Layout) -> Iterator[tuple[int, Slot]]:
@@ -61,9 +74,10 @@ def check(moments: Moments, layout: Layout) -> None:
         if tuple(sorted(flats)) != moments.kind.moments:
             raise BadPayload(f"moments {sorted(flats)} where {list(moments.kind.moments)} were announced")
         for name, flat in flats.items():
-            if flat.shape != (fragment.elements,):
-                raise BadPayload(f"{name} of fragment {fragment.id} is {flat.shape}, not ({fragment.elements},)")
+            elements = of_moment(layout, name).fragments[fragment.id].elements
+            if flat.shape != (elements,):
+                raise BadPayload(f"{name} of fragment {fragment.id} is {flat.shape}, not ({elements},)")
             if not np.isfinite(flat).all():
                 raise BadPayload(f"{name} of fragment {fragment.id} is not finite")
-            if name in NEVER_NEGATIVE and flat.min() < 0:
+            if name in NEVER_NEGATIVE and flat.min(initial=0.0) < 0:
                 raise BadPayload(f"{name} of fragment {fragment.id} has negative elements")

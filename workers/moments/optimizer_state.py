@@ -1,16 +1,16 @@
-"""Between a torch optimizer's state and `Moments`: told apart by shape, copied at step boundaries, put back.
+"""Between the state of torch optimizers and `Moments`: told apart by shape, copied at step boundaries, put back.
 
 A state that is a floating tensor shaped like its parameter is a moment; one element is a number (Adam's `step`);
 other tensors go along in checkpoints. What an optimizer keeps is known before its first step from a trial step of
-a twin on a parameter of its own.
+a twin on parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps other things
+for matrices than for vectors. Some optimizers keep what is a whole group's in the state of its first parameter,
+stacked; that goes along in checkpoints.
 """
 
-import enum
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
-from types import FunctionType
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 import structlog
@@ -21,73 +21,14 @@ from torch import nn
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
-from diloco.workers.moments.moments import Moments, slots
+from diloco.pipeline.payload.codec import digest_of
+from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
+from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
 from diloco.workers.parameters import FragmentTensors, Snapshot
 
-OWN = frozenset({"param_groups", "state", "step"})
-"""Attributes that a trial's twin has of its own. A `step` among them was put there by a learning-rate scheduler."""
-PLAIN = (type, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
-MAX_PLAIN_ELEMENTS = 4096
-"""Of a tensor that is no parameter, such as a learning rate."""
-
-
-def trial_shape(dims: int) -> tuple[int, ...]:
-    """A small shape; its last sides, by which states are told apart, all differ."""
-    return (2,) * max(0, dims - 4) + tuple(range(2, 2 + min(dims, 4)))
-
-
-def trial_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, Any]:
-    """What the optimizer keeps for a parameter of a group, after one step on zero gradients of a twin.
-
-    The twin has the class and copies of plain attributes, nothing else: whatever its step does, short of what is global
-    to the program, it cannot reach the optimizer, whose parameters and states therefore stay as they were.
-
-    Raises:
-        TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along;
-            or it has an attribute by which the twin would reach what is not its own.
-    """
-    like = group["params"][0]
-    parameter = nn.Parameter(torch.zeros(trial_shape(dims), dtype=like.dtype, device=like.device))
-    parameter.grad = torch.zeros_like(parameter)
-    options = {name: _copied(f"option {name!r}", value) for name, value in group.items() if name != "params"}
-    tried = {name: _copied(name, value) for name, value in options.items()} | {"params": [parameter]}
-    twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name not in OWN:
-            hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-            twin.__dict__[name] = OrderedDict() if hooks else _copied(f"attribute {name!r}", value)
-    twin.param_groups = [tried]
-    twin.state = defaultdict(dict)
-    type(optimizer).step(twin)
-    del tried["params"]
-    changed = [name for name, value in tried.items() if name not in options or not _same(options[name], value)]
-    if changed:
-        raise TypeError(f"its step changes {changed} of a whole parameter group, beside what it keeps for each tensor")
-    return {name: value for name, value in twin.state[parameter].items() if value is not None}
-
-
-def _copied(what: str, value: Any) -> Any:
-    """A copy of a plain value: one from which nothing else is reached."""
-    if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel() <= MAX_PLAIN_ELEMENTS:
-        return value.clone()
-    if value is None or isinstance(value, PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None):
-        return value
-    if type(value) in (list, tuple, set):
-        return type(value)(_copied(what, entry) for entry in value)
-    if type(value) in (dict, OrderedDict, defaultdict):
-        copy = value.copy()
-        copy.update((key, _copied(what, entry)) for key, entry in value.items())
-        return copy
-    raise TypeError(f"its {what} holds a {type(value).__qualname__}, which a trial of it could change")
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
-
-
-def _form(value: Any) -> tuple[Any, ...]:
-    return (type(value), value.dtype, value.shape) if isinstance(value, torch.Tensor) else (type(value),)
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""The inner optimizer, or several that share a model's parameters."""
 
 
 def _is_number(value: Any) -> bool:
@@ -98,90 +39,137 @@ def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
 
 
-def recoverable_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
-) -> "OptimizerState | None":
-    """The state of an optimizer; None where there is none, or it cannot be told what it keeps, which is said."""
-    if optimizer is None:
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: Layout) -> "OptimizerState | None":
+    """The state of the inner optimizers; None where there is none, or it cannot be told what they keep, which is said.
+
+    What peers cannot give or take of it is said, too.
+    """
+    given = several(optimizers)
+    if not given:
         return None
+    log, names = structlog.get_logger(), ", ".join(type(one).__qualname__ for one in given)
     try:
-        return OptimizerState(model, optimizer, layout)
+        state = OptimizerState(model, given, layout)
     except Exception as error:  # an optimizer of the user's own may do anything in its step
-        structlog.get_logger().warning(
-            "moments_not_recoverable", optimizer=type(optimizer).__qualname__, error=str(error)[:200]
-        )
+        log.warning("moments_not_recoverable", optimizer=names, error=str(error)[:200])
         return None
+    if state.others:
+        detail = "only its own state folder can give these back: they are neither like a parameter nor single numbers"
+        log.info("moments_not_for_peers", optimizer=names, keeps=state.others, detail=detail)
+    return state
+
+
+def several(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """All of them, in their order."""
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+class _Trial(NamedTuple):
+    """What an optimizer keeps for the tensors of one group that have as many dimensions."""
+
+    group: tuple[int, int]
+    """Of which optimizer, and which of its groups."""
+    shape: tuple[int, ...]
+    kept: Mapping[str, Any]
+    """Of each of them, or of the first one if that has what is all of theirs: a value of each state, for its type."""
+    tensors: tuple[str, ...]
+    stacked: bool
+
+
+def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, tuple[str, int]]) -> list[_Trial]:
+    """tensors: id of each trained one -> its name and number of dimensions.
+
+    Raises:
+        TypeError: what is kept cannot be known.
+        Exception: whatever a step raises.
+    """
+    found: list[_Trial] = []
+    seen = set[str]()
+    for number, optimizer in enumerate(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            by_dims: dict[int, list[str]] = {}
+            for name, dims in (tensors[id(one)] for one in group["params"] if id(one) in tensors):
+                if name in seen:
+                    raise TypeError(f"parameter {name} is in two optimizers")
+                seen.add(name)
+                by_dims.setdefault(dims or 1, []).append(name)
+            for dims, names in sorted(by_dims.items()):
+                first, *rest = trial_states(optimizer, group, dims, min(2, len(names)))
+                if rest and rest[0].keys() != first.keys() and rest[0]:
+                    raise TypeError(
+                        f"it keeps {sorted(first)} for one tensor and {sorted(rest[0])} for another like it"
+                    )
+                stacked = bool(rest and first and not rest[0])
+                found.append(_Trial((number, place), trial_shape(dims), first, tuple(names), stacked))
+    return found
 
 
 class OptimizerState:
-    """The state of one optimizer, seen through the layout of the model that it trains."""
+    """The state of a model's optimizers, seen through the layout of what they train."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
-        """By a trial for each number of dimensions: some optimizers keep other things for vectors.
+    def __init__(self, model: nn.Module, optimizers: Optimizers, layout: Layout) -> None:
+        """By a trial for each group and number of dimensions in it: some optimizers keep other things for vectors.
 
         Raises:
-            TypeError: what the optimizer keeps cannot be known, or is no tensors and numbers.
-            Exception: whatever the optimizer's step raises.
+            TypeError: what the optimizers keep cannot be known, or is no tensors and numbers.
+            Exception: whatever an optimizer's step raises.
         """
-        self._optimizer, self._layout = optimizer, layout
+        self._optimizers = several(optimizers)
         self._parameters = dict(named_parameters(model))
-        dims = {len(slot.tensor.shape) or 1 for _, slot in slots(layout)}
-        trials = {trial_shape(n): self._trial(n) for n in sorted(dims)}
-        self._kept = {len(shape): frozenset(state) for shape, state in trials.items()}
-        """Names of the states by a tensor's number of dimensions."""
-        self._forms = {name: value for state in trials.values() for name, value in state.items()}
-        """A value of each state, for its type."""
-        self.kind = self._kind(trials)
-        """What the optimizer keeps."""
+        shapes = {slot.tensor.name: len(slot.tensor.shape) for _, slot in slots(layout)}
+        tensors = {id(self._parameters[name]): (name, dims) for name, dims in shapes.items()}
+        trials = _trials(self._optimizers, tensors)
+        self._kept: dict[str, Mapping[str, Any]] = {}
+        """Of each tensor that is in an optimizer: a value of each state that is kept for it, for its type."""
+        for one in trials:
+            self._kept |= {name: one.kept if not one.stacked or not at else {} for at, name in enumerate(one.tensors)}
+        moments, numbers = _told_apart(trials)
+        named = frozenset(moments + numbers)
+        self.others = sorted({name for kept in self._kept.values() for name in kept} - named)
+        """Names of the states that are neither, which are of no use to peers."""
+        alike = all(named <= kept.keys() for kept in self._kept.values())
+        self.layout = layout if alike else _kept_layout(layout, moments, self._kept)
+        """Says for which tensors each moment is kept."""
+        self.kind = self._kind(trials, moments, numbers, alike=alike)
+        """What the optimizers keep."""
 
-    def _kind(self, trials: Mapping[tuple[int, ...], Mapping[str, Any]]) -> OptimizerKind:
-        kind = type(self._optimizer)
-        for name, value in self._forms.items():
-            if not isinstance(value, (torch.Tensor, int, float)):
-                raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number")
-
-        def everywhere(name: str, test: Callable[[Any, tuple[int, ...]], bool]) -> bool:
-            return all(name in state and test(state[name], shape) for shape, state in trials.items())
-
-        moments = sorted(name for name in self._forms if everywhere(name, _is_moment))
-        numbers = sorted(name for name in self._forms if everywhere(name, lambda value, _: _is_number(value)))
+    def _kind(self, trials: Sequence[_Trial], moments: list[str], numbers: list[str], *, alike: bool) -> OptimizerKind:
+        """Where not all tensors are alike, it differs as soon as other tensors are in other groups."""
+        told = " + ".join(dict.fromkeys(map(_name, self._optimizers)))
+        if not alike or any(one.stacked for one in trials):
+            whose = [(sorted(one.kept), one.tensors if one.stacked else sorted(one.tensors)) for one in trials]
+            told = f"{told}, {digest_of(msgpack.packb(sorted(whose))).hex()[:16]}"
         try:
-            return OptimizerKind(
-                optimizer=f"{kind.__module__}.{kind.__qualname__}", moments=tuple(moments), numbers=tuple(numbers)
-            )
+            return OptimizerKind(optimizer=told, moments=tuple(moments), numbers=tuple(numbers))
         except ValidationError as error:
             raise TypeError(f"its states cannot be named: {error.errors()[0]['msg']}") from error
 
-    def _trial(self, dims: int) -> dict[str, Any]:
-        """The same in all parameter groups, which may differ in their options.
-
-        Raises:
-            TypeError: it is not.
-        """
-        first, *others = (
-            trial_state(self._optimizer, group, dims) for group in self._optimizer.param_groups if group["params"]
-        )
-        forms = {name: _form(value) for name, value in first.items()}
-        for other in others:
-            if {name: _form(value) for name, value in other.items()} != forms:
-                raise TypeError(f"it keeps {sorted(first)} in one parameter group and {sorted(other)} in another")
-        return first
-
     @property
     def for_peers(self) -> bool:
-        """Peers can give and take all that this optimizer needs."""
-        return bool(self.kind.moments) and not self._others()
+        """Peers can give and take all that these optimizers need."""
+        return bool(self.kind.moments) and not self.others
 
-    def _others(self) -> list[str]:
-        return sorted(set(self._forms) - {*self.kind.moments, *self.kind.numbers})
+    def _names(self, tensor: str) -> set[str]:
+        """Of the other states of a tensor."""
+        return self._kept.get(tensor, {}).keys() & set(self.others)
 
     def start_copy(self) -> "StateCopy":
         """A copy with nothing in it yet."""
-        state = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
-        return StateCopy(self.kind, self._layout, self._parameters, state, self._others())
+        state: dict[str, Mapping[str, Any]] = {name: {} for name in self._parameters}
+        owners = {id(one): optimizer for optimizer in self._optimizers for one in _parameters(optimizer)}
+        for name, parameter in self._parameters.items():
+            if (owner := owners.get(id(parameter))) is not None:
+                state[name] = owner.state.get(parameter, {})
+        return StateCopy(self.kind, self.layout, self._parameters, state, self.others)
 
     def check(self, moments: Moments) -> None:
-        """Refuse a checkpoint whose other tensors are not those that the optimizer would go on from.
+        """Refuse a checkpoint whose other tensors are not those that the optimizers would go on from.
 
         Raises:
             BadPayload: naming the tensor.
@@ -189,51 +177,89 @@ class OptimizerState:
         found: dict[str, set[str]] = {}
         for name, tensor in moments.others:
             found.setdefault(tensor, set()).add(name)
-        for at, (_, slot) in enumerate(slots(self._layout)):
-            began = "step" not in moments.numbers or moments.numbers["step"][at] > 0
-            names = self._kept[len(slot.tensor.shape) or 1] - {*self.kind.moments, *self.kind.numbers}
-            if found.pop(slot.tensor.name, set()) != (names if began else set()):
+        for at, (_, slot) in enumerate(slots(self.layout)):
+            names = self._names(slot.tensor.name) if self._began(moments, slot.tensor.name, at) else set()
+            if found.pop(slot.tensor.name, set()) != names:
                 raise BadPayload(f"{slot.tensor.name} needs {sorted(names)} beside its moments, and no other tensors")
         if found:
             raise BadPayload(f"there are other tensors for {sorted(found)[:3]}, which this model does not train")
 
+    def _began(self, moments: Moments, tensor: str, at: int) -> bool:
+        """Whether a tensor, in this place of the layout, was ever stepped, as far as can be known."""
+        counts = "step" in self.kind.numbers and "step" in self._kept.get(tensor, {})
+        return not counts or moments.numbers["step"][at] > 0
+
     def load(self, moments: Moments) -> None:
-        """Put checked moments into the optimizer; learning rates and other options stay its own."""
-        saved = self._optimizer.state_dict()
+        """Put checked moments into the optimizers; learning rates and other options stay their own."""
         by_name = {id(parameter): name for name, parameter in self._parameters.items()}
         states = self._states(moments)
-        saved["state"] = {
-            number: states[name]
-            for packed, group in zip(saved["param_groups"], self._optimizer.param_groups, strict=True)
-            for number, parameter in zip(packed["params"], group["params"], strict=True)
-            if (name := by_name.get(id(parameter), "")) in states
-        }
-        self._optimizer.load_state_dict(saved)
+        for optimizer in self._optimizers:
+            saved = optimizer.state_dict()
+            saved["state"] = {
+                number: states[name]
+                for packed, group in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+                for number, parameter in zip(packed["params"], group["params"], strict=True)
+                if (name := by_name.get(id(parameter), "")) in states
+            }
+            optimizer.load_state_dict(saved)
 
     def _states(self, moments: Moments) -> dict[str, dict[str, Any]]:
-        """State of each tensor by name; none for one that was never stepped."""
+        """State of each tensor by name; none for one that was never stepped, or of which nothing is kept."""
         states: dict[str, dict[str, Any]] = {}
-        for at, (p, slot) in enumerate(slots(self._layout)):
-            numbers = {name: values[at] for name, values in moments.numbers.items()}
-            if numbers.get("step", 1.0) == 0:
-                continue
-            # a copy each: tensors of their own, aligned as torch's are
-            state: dict[str, Any] = {
-                name: torch.from_numpy(flat[slot.start : slot.stop].copy()).reshape(slot.tensor.shape)
-                for name, flat in moments.flats[p].items()
-            }
-            state |= {name: self._number(name, value) for name, value in numbers.items()}
-            state |= {
-                name: torch.from_numpy(np.array(array)).to(self._forms[name].dtype)
-                for (name, tensor), array in moments.others.items()
-                if tensor == slot.tensor.name
-            }
-            states[slot.tensor.name] = state
+        for at, (_, slot) in enumerate(slots(self.layout)):
+            kept = self._kept.get(slot.tensor.name)
+            if kept and self._began(moments, slot.tensor.name, at):
+                numbers = {name: values[at] for name, values in moments.numbers.items() if name in kept}
+                states[slot.tensor.name] = {name: _number(kept[name], value) for name, value in numbers.items()}
+        for name in self.kind.moments:
+            for p, slot in slots(of_moment(self.layout, name)):
+                if (state := states.get(slot.tensor.name)) is not None:
+                    # a copy each: tensors of their own, aligned as torch's are
+                    flat = moments.flats[p][name][slot.start : slot.stop].copy()
+                    state[name] = torch.from_numpy(flat).reshape(slot.tensor.shape)
+        for (name, tensor), array in moments.others.items():
+            if (state := states.get(tensor)) is not None:
+                state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)
         return states
 
-    def _number(self, name: str, value: float) -> Any:
-        form = self._forms[name]
-        return torch.tensor(value, dtype=form.dtype) if isinstance(form, torch.Tensor) else type(form)(value)
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _told_apart(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
+    """Names of the moments and of the numbers: those that are such wherever they are, in all of a group or in none.
+
+    Raises:
+        TypeError: a state is neither a tensor nor a number, or a number for some of a group's tensors only.
+    """
+    moments, numbers = [], []
+    for name in sorted({name for one in trials for name in one.kept}):
+        having = [one for one in trials if name in one.kept]
+        groups = {one.group for one in having}
+        whole = all(name in one.kept for one in trials if one.group in groups)
+        values = [(one.kept[name], one.shape) for one in having]
+        for value, _ in values:
+            if not isinstance(value, (torch.Tensor, int, float)):
+                raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number")
+        if whole and all(_is_moment(value, shape) for value, shape in values):
+            moments.append(name)
+        elif whole and all(_is_number(value) for value, _ in values):
+            numbers.append(name)
+        elif not all(isinstance(value, torch.Tensor) for value, _ in values):
+            raise TypeError(f"its state {name!r} is a number for some tensors only")
+    return moments, numbers
+
+
+def _kept_layout(layout: Layout, moments: Iterable[str], kept: Mapping[str, Mapping[str, Any]]) -> KeptLayout:
+    def keeping(name: str) -> Layout:
+        return layout.only(tensor for tensor, states in kept.items() if name in states)
+
+    return KeptLayout(layout.fragments, layout.digest, {name: keeping(name) for name in moments})
+
+
+def _number(like: Any, value: float) -> Any:
+    return torch.tensor(value, dtype=like.dtype) if isinstance(like, torch.Tensor) else type(like)(value)
 
 
 class StateCopy:
@@ -252,10 +278,11 @@ class StateCopy:
         others: list[str],
     ) -> None:
         self._kind, self._layout, self._state, self._other_names = kind, layout, state, others
-        names = [slot.tensor.name for _, slot in slots(layout)]
+        names = {moment: [slot.tensor.name for _, slot in slots(of_moment(layout, moment))] for moment in kind.moments}
         self._tensors = {
             moment: FragmentTensors(
-                {name: _moment(state[name].get(moment), parameters[name]) for name in names}, layout
+                {name: _moment(state[name].get(moment), parameters[name]) for name in names[moment]},
+                of_moment(layout, moment),
             )
             for moment in kind.moments
         }

@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import RunState
 from diloco.workers.moments.copies import CopyRequests
-from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
+from diloco.workers.moments.optimizer_state import Optimizers, OptimizerState, recoverable_state, several
 from diloco.workers.moments.state_folder import RunIdentity, StateFolder
 
 Recover = Literal["auto", "peer", "fresh"]
@@ -21,7 +22,8 @@ class RecoveryOptions:
     """What a learner recovers from, and what it leaves behind."""
 
     recover: Recover = "auto"
-    """auto: own checkpoint, then a peer, then fresh; peer: no checkpoint; fresh: neither."""
+    """auto: own checkpoint, then what the optimizer has, then a peer, then fresh; peer: from one first, and from no
+    checkpoint; fresh: none of them."""
     state_dir: Path | None = None
     """A folder of this learner's own; None: nothing is saved."""
     state_every_s: float = 30.0
@@ -39,8 +41,10 @@ class OwnMoments:
     layout: Layout
     options: RecoveryOptions
     state: OptimizerState | None
-    """The optimizer's, to copy and to put back; None: there is none that can be. The training thread's, but for its
+    """The optimizers', to copy and to put back; None: there is none that can be. The training thread's, but for its
     `kind` and for checks of what was found."""
+    held: bool
+    """The optimizer had moments as the learner joined: it has stepped, or somebody has loaded its state."""
     folder: StateFolder | None
     """Read by the exchange thread while it joins, written for the training thread afterwards."""
     copies: CopyRequests = field(default_factory=CopyRequests)
@@ -52,7 +56,7 @@ class OwnMoments:
 
 def own_moments(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers | None,
     layout: Layout,
     *,
     run: str,
@@ -60,6 +64,31 @@ def own_moments(
     incarnation: str,
     options: RecoveryOptions,
 ) -> OwnMoments:
-    """Those of this model's inner optimizer."""
-    folder = None if options.state_dir is None else StateFolder(options.state_dir, layout)
-    return OwnMoments(run, learner, incarnation, layout, options, recoverable_state(model, optimizer, layout), folder)
+    """Those of this model's inner optimizers, which forget what they have if they are to begin fresh.
+
+    layout: of the trained tensors.
+
+    Raises:
+        UsageError: some have stepped, are to begin fresh, and keep what cannot be emptied.
+    """
+    given = several(optimizers)
+    state, held = recoverable_state(model, given, layout), any(map(has_moments, given))
+    if options.recover == "fresh" and held:
+        if state is None:
+            names = ", ".join(type(one).__qualname__ for one in given)
+            raise UsageError(
+                f"recover='fresh': {names} has stepped, and what it keeps cannot be emptied "
+                "safely: make it anew, and load no state into it"
+            )
+        for one in given:
+            one.state.clear()
+        held = False
+    kept = layout if state is None else state.layout
+    folder = None if options.state_dir is None else StateFolder(options.state_dir, kept)
+    return OwnMoments(run, learner, incarnation, kept, options, state, held, folder)
+
+
+def has_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """It goes on from earlier steps. Some have a state before the first one, with 0 as its `step`."""
+    kept = [state for state in optimizer.state.values() if isinstance(state, dict) and state]
+    return any(float(state.get("step", 1)) > 0 for state in kept)

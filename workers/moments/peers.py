@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import numpy as np
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock, MomentsBoard
@@ -24,7 +25,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.transfer.payloads import pull, push
-from diloco.workers.moments.moments import Moments, check
+from diloco.workers.moments.moments import Moments, check, of_moment
 
 LOOK_S = 1.0
 """Time between a donor's looks at the bus."""
@@ -42,6 +43,8 @@ one's upload begins when the first one's payloads are gone, however often somebo
 USEFUL_STEPS = 20
 """A peer with fewer steps of its own has no moments worth waiting for."""
 LIVE_S = 5.0
+
+NOTHING = np.empty(0, np.float32)
 
 log = structlog.get_logger()
 
@@ -110,7 +113,9 @@ class Peers:
             flat = {}
             for name in self._kind.moments:
                 key = self._bus.keys.moments_payload(fragment.id, name, offer.nonce)
-                flat[name] = (await pull(self._bus, key, fragment.elements, "fp32", self._chunk_bytes)).array()
+                elements, flat[name] = of_moment(self._layout, name).fragments[fragment.id].elements, NOTHING
+                if elements:
+                    flat[name] = (await pull(self._bus, key, elements, "fp32", self._chunk_bytes)).array()
             flats.append(flat)
         if len(offer.numbers) != len(self._kind.numbers):
             raise BadPayload(f"numbers of {len(offer.numbers)} names for {len(self._kind.numbers)}")
@@ -157,6 +162,8 @@ class Peers:
                 moments = await copy()
                 for p, flats in enumerate(moments.flats):
                     for name, flat in flats.items():
+                        if not flat.size:
+                            continue
                         key = self._bus.keys.moments_payload(p, name, nonce)
                         await push(self._bus, key, flat, self._chunk_bytes, PAYLOAD_TTL_S)
                 offer = MomentsOffer(

@@ -1,5 +1,8 @@
 """How a learner comes back: the run's heads, then moments from its own checkpoint, else from a peer, else fresh.
 
+An optimizer that has moments already, as a trainer loads them with a checkpoint of its own, keeps them where there is
+no newer checkpoint of ours.
+
 Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to
 recover, and nobody is asked. All of it is part of joining, and the exchange thread's. The training thread puts back
 what was found, and from then on keeps it (`keeper`).
@@ -26,7 +29,7 @@ from diloco.workers.moments.own import OwnMoments
 from diloco.workers.moments.peers import Peers
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 
-Source = Literal["start", "checkpoint", "peer", "fresh"]
+Source = Literal["start", "checkpoint", "optimizer", "peer", "fresh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,11 @@ class Recovery:
 
     async def _look(self, peers: Peers | None, state: RunState | None) -> Found:
         own, recover = self._own, self._own.options.recover
-        if own.state is None or recover == "fresh":
+        if recover == "fresh":
             return Found("fresh")
+        here = Found("optimizer" if own.held else "fresh")
+        if own.state is None:
+            return here
         if own.folder is not None and recover == "auto":
             try:
                 loaded = await asyncio.to_thread(_load, own.folder, own.identity(state), own.state)
@@ -66,8 +72,10 @@ class Recovery:
                 if loaded is not None:
                     saved, moments = loaded
                     return Found("checkpoint", moments, saved)
+        if own.held and recover == "auto":
+            return here
         asked = None if peers is None else await peers.ask()
-        return Found("fresh") if asked is None else Found("peer", asked)
+        return here if asked is None else Found("peer", asked)
 
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
         """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it."""

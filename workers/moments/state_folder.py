@@ -32,7 +32,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.wire import Count, Digest, Message, PartyId, Text
 from diloco.workers.background import BackgroundThread
-from diloco.workers.moments.moments import Float32, Moments, check, slots
+from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
 
 STATE_FILE = "state.json"
 TEMPORARY = ".writing-"
@@ -142,9 +142,9 @@ class StateFolder:
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
         arrays = {
-            f"{name}/{slot.tensor.name}": flat[slot.start : slot.stop].reshape(slot.tensor.shape)
-            for p, slot in slots(self._layout)
-            for name, flat in moments.flats[p].items()
+            f"{name}/{slot.tensor.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.tensor.shape)
+            for name in moments.kind.moments
+            for p, slot in slots(of_moment(self._layout, name))
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         digest = hashlib.sha256()
@@ -213,16 +213,16 @@ class StateFolder:
         Raises:
             StateRefused: one is missing, of another shape or type, or without a tensor's name.
         """
-        flats: list[dict[str, Float32]] = []
-        for fragment in self._layout.fragments:
-            flat = {name: np.empty(fragment.elements, np.float32) for name in state.kind.moments}
-            for slot in fragment.slots:
-                for name in state.kind.moments:
-                    array = arrays.get(f"{name}/{slot.tensor.name}")
-                    if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
-                        raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
-                    flat[name][slot.start : slot.stop] = array.reshape(-1)
-            flats.append(flat)
+        flats: list[dict[str, Float32]] = [{} for _ in self._layout.fragments]
+        for name in state.kind.moments:
+            layout = of_moment(self._layout, name)
+            for flat, fragment in zip(flats, layout.fragments, strict=True):
+                flat[name] = np.empty(fragment.elements, np.float32)
+            for p, slot in slots(layout):
+                array = arrays.get(f"{name}/{slot.tensor.name}")
+                if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
+                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
+                flats[p][name][slot.start : slot.stop] = array.reshape(-1)
         others: dict[tuple[str, str], Any] = {}
         for key, array in arrays.items():
             name, slash, tensor = key.partition("/")

@@ -16,6 +16,7 @@ from diloco.pipeline.process.lifecycle import end_signals, exit_at_once, two_pha
 from diloco.pipeline.settings import TrainerSettings
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
+from diloco.workers.trainer.models.hf_config import HfModel
 
 EVAL_BATCH_TOKENS = 4096
 """Tokens in one forward pass of an evaluation: bounds its memory."""
@@ -62,23 +63,31 @@ def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: 
     return made
 
 
-def trainer_spec(settings: TrainerSettings, text: TextData) -> TrainerSpec:
-    """What learners must agree on: the trainer's settings and the text itself."""
-    vocab: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}
-    return settings.trainer_spec() | {"data_fingerprint": text.fingerprint} | vocab
+def trainer_spec(settings: TrainerSettings, text: TextData, named: HfModel | None = None) -> TrainerSpec:
+    """What learners must agree on: the trainer's settings, the text itself and, of a model of transformers (`named`),
+    its config in the place of where it lies."""
+    more: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}
+    more |= {} if text.tokenizer is None else {"tokenizer": text.tokenizer}
+    more |= {} if named is None else {"model": named.agreed}
+    return settings.trainer_spec() | {"data_fingerprint": text.fingerprint} | more
 
 
 def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
     """Refuse to train or measure on another text than the run's.
 
     Raises:
-        SpecMismatch: showing both fingerprints.
+        SpecMismatch: showing both fingerprints, or both vocabularies.
     """
     if text.fingerprint != spec.get("data_fingerprint"):
         hint = " (another Python version has another standard library)" if data == "stdlib" else ""
         raise SpecMismatch(
             f"data={data!r} holds another text here than in the run{hint}: fingerprint here {text.fingerprint}, "
             f"the run has {spec.get('data_fingerprint')}. Give this party a copy of the run's text with --data"
+        )
+    if text.vocab != (run := spec.get("vocab", BYTES)):
+        raise SpecMismatch(
+            f"data={data!r} takes a model with a vocabulary of {text.vocab}, and the run's model has one of {run}. "
+            "Give this party a copy of the run's text with --data"
         )
 
 
@@ -108,9 +117,16 @@ def to_device(tokens: Tokens, device: torch.device) -> torch.Tensor:
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean loss in nats per token of blocks (B, T + 1); in bf16 on CUDA, in float32 elsewhere."""
-    with torch.autocast(batch.device.type, torch.bfloat16, enabled=batch.is_cuda):
-        logits = model(batch[:, :-1])
+    logits = logits_of(model, batch[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, T) to logits (B, T, V), which transformers' models return with other things."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        found = model(tokens)
+    logits: torch.Tensor = getattr(found, "logits", found)
+    return logits
 
 
 def add_gradients(model: nn.Module, batches: Iterable[torch.Tensor], count: int) -> torch.Tensor:
@@ -135,12 +151,15 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip: 
 
 @torch.inference_mode()
 def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) -> float:
-    """Mean loss in nats per token of validation blocks (N, T + 1)."""
+    """Mean loss in nats per token of validation blocks (N, T + 1), without dropout."""
+    training = model.training
+    model.eval()
     rows = max(1, EVAL_BATCH_TOKENS // (validation.shape[1] - 1))
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(validation), rows):
         batch = to_device(validation[start : start + rows], device)
         total += loss_of(model, batch).cpu() * len(batch)
+    model.train(training)
     return total.item() / len(validation)
 
 

@@ -1,20 +1,22 @@
 """Text from a checkpoint's global parameters."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import safetensors.torch
 import structlog
 import torch
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
+from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import check_sums
+from diloco.workers.trainer.data import bpe
+from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
-from diloco.workers.trainer.models.gpt import GPT, build
-from diloco.workers.trainer.recipe import TrainerSpec
+from diloco.workers.trainer.models.named import model_of
+from diloco.workers.trainer.recipe import TrainerSpec, logits_of
 
 
 class _RunSpec(BaseModel):
@@ -30,21 +32,8 @@ class _State(BaseModel):
 class Loaded(NamedTuple):
     """A model as a checkpoint holds it, and the trainer's part of its run's spec."""
 
-    model: GPT
+    model: nn.Module
     spec: TrainerSpec
-
-
-def model_of(spec: TrainerSpec) -> GPT:
-    """The built-in trainer's model, with its initial parameters.
-
-    Raises:
-        UsageError: the run was trained by another program, whose model is not known here.
-    """
-    name, seed = spec.get("model"), spec.get("seed")
-    if not isinstance(name, str) or not isinstance(seed, int):
-        raise UsageError("this run's model is not one of the built-in trainer's: its spec names no model and seed")
-    vocab = spec.get("vocab")
-    return build(name, seed, vocab if isinstance(vocab, int) else BYTES)
 
 
 def load_model(checkpoint: Path) -> Loaded:
@@ -62,28 +51,133 @@ def load_model(checkpoint: Path) -> Loaded:
         raise UsageError(f"{checkpoint} is not a checkpoint, or damaged: {error}") from error
     if strange := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise UsageError(f"{checkpoint} is damaged: {strange[0]} has elements that are not finite")
-    model = model_of(state.spec.trainer)
+    model = model_of(state.spec.trainer).eval()
+    misfit = f"{checkpoint} does not fit model {state.spec.trainer['model']!r}"
     try:
-        model.load_state_dict(tensors)
+        strange = model.load_state_dict(tensors, strict=False).unexpected_keys  # it has one name of what is tied
     except RuntimeError as error:
-        raise UsageError(f"{checkpoint} does not fit model {state.spec.trainer['model']!r}: {error}") from error
+        raise UsageError(f"{misfit}: {error}") from error
+    if wrong := strange or [name for name, _ in model.named_parameters() if name not in tensors]:
+        raise UsageError(f"{misfit}: {'the model has no' if strange else 'it lacks'} {wrong[0]}")
     if not check_sums(checkpoint):
         structlog.get_logger().warning("checkpoint_without_sums", path=str(checkpoint), checked="no digest")
     return Loaded(model, state.spec.trainer)
 
 
-def sample(loaded: Loaded, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
-    """The prompt and up to `tokens` more bytes as text; ends early where the model ends the document.
+class Words(Protocol):
+    """Text to a model's tokens and back."""
 
-    temperature: 0 takes the likeliest byte. top_k: draw from this many likeliest bytes; 0 from all.
+    end: int
+    """Token between documents."""
+    count: int
+    """How many tokens there are."""
+
+    def encode(self, text: str) -> list[int]:
+        """Its tokens."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """Their text."""
+        ...
+
+
+class _Bytes:
+    """A token is a byte."""
+
+    end, count = BOUNDARY, BYTES
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class _Pairs:
+    """A token is an entry of the vocabulary that lies beside token shards."""
+
+    def __init__(self, folder: Path, fingerprint: object) -> None:
+        index = read_index(folder)
+        if index.fingerprint != fingerprint:
+            raise UsageError(f"{folder} has other token shards than this model was trained on: give theirs with --data")
+        check_digest(folder / TOKENIZER_FILE, index.tokenizer)
+        self._tokenizer = bpe.load(folder / TOKENIZER_FILE)
+        self.end, self.count = index.separator, bpe.entries(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return bpe.encode(self._tokenizer, [text])[0]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bpe.decode(self._tokenizer, tokens)
+
+
+def words_of(spec: TrainerSpec, data: Path | None) -> Words:
+    """What reads and writes a model's tokens; of token shards the tokenizer at `data`, or where the spec says.
+
+    Raises:
+        UsageError: it is not there, is not the run's, or the extra `data` is missing.
+    """
+    if spec.get("vocab") is None:
+        return _Bytes()
+    if spec.get("tokenizer") is not None:
+        raise UsageError(
+            "this model was trained with its own tokenizer, which alone can read what it writes: `diloco export --hf` "
+            "gives a folder for transformers"
+        )
+    if data is None and str(spec.get("data")).endswith(".npy"):
+        raise UsageError("this model was trained on a token file: only its tokenizer could read what it writes")
+    folder = data or Path(str(spec.get("data")))
+    if not folder.is_dir():
+        raise UsageError(
+            f"this model was trained on token shards, whose tokenizer is not at {folder}: give their folder with "
+            f"--data, or one with their index.json and {TOKENIZER_FILE}"
+        )
+    return _Pairs(folder, spec.get("data_fingerprint"))
+
+
+def sample(
+    loaded: Loaded, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, data: Path | None = None
+) -> str:
+    """The prompt and up to `tokens` more tokens as text; ends early where the model ends the document.
+
+    temperature: 0 takes the likeliest token. top_k: draw from this many likeliest tokens; 0 from all. data: as of
+    `words_of`.
 
     Raises:
         UsageError: the model's tokens are no bytes, and nothing here can read them.
     """
-    if loaded.spec.get("vocab") is not None:
-        raise UsageError("this model was trained on a token file: only its tokenizer could read what it writes")
-    context = loaded.spec.get("seq_len")
-    given = torch.tensor([BOUNDARY, *prompt.encode()])
-    drawn = loaded.model.generate(given, tokens, context if isinstance(context, int) else 128, temperature, top_k, seed)
-    text = drawn[1:].numpy().astype(np.uint8).tobytes()
-    return text.split(bytes([BOUNDARY]))[0].decode(errors="replace")
+    words, context = words_of(loaded.spec, data), loaded.spec.get("seq_len")
+    given = torch.tensor([words.end, *words.encode(prompt)])
+    context = context if isinstance(context, int) else 128
+    drawn = generate(loaded.model, given, tokens, context, temperature, top_k, seed, words.count)
+    text = drawn[1:].tolist()
+    return words.decode(text[: text.index(words.end)] if words.end in text else text)
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    prompt: torch.Tensor,
+    tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    vocab: int = BYTES,
+) -> torch.Tensor:
+    """`tokens` more after a prompt (T,), each sampled from at most `context` before it, of the first `vocab` ones.
+
+    temperature 0 takes the likeliest token; top_k 0 samples from all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    out = prompt
+    for _ in range(tokens):
+        logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # the model may have more
+        if temperature == 0:
+            chosen = logits.argmax()[None]
+        else:
+            if 0 < top_k < logits.numel():
+                logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
+            chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
+        out = torch.cat((out, chosen.to(out.device)))
+    return out

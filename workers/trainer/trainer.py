@@ -1,6 +1,7 @@
 """The built-in trainer: one loop over the `Learner` library, with nothing that a user's own loop could not do."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -8,11 +9,14 @@ import structlog
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
-from diloco.workers.exchange.reaching import wait_for_spec
+from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
+from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.data.blocks import Blocks
-from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
+from diloco.workers.trainer.models.hf import weights_digest
+from diloco.workers.trainer.models.hf_config import lies_elsewhere, read_hf
+from diloco.workers.trainer.models.named import build_model, check_model
 from diloco.workers.trainer.recipe import (
     StopFlag,
     add_gradients,
@@ -27,8 +31,7 @@ from diloco.workers.trainer.recipe import (
 )
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 
-STEPS_PER_SHARD = 8
-"""Inner steps of data a learner claims at a time: rare enough for the bus, little enough to lose."""
+LOOK_S = 1.0
 
 log = structlog.get_logger()
 
@@ -36,15 +39,19 @@ log = structlog.get_logger()
 def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
     """Settings with the run's values where nothing else was asked for.
 
-    The text may lie elsewhere on this machine: its path need not agree, since its fingerprint must.
+    The text may lie elsewhere on this machine: its path need not agree, since its fingerprint must. So may the folder
+    of a model of transformers, since its config must.
 
     Raises:
         SpecMismatch: something else was asked for; shows each difference.
+        UsageError: no such model.
     """
     settings = agree(settings, spec.sync.model_dump(), SyncSettings)
-    told_data = "data" in settings.model_fields_set
-    run = {name: value for name, value in spec.trainer.items() if name != "data" or not told_data}
-    return agree(settings, run, TrainerSettings)
+    elsewhere = {"data"}
+    if "model" in settings.model_fields_set and lies_elsewhere(settings.model, spec.trainer.get("model")):
+        elsewhere.add("model")
+    kept = elsewhere & settings.model_fields_set
+    return agree(settings, {n: value for n, value in spec.trainer.items() if n not in kept}, TrainerSettings)
 
 
 def train(settings: LearnerProcess) -> int:
@@ -69,22 +76,43 @@ def train(settings: LearnerProcess) -> int:
         return train_once(settings, wait_for_spec(read, settings.learner_id), redis_url, stop)
 
 
+def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
+    """Until the run has first parameters, where it begins from weights that are not here: another learner's are those.
+
+    begun: as `has_version_0`.
+    """
+    if not wait_for_spec(begun, learner):
+        detail = "this run begins from weights that are not here: a learner with them (--model hf:FOLDER) is awaited"
+        log.warning("joining_delayed", detail=detail)
+        while not wait_for_spec(begun, learner):
+            time.sleep(LOOK_S)
+
+
 def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop: StopFlag) -> int:
     """Join and train; `spec` is the run's, or None to propose one."""
     # --- agree with the run ----------------------------------------------------------------------
     if spec is not None:
         settings = follow(settings, spec)
+        check_model(spec)
 
     # --- device, text, model, optimizer ----------------------------------------------------------
     device = choose_device(settings.device)
     use_threads(settings.threads)
-    text = open_text(settings.data)
-    agreed = trainer_spec(settings, text)
+    named = read_hf(settings.model)
+    text = open_for(settings.data, named, settings.seq_len)
+    agreed = trainer_spec(settings, text, named)
     if spec is not None:
+        check_tokenizer(text, spec.trainer)
         check_text(text, settings.data, spec.trainer)
         agreed["data"] = spec.trainer["data"]
     blocks = Blocks(text.train, settings.seq_len, settings.seed)
-    model = build(settings.model, settings.seed, text.vocab).to(device)
+    model = build_model(settings, named, text)
+    if named is not None and named.has_weights:
+        agreed["weights"] = weights_digest(model)
+    elif spec is not None and "weights" in spec.trainer:
+        agreed["weights"] = spec.trainer["weights"]
+        wait_for_weights(partial(has_version_0, redis_url, settings.run), settings.learner_id)
+    model = model.to(device)
     forward = forward_of(model, device, settings.compile)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate

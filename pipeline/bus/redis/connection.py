@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
+from diloco.pipeline.errors import BusUnavailable
 
 
 class RedisConnection(Connection):
@@ -22,6 +23,15 @@ class RedisConnection(Connection):
 
     async def close(self) -> None:
         await self._redis.close()
+
+    async def _propose(self, key: str, value: bytes) -> bytes:
+        """What a key holds: this value, if it held none."""
+        holds = await self._redis.command("GET", key)  # SETNX is refused where memory is short
+        if holds is None:
+            _, holds = await self._redis.many([("SETNX", key, value), ("GET", key)])
+        if holds is None:
+            raise BusUnavailable(f"{key} vanished as it was set")
+        return bytes(holds)
 
     async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
         return await self._redis.script("claim", [key], nonce, to_ms(ttl_s)) == [1]

@@ -15,7 +15,6 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
-from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
@@ -28,12 +27,7 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
     """The spec is a string; the state a hash of rank and message."""
 
     async def propose_spec(self, spec: bytes) -> bytes:
-        holds = await self.read_spec()  # SETNX is refused where memory is short
-        if holds is None:
-            _, holds = await self._redis.many([("SETNX", self.keys.spec, spec), ("GET", self.keys.spec)])
-        if holds is None:
-            raise BusUnavailable("the spec vanished as it was set")
-        return bytes(holds)
+        return await self._propose(self.keys.spec, spec)
 
     async def read_spec(self) -> bytes | None:
         spec: bytes | None = await self._redis.command("GET", self.keys.spec)

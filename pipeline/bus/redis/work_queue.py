@@ -7,7 +7,7 @@ from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.payload.codec import encode
 
 
@@ -17,6 +17,13 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
     @property
     def _queue(self) -> list[str]:
         return [self.keys.shards, self.keys.shard_positions, self.keys.shard_epoch]
+
+    async def propose_data_order(self, order: DataOrder) -> DataOrder:
+        return stored_values.decode_data_order(await self._propose(self.keys.data_order, encode(order)))
+
+    async def read_data_order(self) -> DataOrder | None:
+        held = await self._redis.command("GET", self.keys.data_order)
+        return None if held is None else stored_values.decode_data_order(held)
 
     async def _put_shards(self, before: int, after: int, empty: bool, shards: Iterable[tuple[Shard, int]]) -> bool:
         pairs = (part for shard, position in shards for part in (encode(shard), position))

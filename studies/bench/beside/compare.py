@@ -104,7 +104,7 @@ class Ours:
         with ExitStack() as stack:
             url = stack.enter_context(server(None, aof=False))
             with Plain(url) as redis:
-                self._redis, version = int(redis.info("process_id")), redis.info("redis_version")
+                self._redis, version = int(redis.info("process_id")), redis.server()
             self._fleet = stack.enter_context(Fleet(self._case, url))
             case = self._case
             self.hello = {

@@ -22,6 +22,8 @@ from diloco.workers.rounds import Base
 
 WIDTHS = (768, 256, 64, 16)
 """Of matrices: the widest of which there are two for each fragment."""
+PATIENCE_S = 120.0
+
 MOVED = 1e-2
 """By this share of itself each weight is moved in a round: more than the step between two bf16 values."""
 
@@ -70,9 +72,17 @@ class Arrivals(dict[int, Base]):
         self._more.set()
 
     def wait(self, count: int) -> None:
-        """Until those of so many fragments are here."""
+        """Until those of so many fragments are here.
+
+        Raises:
+            TimeoutError: nothing comes. Learners here do not train on, so a delta that was refused is not made again.
+        """
         while len(self) < count:
-            self._more.wait()
+            if not self._more.wait(PATIENCE_S):
+                raise TimeoutError(
+                    f"no merge for {PATIENCE_S:g} s: deltas were refused, as uploads are that end too late on a busy "
+                    "machine. Fewer --learners, or --spread them"
+                )
             self._more.clear()
 
 

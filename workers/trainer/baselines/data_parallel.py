@@ -22,17 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.settings import RankProcess
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.data.blocks import Blocks
-from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.data.tokens import TextData, Tokens
-from diloco.workers.trainer.models.gpt import GPT, build
+from diloco.workers.trainer.data.tokenized import open_for
+from diloco.workers.trainer.data.tokens import Tokens
+from diloco.workers.trainer.models.hf_config import read_hf
+from diloco.workers.trainer.models.named import build_model
 from diloco.workers.trainer.recipe import (
     StopFlag,
+    TrainerSpec,
     add_gradients,
     choose_device,
     forward_of,
@@ -157,9 +160,10 @@ class Parts(NamedTuple):
     """What a rank trains with."""
 
     device: torch.device
-    text: TextData
+    agreed: TrainerSpec
+    """As a learner's spec has it."""
     blocks: Blocks
-    model: GPT
+    model: nn.Module
     forward: nn.Module
     """The model as it is called in training."""
     optimizer: torch.optim.Optimizer
@@ -175,11 +179,12 @@ def parts_of(settings: RankProcess) -> Parts:
     """
     device = choose_device(settings.device)
     use_threads(settings.threads or 1)
-    text = open_text(settings.data)
-    model = build(settings.model, settings.seed, text.vocab).to(device)
+    named = read_hf(settings.model)
+    text = open_for(settings.data, named, settings.seq_len)
+    model = build_model(settings, named, text).to(device)
     return Parts(
         device=device,
-        text=text,
+        agreed=trainer_spec(settings, text, named),
         blocks=Blocks(text.train, settings.seq_len, settings.seed),
         model=model,
         forward=forward_of(model, device, settings.compile),
@@ -204,12 +209,12 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     """
     stop = StopFlag()
 
-    device, text, blocks, model, forward, optimizer, validation = parts_of(settings)
+    device, agreed, blocks, model, forward, optimizer, validation = parts_of(settings)
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
         "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
-        "trainer": trainer_spec(settings, text),
+        "trainer": agreed,
     }
     order = block_order(blocks.count, rank, learners)
     mean = GradientMean(model, learners, extra=4)
@@ -222,6 +227,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
         started_unix_s = time.time()
         steps = tokens = 0
         loss = step_s = 0.0
+        smoothed = Ema(SMOOTHING)
         times: list[float] = []
         while tokens < settings.tokens:
             started = time.perf_counter()
@@ -245,7 +251,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
                 time.sleep(max(0.0, started + settings.pace - time.perf_counter()))
             took = time.perf_counter() - started
             times.append(took)
-            step_s = took if steps == 1 else SMOOTHING * step_s + (1 - SMOOTHING) * took
+            step_s = smoothed.observe(took)
             if reports or measures:
                 val_loss = shared_held_out_loss(model, validation, device) if measures else None
                 rows = gather([steps, steps * step_tokens, step_tokens / step_s, own_loss, step_s])

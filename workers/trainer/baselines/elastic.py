@@ -24,8 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from diloco.pipeline.settings import RankProcess
 from diloco.workers.trainer.baselines import preload
 from diloco.workers.trainer.baselines.elastic_rank import be_rank
-from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.data.tokenized import open_for
+from diloco.workers.trainer.models.hf_config import read_hf
+from diloco.workers.trainer.models.named import build_model
 from diloco.workers.trainer.recipe import choose_device
 
 MOST_RESTARTS = 1_000_000
@@ -43,8 +44,9 @@ def run_agent(settings: RankProcess, out: Path, learners: int, every_s: float) -
     Raises:
         UsageError: no such model, text or device.
     """
-    open_text(settings.data)  # what cannot be is said once, here: a rank that fails is only started again
-    build(settings.model, settings.seed).to(choose_device(settings.device))
+    named = read_hf(settings.model)  # what cannot be is said once, here: a rank that fails is only started again
+    text = open_for(settings.data, named, settings.seq_len)
+    build_model(settings, named, text).to(choose_device(settings.device))
     os.environ[preload.TEXT] = settings.data
     multiprocessing.set_forkserver_preload([preload.__name__])
     for name in ("ranks", *(f"learners/learner-{rank}" for rank in range(learners))):

@@ -33,7 +33,6 @@ from diloco.workers.trainer.baselines.data_parallel import (
 from diloco.workers.trainer.recipe import (
     add_gradients,
     read_batch,
-    trainer_spec,
     update,
 )
 from diloco.workers.trainer.schedule import learning_rate
@@ -109,7 +108,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
     rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     (out / "ranks" / f"learner-{rank}").write_text(str(os.getpid()))
 
-    device, text, blocks, model, forward, optimizer, validation = parts_of(settings)
+    device, agreed, blocks, model, forward, optimizer, validation = parts_of(settings)
     mean = GradientMean(model, learners, extra=2)
     step_blocks = settings.batch * settings.accumulate
     steps = load_state(model, optimizer, out / CHECKPOINT_FILE)
@@ -150,7 +149,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
             "format": 1,
             "sync": settings.sync_spec().model_dump(),
             "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
-            "trainer": trainer_spec(settings, text),
+            "trainer": agreed,
         }
         save(model, spec, out / "checkpoint")
         tokens = steps * step_tokens

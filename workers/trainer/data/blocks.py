@@ -4,7 +4,7 @@ import numpy as np
 import xxhash
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.tokens import Tokens
+from diloco.workers.trainer.data.tokens import Tokens, TokenText
 
 _ROUNDS = 4
 
@@ -33,7 +33,7 @@ class Blocks:
     Neighbouring blocks share one token, so that each token but the first is a target exactly once an epoch.
     """
 
-    def __init__(self, text: Tokens, seq_len: int, seed: int = 0) -> None:
+    def __init__(self, text: TokenText, seq_len: int, seed: int = 0) -> None:
         self._text = text
         self._seq_len = seq_len
         self._seed = seed

@@ -1,29 +1,28 @@
-"""Text that does not lie here as text: token files, memory-mapped, and data sets by name.
+"""Text that does not lie here as text: token files, memory-mapped, tables, and data sets by name.
 
 tokens.npy                                     one array of unsigned integers, made by any tokenizer
+text.parquet[,column=T]                        a table, also text.arrow, its text as bytes
 hf:owner/name[,config=C][,split=S][,column=T]  a data set of the Hugging Face hub, its text as bytes
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.tokens import BYTES, MIN_BYTES, TextData, gather, split
+from diloco.workers.trainer.data.sources import TABLES, load_hub, table_parts
+from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, gather, split
 
-_ROUND = 64
-"""A vocabulary is rounded up to this."""
 _PIECE = 2**24
 """Tokens looked at in one go."""
-_KNOWN = ("config", "split", "column")
 
 
 def open_tokens(path: Path) -> TextData:
     """A `.npy` file (tokens,) of uint8, uint16 or uint32, memory-mapped; its last part is held out.
 
-    The vocabulary is as large as its largest token asks for, rounded up; bytes have their own.
+    It has as many entries as its largest token asks for.
 
     Raises:
         UsageError: not such a file, or too short.
@@ -38,8 +37,7 @@ def open_tokens(path: Path) -> TextData:
     if len(tokens) < MIN_BYTES:
         raise UsageError(f"data={str(path)!r}: {len(tokens)} tokens are too few; at least {MIN_BYTES} are needed")
     largest = max(int(tokens[start : start + _PIECE].max()) for start in range(0, len(tokens), _PIECE))
-    vocab = BYTES if tokens.dtype == np.uint8 else (largest // _ROUND + 1) * _ROUND
-    return split(tokens, files=1, skipped=0, vocab=vocab)
+    return replace(split(tokens, files=1, skipped=0), entries=largest + 1, made_by=())
 
 
 def open_hub(data: str) -> TextData:
@@ -48,26 +46,28 @@ def open_hub(data: str) -> TextData:
     Raises:
         UsageError: the extra `hub` is missing, no such data set or column, or too little text.
     """
-    name, *more = data.removeprefix("hf:").split(",")
-    told = dict(part.partition("=")[::2] for part in more)
-    if wrong := [key for key in told if key not in _KNOWN]:
-        raise UsageError(f"data={data!r}: unknown {wrong[0]!r}; known are {', '.join(_KNOWN)}")
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"data={data!r} needs `datasets`, which is not installed: pip install 'diloco[hub]'"
-        ) from error
-    try:
-        table = datasets.load_dataset(name, told.get("config"), split=told.get("split", "train"))
-    except Exception as error:  # of a library with many of its own
-        raise UsageError(f"data={data!r} cannot be loaded: {error}") from error
-    column = told.get("column", "text")
-    if column not in table.column_names:
-        raise UsageError(f"data={data!r} has no column {column!r}; it has {', '.join(table.column_names)}")
-    return gather(_documents(table, column), data)
+    table, column = load_hub(data)
+    return gather(_named(str(row[column] or "") for row in table), data)
 
 
-def _documents(table: Any, column: str) -> Iterator[tuple[str, bytes]]:
-    for place, row in enumerate(table.select_columns([column])):
-        yield str(place), str(row[column]).encode().replace(b"\0", b"")
+def is_table(data: str) -> bool:
+    """Whether `data` names a table's file; a folder may have such a name too."""
+    return data.partition(",column=")[0].endswith(TABLES) and not Path(data).is_dir()
+
+
+def open_table(data: str) -> TextData:
+    """A table's file; documents are held out by a hash of their place in it. All of its text goes to memory.
+
+    Raises:
+        UsageError: the extra `data` is missing, no such file or column, or too little text.
+    """
+    name, _, column = data.partition(",column=")
+    if not Path(name).is_file():
+        raise UsageError(f"data={data!r}: no such file")
+    rows = (text for part in table_parts(Path(name), column or "text") for text in part())
+    return gather(_named(rows), data)
+
+
+def _named(texts: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    for place, text in enumerate(texts):
+        yield str(place), text.encode().replace(b"\0", b"")

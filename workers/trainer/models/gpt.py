@@ -98,24 +98,3 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, table)
         return F.linear(rms_norm(x), self.embedding.weight)
-
-    @torch.inference_mode()
-    def generate(
-        self, prompt: torch.Tensor, tokens: int, context: int, temperature: float, top_k: int, seed: int
-    ) -> torch.Tensor:
-        """`tokens` more tokens after a prompt (T,), each sampled from at most `context` tokens before it.
-
-        temperature 0 takes the likeliest token; top_k 0 samples from all.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        out = prompt
-        for _ in range(tokens):
-            logits = self(out[None, -context:])[0, -1].float().cpu()
-            if temperature == 0:
-                chosen = logits.argmax()[None]
-            else:
-                if 0 < top_k < logits.numel():
-                    logits[logits < logits.topk(top_k).values[-1]] = float("-inf")
-                chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-            out = torch.cat((out, chosen.to(out.device)))
-        return out

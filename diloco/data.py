@@ -1,0 +1,184 @@
+"""`diloco data`: text to token shards, once and before a run. Needs no torch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.units import parse_whole, written
+from diloco.workers.trainer.data import bpe
+from diloco.workers.trainer.data.preparing import SAMPLE_BYTES, new_folder, write_shards
+from diloco.workers.trainer.data.shards import Index, check_shards, digest_of_file, read_index
+from diloco.workers.trainer.data.sources import DATA_SET, Source, open_sources, sample
+
+USUAL_VOCAB = 32_000
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Tokenised text for `--data`: made of texts, tables and data sets of any size, and checked.",
+)
+
+
+def _whole(least: int, most: int, value: str) -> int:
+    """A whole number as people write it; an option's parser."""
+    try:
+        number: int | None = int(parse_whole(value))
+    except ValueError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise typer.BadParameter(f"{value}: give a whole number from {least} to {most}, such as 32k or 2.5M")
+    return number
+
+
+_vocab, _tokens = partial(_whole, bpe.LEAST_VOCAB, bpe.MOST_VOCAB), partial(_whole, 1, 2**62)
+_vocab.__name__ = _tokens.__name__ = "N"  # type: ignore[attr-defined]  # typer asks a parser for its name
+
+
+@app.command()
+def prepare(
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text files, folders, globs, .parquet and .arrow files, stdlib, or "
+            "hf:OWNER/NAME[,config=C][,split=S][,column=T]",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder to make (default: named as the first TEXT, with -tokens)"),
+    ] = None,
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            parser=_vocab,
+            metavar="N",
+            help="Entries of a vocabulary of byte pairs, trained on a sample of the text "
+            f"(default {written(USUAL_VOCAB)})",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Use this tokenizer.json, or that of a folder, and train none"),
+    ] = None,
+    separator: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token of --tokenizer that is put after each document"),
+    ] = None,
+    column: Annotated[
+        str, typer.Option(metavar="NAME", help="Column of tables and data sets that has the text")
+    ] = "text",
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read data sets as they arrive, with no copy on this disk")
+    ] = False,
+    tokens: Annotated[
+        int | None, typer.Option(parser=_tokens, metavar="N", help="End after about so many tokens, e.g. 10B")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token shards that are in FOLDER")] = False,
+) -> None:
+    """Write text as token shards, for `--data FOLDER` of a run, learner or evaluator.
+
+    A vocabulary is trained on a sample first, unless --tokenizer brings one. An unfinished folder is deleted.
+    """
+    if tokenizer is not None and vocab is not None:
+        raise UsageError("--vocab is of a vocabulary that is trained here, and --tokenizer has its own: leave one out")
+    if separator is not None and tokenizer is None:
+        raise UsageError(f"--separator is of a --tokenizer: a vocabulary that is trained here has {bpe.SEPARATOR}")
+    if streaming and not any(text.startswith(DATA_SET) for text in texts):
+        raise UsageError(f"--streaming is of data sets by name: no TEXT begins with {DATA_SET}")
+    out = out or Path(f"{_stem(texts[0])}-tokens")
+    _check_apart(out, texts)
+    loaded = None if tokenizer is None else bpe.load(tokenizer)
+    made_by = None if tokenizer is None else digest_of_file(bpe.file_of(tokenizer))
+    with new_folder(out, overwrite, typer.echo) as folder:
+        source = open_sources(texts, column, streaming)
+        words = loaded or _trained(source, vocab or USUAL_VOCAB)
+        stop = bpe.separator_of(words, separator)
+        with _bar("encoding", len(source.parts) if source.counted else None) as bar:
+            index = write_shards(
+                folder,
+                source,
+                words,
+                stop,
+                made_by=made_by,
+                most_tokens=tokens,
+                part_done=bar.step,
+                encoded=bar.say_tokens,
+            )
+    typer.echo(f"{out}: {_told(index)}\nto train on it: diloco run --data {out}")
+
+
+@app.command()
+def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of token shards")]) -> None:
+    """Read token shards as a whole and compare them with the digests in their index: after copying, or in doubt."""
+    index = read_index(folder)
+    with _bar("reading", index.tokens * np.dtype(index.dtype).itemsize) as bar:
+        check_shards(folder, bar.step)
+    typer.echo(f"{folder}: as it was written; {_told(index)}")
+
+
+class _Bar:
+    """Progress on the terminal; where there is none, nothing is shown."""
+
+    def __init__(self, progress: Progress, what: str, total: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(what, total=total, said="")
+
+    def step(self, amount: int = 1) -> None:
+        """So much more is done."""
+        self._progress.advance(self._task, amount)
+
+    def say_tokens(self, tokens: int) -> None:
+        """Show a number beside the bar."""
+        self._progress.update(self._task, said=f"{tokens / 1e6:.1f}M tokens")
+
+
+@contextmanager
+def _bar(what: str, total: int | None) -> Iterator[_Bar]:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress, what, total)
+
+
+def _stem(text: str) -> str:
+    """A name for what is made of a text."""
+    if text.startswith(DATA_SET):
+        return text.removeprefix(DATA_SET).split(",")[0].rpartition("/")[2]
+    if Path(text).exists():
+        return Path(text).absolute().name.removesuffix(Path(text).suffix) or "text"
+    return text if text.isidentifier() else "text"
+
+
+def _check_apart(out: Path, texts: Sequence[str]) -> None:
+    """Raises UsageError: the folder would be a part of the text the next time, or has text that it would replace."""
+    for text in texts:
+        if Path(text).is_dir() and out.resolve().is_relative_to(Path(text).resolve()):
+            raise UsageError(f"{out} lies in {text}, which is the text: choose another --out")
+        if Path(text).resolve().is_relative_to(out.resolve()):
+            raise UsageError(f"{text} lies in {out}, which would be replaced: choose another --out")
+
+
+def _trained(source: Source, vocab: int) -> Any:
+    typer.echo(f"training a vocabulary of {vocab} on {SAMPLE_BYTES // 2**20} MiB of the text, or all of less")
+    return bpe.train(sample(source, SAMPLE_BYTES), vocab)
+
+
+def _told(index: Index) -> str:
+    return (
+        f"{index.tokens} tokens of {index.documents} documents in {len(index.shards)} shards, "
+        f"{index.tokens - index.train_tokens} of them held out; vocabulary {index.entries}, "
+        f"{index.text_bytes / max(1, index.tokens):.2f} bytes a token; "
+        f"{index.skipped} empty or unreadable ones skipped; "
+        f"fingerprint {index.fingerprint}"
+    )

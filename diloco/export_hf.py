@@ -1,0 +1,206 @@
+"""Checkpoints for transformers and peft: a folder that `from_pretrained` loads. Needs neither of them, nor torch.
+
+The user's folder has what a checkpoint has not: config, tokenizer, and the values of what was not trained.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import typer
+import xxhash
+
+from diloco.export import Globals, find_checkpoint, make_folder, read_globals
+from diloco.hf_names import adapter_names, has_adapter, names_in, some
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.json_object import read_object
+from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
+from diloco.pipeline.messages.spec import frozen_head
+from diloco.pipeline.payload.codec import as_bytes
+from diloco.syncer.scratch import scratch_folder
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
+INDEX = ".index.json"
+COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Files of these kinds are the config's and the tokenizer's; of others nothing is copied."""
+DTYPES: dict[str, tuple[str, Any]] = {
+    "float32": ("F32", np.float32),
+    "bfloat16": ("BF16", ml_dtypes.bfloat16),
+    "float16": ("F16", np.float16),
+}
+"""Those of a config -> as safetensors calls them, and numpy's."""
+
+
+def export_hf(checkpoint: Path, out: Path, config: Path, overwrite: bool = False) -> None:
+    """Write a folder as transformers' and peft's `save_pretrained` do.
+
+    Args:
+        checkpoint: its folder, or a run's output folder.
+        out: the folder to write; files of the same names are replaced if `overwrite` says so.
+        config: a folder with config.json, or with adapter_config.json for a run of an adapter. What the run has not
+            trained is taken from its weights. Those that were trained are written in the config's type of numbers, else
+            in float32; an adapter's in float32.
+
+    Raises:
+        UsageError: no sound checkpoint, no such config, weights of another model, or values that are nowhere.
+    """
+    found = read_globals(find_checkpoint(checkpoint))
+    adapter = (config / ADAPTER_CONFIG).is_file() and (has_adapter(found.tensors) or not (config / CONFIG).is_file())
+    name, dtype, tensors = _adapter(found, config) if adapter else _model(found, config)
+    _check_out(out, config, name, overwrite)
+    make_folder(out.parent)
+    try:
+        with scratch_folder(out.parent) as temporary:
+            for file in sorted(config.iterdir()):
+                if file.is_file() and file.suffix in COPIED and not file.name.endswith(INDEX):
+                    (temporary / file.name).write_bytes(file.read_bytes())
+            write_tensors(temporary / name, tensors)
+            out.mkdir(exist_ok=True)
+            for file in temporary.iterdir():
+                file.replace(out / file.name)
+            temporary.rmdir()
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error}") from error
+    elements = sum(array.size for array in found.tensors.values())
+    own = len(tensors) - len(found.tensors)
+    beside = f"; {own} more tensors from {config}" if own else ""
+    typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}; as {dtype}{beside}")
+    if not adapter and (others := _other_values(found, tensors)):
+        typer.echo(
+            f"warning: {some(others)} of {config} had other values in the run, which has not trained them: unless they "
+            "were quantized there, give the folder that the run began with",
+            err=True,
+        )
+
+
+def _check_out(out: Path, config: Path, name: str, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file: --hf writes a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{out} is not empty: choose another name, or give --overwrite")
+    if out.resolve() == config.resolve():
+        raise UsageError(f"{out} is the folder of --hf itself: choose another one to write to")
+    others = [file.name for kind in ("*.safetensors", "*.bin", f"*{INDEX}") for file in out.glob(kind)]
+    if others := [other for other in others if other != name]:
+        raise UsageError(f"{out} holds other weights ({some(others)}): choose another folder")
+
+
+# --- a model ----------------------------------------------------------------------------------------------
+
+
+def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
+    """Name of the file, type of its numbers, and its tensors, of which the trained ones come first."""
+    config = read_object(folder / CONFIG)
+    if has_adapter(found.tensors):
+        raise UsageError(f"the run has trained an adapter: --hf takes the folder with its {ADAPTER_CONFIG}")
+    if config.get("quantization_config"):
+        raise UsageError(f"{folder / CONFIG} is of a quantized model: give the folder of the one in full precision")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise UsageError(f"{folder / CONFIG}: dtype {dtype!r} is none of {', '.join(DTYPES)}")
+    own = _own_weights(folder)
+    there = names_in(own, [*found.tensors, *found.frozen])
+    if own and not there:
+        raise UsageError(
+            f"the weights in {folder} are of another model: they have {some(list(own))}, and the run "
+            f"{some(list(found.tensors))}"
+        )
+    if missing := [name for name in found.frozen if name not in there]:
+        raise UsageError(
+            f"the run has not trained {some(missing)}, and {folder} has no such weights: give the folder with the "
+            "weights that the run began with"
+        )
+    tensors = {there.get(name, name): _trained(name, array, dtype) for name, array in found.tensors.items()}
+    _check_shapes(tensors, own, folder)
+    replaced, frozen = [own[name] for name in tensors if name in own], {there[name] for name in found.frozen}
+    rest = {name: one for name, one in own.items() if name not in tensors}
+    return WEIGHTS, dtype, tensors | {n: one for n, one in rest.items() if n in frozen or not _is_copy(one, replaced)}
+
+
+def _other_values(found: Globals, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Which frozen parameters the run had with other values, in whatever type of numbers."""
+    there = names_in(tensors, [*found.tensors, *found.frozen])
+    return [name for name, digest in found.frozen.items() if digest not in _digests(tensors[there[name]])]
+
+
+def _digests(tensor: Tensor) -> Iterator[bytes]:
+    """As `workers.checks.frozen_digests` makes them, of a tensor in its own type and in others."""
+    own = {stored: (name, kind) for name, (stored, kind) in DTYPES.items()}.get(tensor.dtype)
+    if own is None:
+        return
+    values = np.frombuffer(tensor.read(), own[1])
+    for name, kind in (own, *((name, kind) for name, (_, kind) in DTYPES.items())):
+        with np.errstate(over="ignore"):
+            one = as_bytes(values.astype(kind, copy=False))
+        yield xxhash.xxh3_128_digest(frozen_head(tensor.shape, f"torch.{name}") + bytes(one))
+
+
+def _own_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights that lie beside a config, if any do."""
+    if (index := folder / f"{WEIGHTS}{INDEX}").is_file():
+        files = read_object(index).get("weight_map")
+        if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
+            raise UsageError(f"{index} does not say which weights are in which file")
+        shards = {file: read_tensors(folder / file) for file in sorted(set(files.values()))}
+        if missing := [name for name, file in files.items() if name not in shards[file]]:
+            raise UsageError(f"{index} names {some(missing)}, which its file has not")
+        return {name: shards[file][name] for name, file in files.items()}
+    if (folder / WEIGHTS).is_file():
+        return read_tensors(folder / WEIGHTS)
+    if pickled := [file.name for file in folder.glob("*.bin")]:
+        raise UsageError(f"{folder} has its weights in {some(pickled)}: save them as safetensors first")
+    return {}
+
+
+def _is_copy(one: Tensor, of: list[Tensor]) -> bool:
+    """Whether a matrix was saved a second time under the name of one that it is tied to, and that is trained now."""
+    alike = [other for other in of if (other.shape, other.dtype) == (one.shape, one.dtype) and len(one.shape) > 1]
+    return any(one.read() == other.read() for other in alike)
+
+
+# --- an adapter -------------------------------------------------------------------------------------------
+
+
+def _adapter(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
+    kind = str(read_object(folder / ADAPTER_CONFIG).get("peft_type"))
+    names = adapter_names(found.tensors, kind)
+    tensors = {names[name]: _trained(name, array, "float32") for name, array in found.tensors.items()}
+    if (folder / ADAPTER_WEIGHTS).is_file():
+        own = read_tensors(folder / ADAPTER_WEIGHTS)
+        _check_shapes(tensors, own, folder)
+        if missing := [name for name in own if name not in tensors]:
+            raise UsageError(f"the adapter in {folder} has {some(missing)}, which the run has not trained")
+    return ADAPTER_WEIGHTS, "float32", tensors
+
+
+# --- tensors ----------------------------------------------------------------------------------------------
+
+
+def _trained(name: str, array: npt.NDArray[np.float32], dtype: str) -> Tensor:
+    stored, kind = DTYPES[dtype]
+    return Tensor(stored, array.shape, array.size * np.dtype(kind).itemsize, _converted(name, array, kind))
+
+
+def _converted(name: str, array: npt.NDArray[np.float32], kind: Any) -> Callable[[], Any]:
+    def read() -> memoryview:
+        with np.errstate(over="ignore"):
+            values = array.astype(kind, copy=False)
+        if kind is np.float16 and not np.isfinite(values).all():
+            raise UsageError(f"{name} has values that float16 has not: set dtype in {CONFIG} to bfloat16 or float32")
+        return as_bytes(np.ascontiguousarray(values))
+
+    return read
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: Path) -> None:
+    for name, tensor in tensors.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise UsageError(
+                f"{name} is {list(tensor.shape)} in the run and {list(own[name].shape)} in {folder}: another model"
+            )

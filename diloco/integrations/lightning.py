@@ -1,0 +1,89 @@
+"""A learner in Lightning's `Trainer`.
+
+    from diloco.integrations.lightning import DilocoCallback
+
+    trainer = Trainer(..., callbacks=[DilocoCallback(run="my-run", tokens="1B")])
+
+The run's model is in the module when `fit` returns. Checkpoints that Lightning saves meanwhile hold this learner's own
+values, and are for going on: parameters come from the run all the same, moments from a state folder, else from the
+checkpoint. Fabric's loops are one's own: `diloco.integrations.loops`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from diloco.extras import naming_extra
+from diloco.integrations.hosted import HostedCallback, tokens_of
+
+with naming_extra("diloco.integrations.lightning", "lightning"):
+    from lightning.pytorch.callbacks import Callback
+
+
+class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
+    """Joins a run when fitting begins, trains until the run is finished, and leaves its model in the module.
+
+    Unless it is told (`step_tokens`), a step has trained what its batches hold (`hosted.tokens_of`). `schedule` holds
+    whatever schedule the module has. What an `evaluator` measures is logged as `val_global_loss`.
+    """
+
+    _schedulers: Sequence[Any] = ()
+    _held = _of_step = 0
+    """Tokens of the batches since the last update; those of the update that is being made."""
+    _batch = 0
+    """Tokens of the present batch that are in neither yet: a step that returns no loss does not train it."""
+    _losses: list[Any]
+    """Of the micro-batches since the last update."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join with the module and its optimizers, which have loaded their checkpoint by now."""
+        self._losses, self._held = [], 0
+        with self._hosted.begin(pl_module, trainer.optimizers, self._take_tokens) as learner:
+            if self._schedule is not None:
+                self._schedulers = [learner.progress_schedule(one, **self._schedule) for one in trainer.optimizers]
+            trainer.should_stop |= learner.finished
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count what the batch holds."""
+        if self._hosted.counts_itself:
+            self._batch = tokens_of(batch)
+            if not pl_module.automatic_optimization:  # a backward of its own need not pass by here
+                self._hold()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """A micro-batch's share of its step's loss."""
+        self._losses.append(loss.detach())
+        self._hold()
+
+    def _hold(self) -> None:
+        self._held, self._batch = self._held + self._batch, 0
+
+    def _take_tokens(self) -> int:
+        tokens, self._of_step = self._of_step, 0
+        return tokens
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """All batches since the last update are this one's, also where a GradScaler skips it."""
+        if self._losses or self._held:  # of several optimizers, the first one
+            self._hosted.tell(sum(self._losses) if self._losses else None)
+            self._of_step, self._held, self._losses = self._held, 0, []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End with the run."""
+        if not self._losses:  # an update was made
+            for scheduler in self._schedulers:
+                scheduler.step()
+        trainer.should_stop |= self.learner.finished
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The run's model too."""
+        wanted = None if trainer.sanity_checking else self._evaluator
+        if wanted is not None and (loss := wanted.evaluate()) is not None:
+            pl_module.log("val_global_loss", loss)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave, and put the run's values into the module."""
+        self._hosted.end(f"give it more than max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave; the state is saved where the process was only asked to end."""
+        self._hosted.give_up(save_state=isinstance(exception, SystemExit))

@@ -1,0 +1,37 @@
+"""`diloco redis`: a Redis for the parties of a run, where none is installed."""
+
+import asyncio
+import contextlib
+
+import typer
+
+from diloco.options import RedisProcess, reached_at, takes
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.process import lifecycle
+
+LOOK_S = 1.0
+"""How often it is looked whether the server is still there."""
+
+
+async def _serve(settings: RedisProcess) -> None:
+    stop = lifecycle.stop_event()
+    with EmbeddedRedis(
+        port=settings.redis_port, host=settings.redis_bind, password=settings.secret(), dies_with_us=True
+    ) as server:
+        typer.echo(f"until Ctrl-C all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
+        while not stop.is_set():
+            server.answers()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_S)
+
+
+@takes(RedisProcess)
+def command(settings: RedisProcess) -> None:
+    """Start a Redis for the parties of a run, here and on other machines: the one of `diloco run`, by itself.
+
+    It keeps nothing on disk. What it loses when it is started again, syncers and learners that are there put back;
+    a run that has lost these too goes on from its checkpoint.
+
+    Example: diloco redis --redis-bind 192.168.1.10
+    """
+    asyncio.run(_serve(settings))

@@ -1,0 +1,34 @@
+"""A causal language model of transformers as a learner, in a plain loop; at the end the run's weights are in a folder.
+
+Start a syncer (`diloco syncer --run hf-model`), then this as often as you like, all with DILOCO_REDIS_URL set.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from diloco import Learner
+
+BATCH, LENGTH, MICRO_BATCHES = 8, 64, 2
+text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()  # a byte is a token
+
+config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = AutoModelForCausalLM.from_config(config)  # or .from_pretrained("a-folder"): the same in all learners
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+with Learner(model, optimizer, run="hf-model") as learner:  # until 2.5M tokens are trained; else say tokens="1B"
+    learner.attach(tokens=BATCH * LENGTH * MICRO_BATCHES)  # of a step, all its micro-batches together
+    while not learner.finished:
+        for _ in range(MICRO_BATCHES):
+            starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))  # each learner draws its own
+            inputs = tokens[starts + torch.arange(LENGTH)]  # (BATCH, LENGTH)
+            loss = model(input_ids=inputs, labels=inputs).loss / MICRO_BATCHES
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+learner.load_globals()  # the model is the run's from here on, and not this learner's
+model.save_pretrained(f"hf-model-{learner.id}")

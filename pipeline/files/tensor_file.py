@@ -1,0 +1,88 @@
+"""safetensors files, tensor by tensor as bytes: of every type, also those that numpy has not.
+
+A file is the length of its header (8 bytes, little-endian), the header as JSON, and the tensors' bytes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+
+MOST_HEADER_BYTES = 100_000_000
+"""As the format's own library has it."""
+METADATA = "__metadata__"
+_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor, row by row."""
+
+    dtype: str
+    """As the format names it: F32, BF16 ..."""
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], Any]
+    """Its bytes, as a buffer."""
+
+
+class _Entry(BaseModel):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+    """First byte, and the one after the last, behind the header."""
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, memory-mapped: their bytes are read when asked for.
+
+    Raises:
+        UsageError: it cannot be read, or is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            whole = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ))
+        start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
+        if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
+            raise ValueError("its header does not fit in it")
+        header = json.loads(bytes(whole[_LENGTH:start]))
+        entries = _HEADER.validate_python({name: entry for name, entry in header.items() if name != METADATA})
+        return {name: _mapped(whole[start:], entry) for name, entry in entries.items()}
+    except (OSError, ValueError, AttributeError) as error:  # of which pydantic's and JSON's are kinds
+        raise UsageError(f"{path} cannot be read as a safetensors file: {str(error).splitlines()[0]}") from error
+
+
+def _mapped(data: memoryview, entry: _Entry) -> Tensor:
+    begin, end = entry.data_offsets
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError("a tensor lies beyond its end")
+    return Tensor(entry.dtype, entry.shape, end - begin, lambda: data[begin:end])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file, one tensor after the other, as transformers and peft read it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    begin = 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, begin + tensor.nbytes)}
+        begin += tensor.nbytes
+    encoded = dumps(header).encode()
+    encoded += b" " * (-len(encoded) % _LENGTH)  # what follows is aligned
+    with path.open("xb") as file:
+        file.write(len(encoded).to_bytes(_LENGTH, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(tensor.read())

@@ -1,0 +1,64 @@
+"""`diloco redis`: a Redis for parties on several machines, for as long as the command runs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis as redis_py
+
+from diloco import cli
+from diloco.options import RedisProcess, reached_at
+from diloco.pipeline.bus.embedded import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, status: int) -> None:
+    """However it is ended, no server is left behind (SIGKILL: on Linux)."""
+    port, password = free_port("127.0.0.1"), "letters-and-digits"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    command = [sys.executable, "-u", "-m", "diloco", "redis", "--redis-port", str(port)]
+    environment = kept | {"PYTHONPATH": str(ROOT), "DILOCO_REDIS_PASSWORD": password}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert f"export DILOCO_REDIS_URL=redis://:<password>@127.0.0.1:{port}" in said
+            assert password not in said
+            client = redis_py.Redis(port=port, password=password)
+            assert client.ping()
+            with pytest.raises(redis_py.AuthenticationError):
+                redis_py.Redis(port=port).ping()
+            process.send_signal(number)
+            assert process.wait(20) == status
+        finally:
+            process.kill()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            redis_py.Redis(port=port, password=password).ping()
+        except redis_py.ConnectionError:
+            break
+        assert time.monotonic() < deadline, "the server outlived its command"
+        time.sleep(0.05)
+
+
+def test_it_listens_to_others_only_with_a_password(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DILOCO_REDIS_PASSWORD", raising=False)
+    assert cli.main(["redis", "--redis-bind", "0.0.0.0"]) == 2  # noqa: S104
+    assert "without a password" in capsys.readouterr().err
+
+
+def test_an_address_of_all_is_nobodys() -> None:
+    """What is printed is for other machines to type."""
+    assert reached_at(RedisProcess(redis_bind="0.0.0.0")) == "redis://<this machine>:6379"  # noqa: S104
+    assert reached_at(RedisProcess(redis_bind="192.168.1.10", redis_port=7000)) == "redis://192.168.1.10:7000"
+    assert reached_at(RedisProcess(redis_bind="::1")) == "redis://[::1]:6379"

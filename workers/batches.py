@@ -1,0 +1,152 @@
+"""Indices of a dataset in batches, from the run's work queue: a `batch_sampler` for torch's DataLoader. No torch.
+
+The loader draws in the training thread, ahead of the loop. A shard is acknowledged when its batches are trained on
+(`in_hand`), not when they are drawn. All batches are full: they go on over the ends of shards, passes and epochs.
+"""
+
+import operator
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
+from diloco.workers.checks.own_process import OwnProcess
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.exchange.work_queue import ShardsInTurn
+from diloco.workers.in_hand import Drawn, InHand, Reached
+from diloco.workers.trainer.data.blocks import permuted
+
+DRY_S = 2.0
+"""The loop waits so long for a shard, once, before it is given again what it had. Of a bus that works, one comes in
+milliseconds: this is for a loader that draws many batches at once as it starts."""
+MOST = 2**53
+"""Largest length, and largest seed."""
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
+    """An argument of `Learner.batches`.
+
+    Raises:
+        UsageError: it is no whole number within bounds; names it.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise UsageError(f"batches(): {name}={value!r:.40}; pass a whole number from {least} to {most}")
+    return number
+
+
+class Batches(OwnProcess):
+    """One learner's batches. Each pass over it has `len` of them, as many as the data, and goes on where it was."""
+
+    drop_last = False
+    """As in torch's `BatchSampler`: no index is left out."""
+
+    def __init__(
+        self,
+        order: DataOrder,
+        batch_size: int,
+        accumulate: int,
+        first: ClaimedShard,
+        shared: Shared,
+        *,
+        drawn: Callable[[str], None],
+        finished: Callable[[str], None],
+        chance: random.Random,
+        check: Callable[[], Any],
+        dry_s: float = DRY_S,
+    ) -> None:
+        """Args:
+        order: agreed with the run.
+        batch_size: indices in a batch.
+        accumulate: batches in a step.
+        first: the shard to begin with.
+        shared: where the exchange puts claimed shards, and reads the position in the shard in hand.
+        drawn: told the entry id of each shard that nothing is left to draw from.
+        finished: told the entry id of each shard that is trained on to its end.
+        chance: chooses what is read again.
+        check: raises if the learner is not in its run.
+        dry_s: how long to wait for a shard.
+        """
+        super().__init__("learner.batches(...)")
+        self.batch_size = batch_size
+        self._length, self._seed = order.length, order.seed
+        steps = -(-order.length // (batch_size * accumulate))
+        self._batches = steps * accumulate
+        self._in_hand = InHand(accumulate)
+        self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
+        self._shards, self._check, self._dry_s = ShardsInTurn(shared, chance), check, dry_s
+        self._claimed: ClaimedShard | None = first
+        """None: the shard in hand is read again."""
+        self._shard, self._at = first.shard, first.shard.start + first.position
+        self._passes = 0
+        self._thread = 0
+        """That the last batch was drawn in."""
+
+    def __len__(self) -> int:
+        """Batches in a pass: those of an epoch, if this learner were alone, in whole steps."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """A pass. What an earlier one has drawn, and no step has trained, comes again first.
+
+        Raises:
+            UsageError: the learner is not in its run, this is another process, or another pass has begun meanwhile.
+            DilocoError: what the learner's other thread has ended by.
+        """
+        self.check_process()
+        self._in_hand.begin()
+        self._passes += 1
+        number = self._passes
+        for _ in range(self._batches):
+            self.check_process()
+            if number != self._passes:
+                raise UsageError("batches: a pass goes on after a newer one began; iterate over one loader at a time")
+            self._check()
+            self._thread = threading.get_ident()
+            yield list(self._in_hand.draw(self._new).indices)
+        if number == self._passes:
+            self._in_hand.end()
+
+    def stepped(self) -> None:
+        """A step is done: acknowledge what it has trained.
+
+        Raises:
+            UsageError: batches are drawn in another thread, or steps have another number of batches than was said.
+        """
+        if self._thread not in (0, threading.get_ident()):
+            raise UsageError(
+                "batches are drawn in another thread than the one that trains: iterate over the loader there"
+            )
+        for batch in self._in_hand.stepped():
+            for reached in batch.reached:
+                position = None if reached.whole else (reached.entry_id, reached.read)
+                self._shared.shard_position = self._shared.shard_handed_out = position
+                if reached.whole:
+                    self._tell_finished(reached.entry_id)
+
+    def _new(self) -> Drawn:
+        """A batch that was never drawn."""
+        indices: list[int] = []
+        reached: list[Reached] = []
+        while len(indices) < self.batch_size:
+            if self._at == self._shard.stop:
+                self._next_shard()
+            stop = min(self._shard.stop, self._at + self.batch_size - len(indices))
+            key = b"/%d/%d" % (self._seed or 0, self._shard.epoch)
+            indices += (permuted(at, self._length, key) for at in range(self._at, stop))
+            self._at, whole = stop, stop == self._shard.stop
+            if self._claimed is not None:
+                reached.append(Reached(self._claimed.entry_id, stop - self._shard.start, whole))
+                if whole:
+                    self._tell_drawn(self._claimed.entry_id)
+        return Drawn(tuple(indices), tuple(reached))
+
+    def _next_shard(self) -> None:
+        """Take up the next that is claimed; where there is none, read one again."""
+        self._claimed, self._shard = self._shards.after(self._claimed, self._dry_s)
+        self._at = self._shard.start + (0 if self._claimed is None else self._claimed.position)

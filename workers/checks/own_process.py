@@ -1,0 +1,57 @@
+"""What must not be used in another process: one that was forked, or to which it was sent."""
+
+import os
+from collections.abc import Iterator
+from typing import Generic, NoReturn, TypeVar
+
+from diloco.pipeline.errors import UsageError
+
+T = TypeVar("T")
+
+
+class OwnProcess:
+    """Base of what belongs to the process that made it."""
+
+    def __init__(self, what: str) -> None:
+        """what: its name, for the error."""
+        self._what, self._pid = what, os.getpid()
+
+    def check_process(self) -> None:
+        """See that this is that process.
+
+        Raises:
+            UsageError: it is another one.
+        """
+        if os.getpid() != self._pid:
+            raise self._refusal()
+
+    def __reduce__(self) -> NoReturn:
+        """Pickled, it would be sent to another process.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> UsageError:
+        return UsageError(
+            f"{self._what} gives indices in the learner's own process only, not in a DataLoader's worker: make the "
+            f"loader as DataLoader(dataset, batch_sampler=learner.batches(...)), so that workers get the indices"
+        )
+
+
+class OwnIterator(OwnProcess, Iterator[T], Generic[T]):
+    """An iterator of the process that made it."""
+
+    def __init__(self, what: str, inner: Iterator[T]) -> None:
+        super().__init__(what)
+        self._inner = inner
+
+    def __next__(self) -> T:
+        """The next of `inner`.
+
+        Raises:
+            UsageError: this is another process.
+        """
+        self.check_process()
+        return next(self._inner)

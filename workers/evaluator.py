@@ -1,0 +1,152 @@
+"""The evaluator as a library: the loss of a run's global model, beside whatever trains.
+
+    def loss(model):  # one number of held-out data
+        return sum(cross_entropy(model(x), y) for x, y in held_out) / len(held_out)
+
+    Evaluator(model, loss, run="my-run").follow()  # a process of its own, until the run is finished
+
+In a training program `evaluate()` measures once, when the program likes. What is measured is in the run's status,
+report and picture.
+"""
+
+import asyncio
+import copy
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import structlog
+import torch
+from torch import nn
+
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.errors import BusError, UsageError, outage_event
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.settings import BusSettings, load
+from diloco.workers.exchange.evaluating import Evaluating, LossFunction, Measured, follow
+from diloco.workers.exchange.reaching import in_own_loop, read_run, url_of
+
+EVERY_S = 5.0
+
+
+class Evaluator:
+    """Measures the global parameters of a run. It has a model of its own, and training is as if it were not there."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        run: str = "run",
+        redis_url: str | None = None,
+        every_s: float = EVERY_S,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """Copies the model; nothing is connected yet.
+
+        Args:
+            model: as learners train it, with the same values of what is not trained. It may be the one in training.
+            loss_fn: called with the copy, which is in evaluation mode and records no gradients; gives one number. In
+                nats per token it stands beside other runs' losses.
+            run: name of the run.
+            redis_url: default: the environment's DILOCO_REDIS_URL. Where parties have users, this is the evaluator's.
+            every_s: `follow` lets so much time go by between two measurements.
+            device: where the copy lies; default: where the model does.
+
+        Raises:
+            UsageError: no Redis URL, no such name of a run, or a model that cannot be copied.
+        """
+        self._run, self._url = load(BusSettings, {"run": run}).run, url_of(redis_url)
+        self._every_s = every_s
+        self._measured = Measured(_copy(model, device), loss_fn)
+        self._evaluating: Evaluating | None = None
+        self._stopped = threading.Event()
+        self._following: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def evaluate(self) -> float | None:
+        """The loss of the run's newest model, which the run keeps. Waits for the network and for `loss_fn`.
+
+        Where nothing has changed since the last time, that is the answer. Random numbers go on as if nothing had been
+        drawn: Python's, numpy's, and torch's of the host and of the copy's GPU. None: the run has no parameters yet, or
+        Redis does not answer, which is logged.
+
+        Raises:
+            SpecMismatch: the run has another model.
+            UsageError: `loss_fn` gave no number. NaN and infinities are kept, as null in the files.
+        """
+        with _randomness_kept(self._measured.model):
+            return in_own_loop(self._once())
+
+    def follow(self) -> None:
+        """Measure as the run goes on, until it is finished and its last model is measured, or `stop`.
+
+        May begin before the run or late. Without Redis it waits, and goes on when it is back. `loss_fn` is called in
+        another thread. Meanwhile `evaluate` is not for use.
+
+        Raises:
+            SpecMismatch, UsageError: as `evaluate`.
+        """
+        in_own_loop(self._follow())
+
+    def stop(self) -> None:
+        """End `follow` after what it measures now. From another thread, or a signal's handler."""
+        self._stopped.set()
+        if self._following is not None:
+            loop, event = self._following
+            with suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(event.set)
+
+    async def _once(self) -> float | None:
+        try:
+            async with open_bus(self._url, self._run) as bus:
+                spec = await read_run(bus)
+                return None if spec is None else await self._of(spec).measure(bus)
+        except BusError as error:
+            structlog.get_logger().warning(outage_event(error), error=str(error), detail="nothing was evaluated")
+            return None
+
+    async def _follow(self) -> None:
+        stop = asyncio.Event()
+        self._following = asyncio.get_running_loop(), stop
+        try:
+            if not self._stopped.is_set():
+                await follow(self._url, self._run, self._of, stop)
+        finally:
+            self._following = None
+
+    def _of(self, spec: Spec) -> Evaluating:
+        """That of this run; what is pulled stays from one time to the next."""
+        if self._evaluating is None or self._evaluating.spec != spec:
+            self._evaluating = Evaluating(spec, self._measured, self._every_s)
+        return self._evaluating
+
+
+def _copy(model: nn.Module, device: str | torch.device | None) -> nn.Module:
+    """Made on the device, tensor by tensor; what is tied stays tied."""
+    made: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            moved = tensor.detach().to(tensor.device if device is None else device, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+    try:
+        copied = copy.deepcopy(model, made)
+    except (RuntimeError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(f"the model cannot be copied ({first}): give the evaluator one that was just made") from error
+    return copied if device is None else copied.to(device)
+
+
+@contextmanager
+def _randomness_kept(model: nn.Module) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers go on afterwards where they were, those of the model's GPUs too."""
+    pythons, numpys = random.getstate(), np.random.get_state()  # the state that others draw from
+    gpus = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)

@@ -1,0 +1,185 @@
+"""A run's global parameters in a model, and a loss that is measured of them as the heads move. asyncio.
+
+It only reads heads and payloads and appends evaluations; a run goes on without it, and a second one does no
+harm. What is evaluated is the global parameters, never one learner's (Streaming DiLoCo).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import structlog
+import torch
+from torch import nn
+
+from diloco.pipeline.agreement import MOST_TOLD
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import BadPayload, BusError, SpecMismatch, outage_event
+from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Evaluation, Phase, RunState
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.retry import Backoff
+from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.waiting import first_of
+from diloco.workers.checks.arguments import one_number
+from diloco.workers.exchange.reaching import read_run
+from diloco.workers.names import named_buffers, named_parameters
+from diloco.workers.parameters import FragmentParameters
+
+POLL_S = 0.5
+"""How often the run's state is looked at: one small read."""
+
+BACKOFF = Backoff(0.2, 5.0)
+
+LossFunction = Callable[[nn.Module], float | torch.Tensor]
+"""A model -> one number, which may be NaN or infinite; in nats per token where it stands beside others. It leaves the
+model as it is."""
+
+log = structlog.get_logger()
+
+
+class Measured(NamedTuple):
+    """What is measured, and how."""
+
+    model: nn.Module
+    """Of the run's tensors; nobody else's, since the globals are written into it."""
+    loss: LossFunction
+
+
+class Evaluating:
+    """The global parameters as last pulled, and what was last measured of them."""
+
+    def __init__(self, spec: Spec, measured: Measured, every_s: float) -> None:
+        """spec: the run's. every_s: shortest time between two measurements.
+
+        Raises:
+            SpecMismatch: the model lacks a tensor of the run, or has it in another shape.
+        """
+        check_tensors(measured.model, spec)
+        self.spec, self._every_s = spec, every_s
+        self._model, self._loss = measured.model.eval(), measured.loss
+        self._layout: Layout = layout_of(spec.tensors)
+        self._parameters = FragmentParameters(self._model, self._layout)
+        self._held: list[tuple[int, bytes] | None] = [None] * len(self._layout.fragments)
+        self._measured: list[tuple[int, bytes] | None] = []
+        self._next_s = 0.0
+        self.last: float | None = None
+        """What was last measured."""
+
+    async def look(self, bus: Bus) -> bool:
+        """Evaluate if it is time and something changed; True once the finished run has its last evaluation."""
+        state = await bus.read_state()
+        if state is None:
+            return False
+        finished = state.phase is Phase.FINISHED
+        if not finished and time.monotonic() < self._next_s:
+            return False
+        if not await self._pull(bus):
+            return False
+        if finished and tuple(self._held) != state.manifest:
+            log.warning("manifest_not_reached", held=[held[0] for held in self._held if held])
+        if finished or self._held != self._measured:
+            self._next_s = time.monotonic() + self._every_s
+            await self._evaluate(bus, state, finished)
+        return finished
+
+    async def measure(self, bus: Bus) -> float | None:
+        """The loss of what the heads name now, whenever it was last measured; None: there is nothing yet."""
+        state = await bus.read_state()
+        if state is None or not await self._pull(bus):
+            return None
+        if self._held != self._measured:
+            await self._evaluate(bus, state, final=tuple(self._held) == state.manifest)
+        return self.last
+
+    async def _pull(self, bus: Bus) -> bool:
+        """Make the model that of the heads; False if one is not there, or went meanwhile: read them again."""
+        heads = [head for head in await bus.read_heads(range(len(self._held))) if head is not None]
+        return len(heads) == len(self._held) and await self._pull_heads(bus, heads)
+
+    async def _pull_heads(self, bus: Bus, heads: list[Head]) -> bool:
+        for p, head in enumerate(heads):
+            if self._held[p] == (head.version, head.digest):
+                continue
+            try:
+                layout = self._layout.fragments[p]
+                sync = layout.sync(self.spec.sync)
+                values = await pull_exact(bus, head, layout.elements, sync, asyncio.to_thread)
+            except BadPayload as error:
+                log.debug("pull_failed", fragment=p, version=head.version, error=str(error))
+                return False
+            self._parameters.overwrite(p, values)
+            self._held[p] = (head.version, head.digest)
+        return True
+
+    async def _evaluate(self, bus: Bus, state: RunState, final: bool) -> None:
+        # in a thread: the loop goes on serving its connections
+        self.last = loss = await asyncio.to_thread(self._number)
+        now = time.time()
+        evaluation = Evaluation(
+            loss=loss,
+            tokens=state.tokens,
+            versions=tuple(held[0] for held in self._held if held is not None),
+            unix_s=now,
+            elapsed_s=max(0.0, now - state.started_unix_s),
+            final=final,
+        )
+        await bus.add_evaluation(evaluation)
+        self._measured = list(self._held)
+        log.info(
+            "evaluated", loss=round(loss, 4), tokens=state.tokens, outer_steps=sum(evaluation.versions), final=final
+        )
+
+    @torch.inference_mode()
+    def _number(self) -> float:
+        return float(one_number(self._loss(self._model), "the evaluator's loss is {}, {}: it must be one number"))
+
+
+def check_tensors(model: nn.Module, spec: Spec) -> None:
+    """Whether a model has all tensors of a run.
+
+    Raises:
+        SpecMismatch: naming those that it has not, or in another shape.
+    """
+    here = {buffer.name: tuple(buffer.tensor.shape) for buffer in named_buffers(model) if buffer.tensor is not None}
+    here |= {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+    lines = [
+        f"  tensor {one.name}: here {list(here[one.name]) if one.name in here else 'absent'}, the run {list(one.shape)}"
+        for one in spec.tensors
+        if here.get(one.name) != one.shape
+    ]
+    if lines:
+        more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
+        told = "\n".join([*lines[:MOST_TOLD], *more])
+        raise SpecMismatch(f"the evaluator's model is not the run's:\n{told}\nGive it the model that learners train.")
+
+
+async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> None:
+    """Evaluate until the run is finished and measured, or `stop` is set; outlives an unavailable bus.
+
+    begin: called with the spec, once there is one; what it raises ends this.
+    """
+    bus: Bus | None = None
+    evaluating: Evaluating | None = None
+    waits = BACKOFF.waits()  # by hand, not by `retry`: `stop` ends a pause, but not a look that is under way
+    try:
+        while not stop.is_set():
+            pause_s = POLL_S
+            try:
+                if bus is None:
+                    bus = await connect(url, run)
+                if evaluating is None and (spec := await read_run(bus)) is not None:
+                    evaluating = begin(spec)
+                if evaluating is not None and await evaluating.look(bus):
+                    return
+                waits = BACKOFF.waits()
+            except BusError as error:
+                pause_s = next(waits)
+                log.warning(outage_event(error), error=str(error), retry_s=pause_s)
+            await first_of(stop, timeout_s=pause_s)
+    finally:
+        if bus is not None:
+            await bus.close()

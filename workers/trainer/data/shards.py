@@ -1,0 +1,284 @@
+"""Token shards: a text as files of tokens, with an index. What `diloco data prepare` writes, and how it is read.
+
+    FOLDER/index.json             counts, vocabulary, a digest of each shard, and the fingerprint of all
+    FOLDER/train-00000.bin ...    tokens one after the other, uint16 or uint32, little-endian
+    FOLDER/validation-00000.bin
+    FOLDER/tokenizer.json         what made the tokens, and makes text of them
+
+The fingerprint is over the index alone, so that nothing is read at start; a shard's size must be the index's. Its
+digest was made as it was written. `check_shards` reads all and compares.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.payload.codec import as_bytes
+from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, Tokens
+
+INDEX_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT = "diloco token shards, 1"
+_MARK = re.compile(rb'"format": *"diloco token shards')
+_NAME = re.compile(r"(train|validation)-\d{5}\.bin")
+_PROBE_BYTES = 4096
+_PIECE_BYTES = 2**20
+"""Read in one go by a check."""
+
+
+class TokenShard(BaseModel):
+    """One file of tokens."""
+
+    model_config = ConfigDict(frozen=True)
+
+    file: str = Field(pattern=r"^[a-z]+-\d{5}\.bin$")
+    tokens: int = Field(ge=1)
+    digest: str
+    """xxh3-128 of its bytes, in hex."""
+
+
+class Index(BaseModel):
+    """What `index.json` says. All shards in their order are one text; its first `train_tokens` are trained on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal["diloco token shards, 1"]
+    dtype: Literal["uint16", "uint32"]
+    entries: int = Field(ge=2)
+    """Of the tokenizer's vocabulary; tokens are below it."""
+    separator: int = Field(ge=0)
+    """Token after each document."""
+    tokenizer: str
+    """xxh3-128 of `tokenizer.json`, in hex."""
+    made_by: str
+    """That of the file it was loaded from, which may say other things beside; its own, if it was trained for this."""
+    train_tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+    skipped: int = Field(ge=0)
+    text_bytes: int = Field(ge=0)
+    shards: tuple[TokenShard, ...]
+    fingerprint: str
+
+    @property
+    def tokens(self) -> int:
+        """Of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+
+def fingerprint_of(index: Index) -> str:
+    """xxh3-128 in hex over what decides how a model is trained: not over where the text was from."""
+    decides = index.model_dump(include={"dtype", "entries", "separator", "tokenizer", "train_tokens"})
+    shards = [[shard.tokens, shard.digest] for shard in index.shards]
+    return xxhash.xxh3_128_hexdigest(dumps([FORMAT, decides, shards], sort_keys=True).encode())
+
+
+def is_shards(path: Path) -> bool:
+    """Whether a folder is one of token shards, sound or not: another's `index.json` makes it none."""
+    if not path.is_dir():
+        return False
+    return _has_index(path) or any((path / f"{part}-00000.bin").is_file() for part in ("train", "validation"))
+
+
+def _has_index(folder: Path) -> bool:
+    try:
+        with (folder / INDEX_FILE).open("rb") as file:
+            return _MARK.search(file.read(_PROBE_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def strange_in(folder: Path, finished: bool = True) -> str:
+    """What a folder holds that no preparation has written; "": nothing, so that it may be replaced.
+
+    finished: an index belongs to it.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    ours = [name for name in names if name in (INDEX_FILE, TOKENIZER_FILE) or _NAME.fullmatch(name)]
+    if strange := [name for name in names if name not in ours or not (folder / name).is_file()]:
+        return strange[0]
+    return "" if not finished or _has_index(folder) else f"no {INDEX_FILE} of theirs"
+
+
+def read_index(folder: Path) -> Index:
+    """Read and check the index alone; the shards need not be there.
+
+    Raises:
+        UsageError: it is missing or damaged.
+    """
+    path = folder / INDEX_FILE
+    again = "copy the folder again, or make it by `diloco data prepare`"
+    try:
+        index = Index.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} is missing: {again}") from error
+    except (OSError, ValidationError) as error:
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        where = str(error) if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}".lstrip(": ")
+        raise UsageError(f"{path} is damaged: {where}; {again}") from error
+    if index.fingerprint != fingerprint_of(index) or index.train_tokens > index.tokens:
+        raise UsageError(f"{path} is damaged: its fingerprint is not that of what it says; {again}")
+    return index
+
+
+class _Files:
+    """Shards, mapped into memory: nothing is read before it is asked for."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self._entries = index.entries
+        self._paths = [folder / shard.file for shard in index.shards]
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        self._maps = [_mapped(p, shard.tokens, dtype) for p, shard in zip(self._paths, index.shards, strict=True)]
+        self._starts = [0, *accumulate(len(tokens) for tokens in self._maps)]
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens of the whole text; not copied where they lie in one shard."""
+        at, found = bisect_right(self._starts, start) - 1, []
+        while start < stop:
+            end = min(stop, self._starts[at + 1])
+            tokens = self._maps[at][start - self._starts[at] : end - self._starts[at]]
+            if (largest := int(tokens.max())) >= self._entries:
+                raise UsageError(
+                    f"{self._paths[at]} is damaged: it has a token {largest}, and its index a vocabulary of "
+                    f"{self._entries}. Copy it again; `diloco data check {self._paths[at].parent}` reads all shards"
+                )
+            found.append(tokens)
+            start, at = end, at + 1
+        return found[0] if len(found) == 1 else np.concatenate(found or [self._maps[0][:0]])
+
+
+def _mapped(path: Path, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
+    _check_size(path, tokens * dtype.itemsize)
+    try:
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _check_size(path: Path, size: int) -> None:
+    """Raises UsageError: the file is not there, or not as large as the index says."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read, which the index names: {error.strerror}; copy it again") from error
+    if found != size:
+        raise UsageError(
+            f"{path} is damaged: it has {found} bytes, the index says {size}. Copy it again, or prepare the text again"
+        )
+
+
+class _Part:
+    """A part of the text in the shards; slices as an array does."""
+
+    def __init__(self, files: _Files, start: int, stop: int) -> None:
+        self._files, self._start, self._stop = files, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice, /) -> Tokens:
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"slices of tokens are contiguous: step {step}")
+        return self._files.read(self._start + start, self._start + max(start, stop))
+
+
+def open_shards(folder: Path) -> TextData:
+    """Map all shards into memory.
+
+    Raises:
+        UsageError: too few tokens, or the index or a shard is missing or damaged, named.
+    """
+    index = read_index(folder)
+    if index.tokens < MIN_BYTES:
+        raise UsageError(f"data={str(folder)!r}: {index.tokens} tokens are too few; at least {MIN_BYTES} are needed")
+    files = _Files(folder, index)
+    return TextData(
+        train=_Part(files, 0, index.train_tokens),
+        validation=_Part(files, index.train_tokens, index.tokens),
+        fingerprint=index.fingerprint,
+        files=index.documents,
+        skipped=index.skipped,
+        entries=index.entries,
+        made_by=(index.made_by, index.tokenizer),
+    )
+
+
+def check_shards(folder: Path, told: Callable[[int], None] = lambda size: None) -> Index:
+    """Read all of it and compare with the digests; `told` of the bytes that each piece had.
+
+    Raises:
+        UsageError: something is missing, truncated or altered, named.
+    """
+    index = read_index(folder)
+    size = np.dtype(index.dtype).itemsize
+    for shard in index.shards:
+        _check_size(folder / shard.file, shard.tokens * size)
+    check_digest(folder / TOKENIZER_FILE, index.tokenizer, told)
+    for shard in index.shards:
+        check_digest(folder / shard.file, shard.digest, told)
+    return index
+
+
+def digest_of_file(path: Path, told: Callable[[int], None] = lambda size: None) -> str:
+    """xxh3-128 of a file's bytes, in hex."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            found.update(piece)
+            told(len(piece))
+    return found.hexdigest()
+
+
+def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda size: None) -> None:
+    """Raises UsageError: the file cannot be read, or its xxh3-128 is another one."""
+    try:
+        found = digest_of_file(path, told)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; copy it again") from error
+    if found != digest:
+        raise UsageError(f"{path} is altered: it does not have the digest that {INDEX_FILE} says; copy it again")
+
+
+class ShardWriter:
+    """Tokens to shards of one name, each as full as can be but for the last one."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, most_tokens: int) -> None:
+        self._folder, self._name, self._most = folder, name, most_tokens
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._digest = xxhash.xxh3_128()
+        self._tokens = 0
+        self._file: BinaryIO | None = None
+        self.shards: list[TokenShard] = []
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append; the caller has checked that they are below the vocabulary."""
+        rest = np.asarray(tokens, self._dtype)
+        while len(rest):
+            if self._file is None:
+                path = self._folder / f"{self._name}-{len(self.shards):05}.bin"
+                self._file = path.open("xb")
+            piece, rest = rest[: self._most - self._tokens], rest[self._most - self._tokens :]
+            data = as_bytes(piece)
+            self._file.write(data)
+            self._digest.update(data)
+            self._tokens += len(piece)
+            if self._tokens == self._most:
+                self.close()
+
+    def close(self) -> None:
+        """End the shard that is begun, if one is."""
+        if self._file is None:
+            return
+        self._file.close()
+        name = Path(self._file.name).name
+        self.shards.append(TokenShard(file=name, tokens=self._tokens, digest=self._digest.hexdigest()))
+        self._file, self._tokens, self._digest = None, 0, xxhash.xxh3_128()

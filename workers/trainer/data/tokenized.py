@@ -1,0 +1,148 @@
+"""A text in the tokens of a model's own tokenizer. Each party makes them at its start: for texts of some megabytes."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import structlog
+import xxhash
+
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.payload.codec import as_bytes, digest_of
+from diloco.workers.trainer.data import bpe
+from diloco.workers.trainer.data.sources import shortened
+from diloco.workers.trainer.data.text import has_tokens, open_text
+from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES, TextData, Tokens
+from diloco.workers.trainer.models.hf_checks import check_fits, config_of
+from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
+
+MOST_BYTES = 256 * 2**20
+SOME = 64
+"""Pieces handed to the tokenizer's threads at once."""
+
+log = structlog.get_logger()
+
+
+def check_model(model: HfModel, data: str, seq_len: int) -> None:
+    """Say at once what would stop each party of a run, before any is started.
+
+    A text is not read for it, nor are token shards. A file of tokens is, for its largest one. data, seq_len: as
+    settings have them.
+
+    Raises:
+        UsageError: as `config_of` and `check_fits`, or there are no such tokens.
+    """
+    config = config_of(model)
+    tokens = open_text(data) if has_tokens(data) else None
+    tokenizer = _tokenizer(model) if tokens is None else None
+    check_fits(config, *_vocabulary(data, tokens, model, tokenizer), seq_len)
+
+
+def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
+    """The text of a run: as its model's tokenizer reads it, if that has one and the text is no tokens yet.
+
+    Of token shards that another tokenizer made it warns. seq_len: tokens in a sequence.
+
+    Raises:
+        UsageError: as `open_text`, `config_of` and `check_fits`; it is too large to be tokenised at each start, or
+            `tokenizers` is missing.
+    """
+    config = None if model is None else config_of(model)
+    text = open_text(data)
+    if model is None:
+        return text
+    if text.made_by is not None:
+        check_fits(config, *_vocabulary(data, text, model, None), seq_len)
+        if model.tokenizer is not None and text.made_by and model.tokenizer_digest not in text.made_by:
+            detail = (
+                f"the token shards in {data} were made by a tokenizer whose file has the digest {text.made_by[0]}, and "
+                f"{model.tokenizer} has {model.tokenizer_digest}: the model may take tokens for others. Make its own: "
+                f"diloco data prepare TEXT --tokenizer {model.folder}"
+            )
+            log.warning("tokenizer_differs", detail=detail)
+        return text
+    tokenizer = _tokenizer(model)
+    check_fits(config, *_vocabulary(data, None, model, tokenizer), seq_len)
+    if tokenizer is None:
+        return text
+    if (size := len(text.train) + len(text.validation)) > MOST_BYTES:
+        raise UsageError(
+            f"data={data!r}: {size} bytes are too many to be tokenised by each party at each start: make token shards "
+            f"of them once: `diloco data prepare {data} --tokenizer {model.folder}`"
+        )
+    log.info("text_tokenised", tokenizer=str(model.tokenizer), bytes=size)
+    return _tokenised(text, tokenizer, model)
+
+
+def _tokenizer(model: HfModel) -> Any:
+    """None: it has none."""
+    return None if model.tokenizer is None else bpe.load(model.tokenizer, EXTRA)
+
+
+def _vocabulary(data: str, tokens: TextData | None, model: HfModel, tokenizer: Any) -> tuple[int, str]:
+    """Entries of what a model is to read, and who has them. tokens: of a text that is tokens, None: it is text."""
+    if tokens is not None:
+        return tokens.entries, f"the vocabulary of data={data!r}"
+    if tokenizer is None:
+        return BYTES, "a text of bytes"
+    return _entries(tokenizer, _between(model)), f"the tokenizer {model.tokenizer}"
+
+
+def _between(model: HfModel) -> list[int]:
+    """The token that stands between documents, if the model has one."""
+    end = model.config.get("eos_token_id")
+    ends = end if isinstance(end, list) else [end]
+    return [token for token in ends[:1] if isinstance(token, int) and token >= 0]  # -1 says that there is none
+
+
+def _entries(tokenizer: Any, between: list[int]) -> int:
+    return max([bpe.entries(tokenizer), *(token + 1 for token in between)])
+
+
+def check_tokenizer(text: TextData, spec: dict[str, str | int | float | bool | None]) -> None:
+    """Refuse to read a text by another tokenizer than the run's.
+
+    Raises:
+        UsageError: it is not here.
+        SpecMismatch: it is another one.
+    """
+    run = spec.get("tokenizer")
+    if run is not None and text.tokenizer is None:
+        raise UsageError("this run reads its text by its model's tokenizer: give --model hf:FOLDER with tokenizer.json")
+    if run != text.tokenizer:
+        raise SpecMismatch(f"the tokenizer here ({text.tokenizer}) is not the run's ({run}): give the run's folder")
+
+
+def _tokenised(text: TextData, tokenizer: Any, model: HfModel) -> TextData:
+    between = _between(model)
+    train, validation = (_tokens(part[:], tokenizer, between) for part in (text.train, text.validation))
+    sums = b"".join(digest_of(as_bytes(part)) for part in (train, validation))
+    return TextData(
+        train,
+        validation,
+        xxhash.xxh3_128_hexdigest(sums),
+        text.files,
+        text.skipped,
+        entries=_entries(tokenizer, between),
+        tokenizer=model.tokenizer_digest,
+    )
+
+
+def _tokens(text: Tokens, tokenizer: Any, between: list[int]) -> Tokens:
+    """All documents (bytes,) as tokens (tokens,), each with what stands between documents behind it."""
+    found: list[Tokens] = []
+    pieces = _pieces(text.tobytes())
+    while some := list(islice(pieces, SOME)):
+        for tokens, (_, ends) in zip(bpe.encode(tokenizer, [piece for piece, _ in some]), some, strict=True):
+            found.append(np.array(tokens + between * ends, np.uint32))
+    return np.concatenate(found) if found else np.empty(0, np.uint32)
+
+
+def _pieces(text: bytes) -> Iterator[tuple[str, bool]]:
+    """Documents, cut where they are long; whether a piece is its document's last."""
+    for document in text.split(bytes([BOUNDARY])):
+        if document:
+            *first, last = shortened(document.decode(errors="replace"))
+            yield from ((piece, False) for piece in first)
+            yield last, True

@@ -1,0 +1,168 @@
+"""What `--model hf:...` names: a causal language model of transformers. Needs neither it nor torch.
+
+hf:FOLDER          config.json with weights (safetensors) and a tokenizer (tokenizer.json), where they are there
+hf:FILE.json       a config alone: the run begins from random parameters
+hf:OWNER/NAME      a folder of the Hugging Face hub
+hf:{...}           the config itself, as a run's spec has it
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.workers.trainer.optional import first_line, library
+
+MODEL = "hf:"
+"""Before a model's place or name. A data set's has the same before it, which is `sources.DATA_SET`."""
+EXTRA = "transformers"
+_NOT_OF_THE_MODEL = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
+        *("dtype", "torch_dtype", "use_cache", "custom_pipelines", "kernel_config", "use_kernels"),
+        *("num_labels", "id2label", "label2id", "return_dict", "output_hidden_states", "output_attentions"),
+    }
+)
+"""Keys of a config that say where it came from, how its numbers were stored, which code to fetch, what it answers, or
+what a classifier tells apart. What is agreed on has none of them, nor any `..._implementation`: they may name code of
+the hub, and a spec comes from others."""
+_MOST_LAYERS = 100_000
+"""Some kinds make a list of so many before anything is built."""
+_MOST_NESTED = 32
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ("*.json", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """One model."""
+
+    config: dict[str, Any]
+    """What it is built from."""
+    folder: Path | None = None
+    """Where its weights and its tokenizer are, if any are here."""
+
+    @property
+    def agreed(self) -> str:
+        """The model as a spec has it, the same for all parties: its config, whatever the folder is."""
+        return MODEL + json.dumps(self.config, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def has_weights(self) -> bool:
+        """The run begins from weights."""
+        return self.folder is not None and any(self.folder.glob("*.safetensors"))
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The file of its tokenizer."""
+        path = None if self.folder is None else self.folder / "tokenizer.json"
+        return path if path is not None and path.is_file() else None
+
+    @cached_property
+    def tokenizer_digest(self) -> str | None:
+        """By which others know the tokenizer."""
+        return None if self.tokenizer is None else xxhash.xxh3_128_hexdigest(self.tokenizer.read_bytes())
+
+
+def read_hf(name: str) -> HfModel | None:
+    """The model that a setting names; None: it names a built-in size.
+
+    Raises:
+        UsageError: there is no such folder, file or name; or it is no config of one model.
+    """
+    if not name.startswith(MODEL):
+        return None
+    given = name.removeprefix(MODEL)
+    if given.startswith("{"):
+        return HfModel(_config(given, "the run's spec"))
+    path = Path(given)
+    if path.is_file():
+        return HfModel(_config(path.read_text("utf-8", "replace"), str(path)))
+    folder = path if path.is_dir() else _from_hub(given)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UsageError(f"model={name!r}: {file} is not there; give a folder with config.json, or such a file")
+    if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+        raise UsageError(f"model={name!r}: the weights are pickled (.bin): save them as safetensors first")
+    return HfModel(_config(file.read_text("utf-8", "replace"), str(file)), folder)
+
+
+def check_same(here: HfModel, run: HfModel) -> None:
+    """Compare what this party was told with the run's.
+
+    Raises:
+        SpecMismatch: showing each key that differs.
+    """
+    keys = sorted({*here.config, *run.config})
+    lines = [
+        f"  {key}: here {here.config.get(key)!r}, the run has {run.config.get(key)!r}"
+        for key in keys
+        if here.config.get(key) != run.config.get(key)
+    ]
+    if lines:
+        told = "\n".join(lines)
+        raise SpecMismatch(f"this party's model config and the run's disagree:\n{told}\nLeave --model out to follow.")
+
+
+def lies_elsewhere(model: str, run: object) -> bool:
+    """Whether a setting and a run's spec name the same model of transformers, so that its folder may be another one.
+
+    Raises:
+        SpecMismatch: as `check_same`.
+        UsageError: as `read_hf`.
+    """
+    here, there = read_hf(model), read_hf(str(run))
+    if here is None or there is None:
+        return False
+    check_same(here, there)
+    return True
+
+
+def _config(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = _kept(json.loads(text))
+    except RecursionError as error:
+        raise UsageError(f"{where} is no config: it is nested more than {_MOST_NESTED} deep") from error
+    except ValueError as error:
+        raise UsageError(f"{where} is no config: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise UsageError(f"{where} is no config of a model of transformers: it has no model_type")
+    for key, n in found.items():
+        if "layer" in key and isinstance(n, int) and not 0 <= n <= _MOST_LAYERS:
+            raise UsageError(f"{where} is no config: {key} is {n}; it must be at most {_MOST_LAYERS}, and not below 0")
+    if found.get("quantization_config"):
+        raise UsageError(f"{where} is of a quantized model: train the one in full precision")
+    return found
+
+
+def _kept(value: Any, depth: int = 0) -> Any:
+    """A part of a config without what is not of the model.
+
+    Raises:
+        RecursionError: it is nested too deep.
+    """
+    if depth > _MOST_NESTED:
+        raise RecursionError
+    if isinstance(value, dict):
+        return {
+            key: _kept(part, depth + 1)
+            for key, part in value.items()
+            if key not in _NOT_OF_THE_MODEL and "_implementation" not in key
+        }
+    return [_kept(part, depth + 1) for part in value] if isinstance(value, list) else value
+
+
+def _from_hub(name: str) -> Path:
+    if not _HUB_NAME.fullmatch(name):
+        raise UsageError(f"model='{MODEL}{name}': no such file or folder; give a folder with config.json, or a name")
+    hub = library("huggingface_hub", EXTRA, f"model='{MODEL}{name}'")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(_FILES)))
+    except Exception as error:  # of a library with many of its own
+        said = first_line(error)
+        raise UsageError(f"model='{MODEL}{name}': no such file or folder here, and the hub says: {said}") from error

@@ -1,0 +1,50 @@
+"""The model that a run's settings name: a built-in size, or one of transformers."""
+
+from torch import nn
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.settings import TrainerSettings
+from diloco.workers.trainer.data.tokens import BYTES, TextData
+from diloco.workers.trainer.models import gpt, hf
+from diloco.workers.trainer.models.hf_config import HfModel, read_hf
+from diloco.workers.trainer.recipe import TrainerSpec
+
+
+def build_model(settings: TrainerSettings, named: HfModel | None, text: TextData) -> nn.Module:
+    """A learner's model for its text.
+
+    named: as `read_hf` says of `settings.model`. text: as of `open_for`, which knows that the model can read it.
+
+    Raises:
+        UsageError: no such model.
+    """
+    if named is None:
+        return gpt.build(settings.model, settings.seed, text.vocab)
+    return hf.build_hf(named, settings.seed)
+
+
+def check_model(spec: Spec) -> None:
+    """Whether a run's model of transformers has the run's tensors: before memory is taken for what a peer has named.
+
+    Raises:
+        SpecMismatch: it has others.
+        UsageError: as `hf.check_tensors`.
+    """
+    if (named := read_hf(str(spec.trainer.get("model")))) is not None:
+        hf.check_tensors(named, spec.tensors)
+
+
+def model_of(spec: TrainerSpec) -> nn.Module:
+    """The model of a run of the built-in trainer, with random parameters.
+
+    Raises:
+        UsageError: the run was trained by another program, whose model is not known here.
+    """
+    name, seed = spec.get("model"), spec.get("seed")
+    if not isinstance(name, str) or not isinstance(seed, int):
+        raise UsageError("this run's model is not one of the built-in trainer's: its spec names no model and seed")
+    if (named := read_hf(name)) is not None:
+        return hf.build_hf(named, seed, weights=False)
+    vocab = spec.get("vocab")
+    return gpt.build(name, seed, vocab if isinstance(vocab, int) else BYTES)
