@@ -32,6 +32,15 @@ class Lead:
         state = await self._closed(counted)
         return state if state.phase is Phase.FINISHED else await self._bus.write_state(state)
 
+    async def begin(self) -> None:
+        """Write the first state of a run that has none: one that is stopped within its first moments.
+
+        Raises:
+            BusError: ask again.
+        """
+        if await self._bus.read_state() is None:
+            await self._bus.write_state(self._first())
+
     def _first(self) -> RunState:
         return RunState(
             phase=Phase.RUNNING,

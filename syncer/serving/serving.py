@@ -154,6 +154,7 @@ class Serving:
         if self.closing.done():
             await self._finish(stop, self.closing.result())
         elif self._checkpoints and saves:
+            await self._retrying(self._lead.begin)
             await self._retrying(self._checkpoints.save_stopped)
         if self._archive:
             await self._retrying(partial(self._finish_archive, self._archive))

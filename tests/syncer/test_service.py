@@ -22,6 +22,7 @@ from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoint import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
 from diloco.syncer.serving.start import RESERVE_BYTES, check_memory
+from diloco.syncer.watch import WATCH_S
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -300,6 +301,28 @@ def test_stopping_the_syncer_commits_what_is_in_hand_and_lets_the_leases_go() ->
         await asyncio.sleep(0.3)
         world.start_syncer()
         await world.finish(learner)
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_path: Path) -> None:
+    """Before its first look said how far the run is: nothing that was merged by then is missing from the checkpoint."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        world.start_syncer(checkpoint_dir=tmp_path)
+        learner = VirtualLearner("l0", world, 0.001, "a" * 16).start()
+        async with asyncio.timeout(WATCH_S):
+            while min(await world.versions(), default=0) < 1:
+                await asyncio.sleep(0.001)
+        assert await world.bus.read_state() is None
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        await learner.kill()
+        saved = load_checkpoint(tmp_path)
+        assert [one.version for one in saved.fragments] == await world.versions()
+        assert saved.state.tokens > 0
 
     run_virtual(main())
 

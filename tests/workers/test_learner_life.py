@@ -49,8 +49,10 @@ def on_bus(url: str, run: str, ask: Callable[[Any], Any]) -> Any:
 
     async def main() -> None:
         bus = await connect(url, run)
-        found.append(await ask(bus))
-        await bus.close()
+        try:
+            found.append(await ask(bus))
+        finally:
+            await bus.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
