@@ -95,9 +95,7 @@ def test_it_is_killed_if_it_does_not_end_when_asked(redis_binary: Path | None, m
         pid = server.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
     assert gone(pid)
-    assert time.monotonic() - started < 3
 
 
 async def test_others_join_over_a_port_with_the_password(redis_binary: Path | None) -> None:
