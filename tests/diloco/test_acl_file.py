@@ -110,7 +110,7 @@ def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, di
         process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=log, stderr=log, start_new_session=True)
     try:
         stranger = redis_py.Redis(port=port, protocol=2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 assert stranger.ping()

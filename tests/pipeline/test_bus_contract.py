@@ -33,7 +33,7 @@ def event(name: str) -> Event:
 
 async def vanished(bus: Bus, key: str) -> None:
     """Wait until a payload has expired."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while await bus.count_chunks(key):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
@@ -533,7 +533,7 @@ async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> 
     await reads[1]
     await asyncio.sleep(0.1)
     await bus.close()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         with pytest.raises(BusUnavailable):
             await reads[0]
     with pytest.raises(BusUnavailable):

@@ -177,7 +177,7 @@ async def test_with_an_append_only_file_acknowledged_writes_outlive_the_server(
 
 
 def until_it_answers(server: EmbeddedRedis) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.answers():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -61,10 +61,10 @@ async def test_the_first_signal_sets_the_event_and_the_second_calls_the_hard_sto
     lifecycle.install_signal_handlers(loop, event, second.set)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(event.wait(), 5)
+        await asyncio.wait_for(event.wait(), 60)
         assert not second.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(second.wait(), 5)
+        await asyncio.wait_for(second.wait(), 60)
     finally:
         for number in lifecycle.end_signals():
             loop.remove_signal_handler(number)
@@ -79,11 +79,11 @@ async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
     try:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(event.wait(), 5)
+            await asyncio.wait_for(event.wait(), 60)
             await asyncio.sleep(0.01)
         assert not second.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(second.wait(), 5)
+        await asyncio.wait_for(second.wait(), 60)
     finally:
         for number in lifecycle.end_signals():
             loop.remove_signal_handler(number)

@@ -77,7 +77,7 @@ def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -
     with log.open("wb") as out:
         process = subprocess.Popen([str(binary), str(config)], stdout=out, stderr=out, start_new_session=True)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         client = redis_py.Redis(port=plain, password=PASSWORD)
         while True:
             with contextlib.suppress(redis_py.ConnectionError):

@@ -70,7 +70,7 @@ def alive(pid: int) -> bool:
 
 def gone(pids: list[int]) -> bool:
     """Whether they end; those that were killed may take a moment."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
     return bool(pids) and not any(map(alive, pids))

@@ -80,7 +80,7 @@ def evaluations(url: str, run: str) -> list[Evaluation]:
 
 def wait_for_state(url: str, run: str) -> None:
     """The syncer says how far a run is some moments after its first learner has joined."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while on_bus(url, run, lambda bus: bus.read_state()) is None:
         assert time.monotonic() < until
         time.sleep(0.05)
