@@ -9,7 +9,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.payload import buffers
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import FragmentParameters, tensor_table, whole_tensors
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def test_the_table_lists_each_trained_tensor_once_with_its_rule() -> None:
 
 def test_a_tied_head_is_its_embedding() -> None:
     """A tied tensor is listed once and merges by mean."""
-    table = tensor_table(Net(tied=True), SyncSettings(fragments=2))
+    table = whole_tensors(Net(tied=True), SyncSettings(fragments=2))
     assert [(t.name, t.rule) for t in table if t.elements == 28] == [("table.weight", "mean")]
 
 
