@@ -155,6 +155,9 @@ class TiedWords(Words):
         super().__init__()
         self.head.weight = self.table.weight
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.01 * super().forward(x)  # SGD must not diverge
+
 
 def test_a_large_embedding_and_its_head_are_in_parts() -> None:
     """An untied head as large is no longer orthogonalised as a whole, unless RDA of whole tensors was asked for."""

@@ -131,7 +131,7 @@ def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(
     assert random.random() == drawn[1]
     again.train(2)
     again.leave()
-    third = Party(tmp_path, optimizer)
+    third = Party(tmp_path, optimizer, model=model)
     third.join()
     assert third.keeper.earlier_steps == 7
     assert len(list(tmp_path.glob("moments-*"))) == 1
