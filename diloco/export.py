@@ -66,12 +66,7 @@ def read_globals(folder: Path) -> Globals:
         except (OSError, SafetensorError) as error:
             raise UsageError(f"cannot read {folder / 'globals.safetensors'}: {error}") from error
     saved = checkpoints.load_checkpoint(folder)
-    layout = layout_of(saved.spec.tensors)
-    tensors = {
-        slot.tensor.name: flat[slot.start : slot.stop].reshape(slot.tensor.shape)
-        for fragment, flat in zip(layout.fragments, saved.globals, strict=True)
-        for slot in fragment.slots
-    }
+    tensors = layout_of(saved.spec.tensors).whole(saved.globals)
     return Globals(tensors, f"trained on {saved.state.tokens} tokens", dict(saved.spec.frozen or ()))
 
 

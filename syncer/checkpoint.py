@@ -2,7 +2,7 @@
 
     <directory>/latest                     text: name of the newest checkpoint
     <directory>/checkpoint-<tokens>/       written beside, synced, then renamed: whole or not there
-        globals.safetensors                tensor name -> float32
+        globals.safetensors                tensor name -> float32; of a tensor in parts "name[first:last]" -> those rows
         momentum.safetensors               the same of the outer state, a file for each of its names; a fragment of
                                            which it is all zeros is absent, as is an empty file
         state.json                         `SavedState`
@@ -125,7 +125,7 @@ async def _read_fragment(
 
 
 def _by_name(layout: FragmentLayout, flat: Float32) -> dict[str, Float32]:
-    return {s.tensor.name: flat[s.start : s.stop].reshape(s.tensor.shape) for s in layout.slots}
+    return {slot.name: flat[slot.start : slot.stop].reshape(slot.shape) for slot in layout.slots}
 
 
 def _sync(path: Path) -> None:
@@ -277,13 +277,12 @@ def _read_tensors(file: Path) -> dict[str, Float32]:
 def _flatten(file: Path, layout: FragmentLayout, tensors: Mapping[str, Float32]) -> Float32:
     parts = []
     for slot in layout.slots:
-        tensor = tensors.get(slot.tensor.name)
+        tensor = tensors.get(slot.name)
         if tensor is None:
-            raise UsageError(f"{file}: tensor {slot.tensor.name!r} is missing")
-        if tensor.dtype != np.float32 or tensor.shape != slot.tensor.shape:
+            raise UsageError(f"{file}: tensor {slot.name!r} is missing")
+        if tensor.dtype != np.float32 or tensor.shape != slot.shape:
             raise UsageError(
-                f"{file}: tensor {slot.tensor.name!r} is {tensor.dtype} {tensor.shape}, "
-                f"the spec says float32 {slot.tensor.shape}"
+                f"{file}: tensor {slot.name!r} is {tensor.dtype} {tensor.shape}, the spec says float32 {slot.shape}"
             )
         parts.append(tensor.reshape(-1))
     return np.concatenate(parts)  # after the checks: what the spec says of sizes is true then
@@ -335,7 +334,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         )
     files = {name: folder / f"{name}.safetensors" for name in (GLOBALS, *STATE_RULES[state.spec.sync.outer].names)}
     found = {name: _read_tensors(file) for name, file in files.items() if name == GLOBALS or file.exists()}
-    known = {tensor.name for tensor in state.spec.tensors}
+    known = {slot.name for fragment in layout.fragments for slot in fragment.slots}
     for name, tensors in found.items():
         if strange := sorted(set(tensors) - known):
             raise UsageError(f"{files[name]}: tensor {strange[0]!r} is not in the spec")
@@ -345,7 +344,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         saved_here = {
             name: _flatten(files[name], fragment, tensors)
             for name, tensors in found.items()
-            if name == GLOBALS or any(slot.tensor.name in tensors for slot in fragment.slots)
+            if name == GLOBALS or any(slot.name in tensors for slot in fragment.slots)
         }
         flat = saved_here[GLOBALS]
         if payload_digest(as_bytes(flat), state.spec.sync.chunk_bytes) != saved.digest:

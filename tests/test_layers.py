@@ -50,6 +50,7 @@ PURE = (
     "pipeline/methods.py",
     "pipeline/needs.py",
     "pipeline/outer_cost.py",
+    "pipeline/redis_memory.py",
     "pipeline/pacing.py",
     "pipeline/payload/codec.py",
     "pipeline/payload/quantize.py",

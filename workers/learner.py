@@ -312,9 +312,7 @@ class Learner:
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
         """
-        layout, flats = self._life.once_joined.training.layout, self._newest()
-        slots = [(slot, flats[fragment.id]) for fragment in layout.fragments for slot in fragment.slots]
-        return state_with(self.model, {slot.tensor.name: flat[slot.start : slot.stop] for slot, flat in slots})
+        return state_with(self.model, self._life.once_joined.training.layout.whole(self._newest()))
 
     def load_globals(self) -> None:
         """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.

@@ -4,7 +4,7 @@ The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overw
 device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import Layout, balance, fragments_of
+from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES, MergeName, MergeRule
 from diloco.pipeline.payload.buffers import pooled
@@ -81,8 +81,25 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained
 
 
-def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+def tensor_table(
+    model: nn.Module, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()
+) -> tuple[TensorSpec, ...]:
     """The model's tensors as the spec lists them: trained ones in `named_parameters` order, then averaged buffers.
+
+    What has no room in a fragment is there in parts (`fragments.level`), an untied output head among it. In a run that
+    an earlier build has begun all are whole, and stay so.
+
+    held: the run's table, where there is one.
+
+    Raises:
+        UsageError: as `whole_tensors`.
+    """
+    whole = whole_tensors(model, sync)
+    return whole if whole == tuple(held) else level(whole, _heads(model, sync))
+
+
+def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+    """The same with every tensor in one fragment.
 
     With an orthogonalised outer step it says which tensors that takes for matrices: those of two dimensions, with
     several rows and columns, that are no embeddings, since a row of an embedding is a vector of its own.
@@ -122,6 +139,15 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     return parameters + buffers
 
 
+def _heads(model: nn.Module, sync: SyncSettings | SyncSpec) -> frozenset[str]:
+    """Names of the output heads: of the shape of the largest embedding, of which nothing else in a model is."""
+    shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    if sync.merge == "rda-all" or not shapes:
+        return frozenset()
+    largest = max(shapes, key=lambda shape: shape.numel())
+    return frozenset(name for name, tensor in trained_tensors(model).items() if tensor.shape == largest)
+
+
 def fitting_fragments(model: nn.Module, wanted: int) -> int:
     """The number of fragments of a model for which nobody asked for a number (`fragments_of`).
 
@@ -156,6 +182,11 @@ class Snapshot:
         return self._host
 
 
+def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in a slot, of the whole tensor: a view."""
+    return tensor if slot.tensor.rows is None else tensor[slice(*slot.tensor.rows)]
+
+
 class FragmentTensors:
     """Copies fragments out of a set of tensors and into it. All of them live on one device.
 
@@ -174,13 +205,13 @@ class FragmentTensors:
         """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
         return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in self._tensors[p])
 
-    def _bytes(self, tensor: torch.Tensor) -> memoryview:
-        """The tensor's memory; looked up anew if the optimizer gave it another storage."""
+    def _bytes(self, slot: Slot, tensor: torch.Tensor) -> memoryview:
+        """The memory of a slot of the tensor; looked up anew if the optimizer gave it another storage."""
         address, view = self._views.get(id(tensor), (0, memoryview(b"")))
         if address != tensor.data_ptr():
             address, view = tensor.data_ptr(), as_bytes(tensor.detach().numpy())
             self._views[id(tensor)] = address, view
-        return view
+        return view[ITEM * slot.within.start : ITEM * slot.within.stop]
 
     def _check(self, p: int) -> None:
         """Refuse to copy what is no longer there."""
@@ -198,7 +229,7 @@ class FragmentTensors:
             values = pooled(layout.elements, np.float32)
             raw = as_bytes(values)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)
+                raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(slot, tensor)
             return Snapshot(values)
         flat = self._flat(p)
         if self._side is None:
@@ -239,7 +270,7 @@ class FragmentTensors:
         else:  # torch uses memory of other devices again by itself
             flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
+            flat[slot.start : slot.stop].view(slot.shape).copy_(_part(slot, tensor))
         return flat
 
     @torch.no_grad()
@@ -257,14 +288,14 @@ class FragmentTensors:
         elif self._plain(p):
             raw = as_bytes(flat)
             for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                self._bytes(tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
+                self._bytes(slot, tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
             return
         else:
             values = torch.from_numpy(flat)
             if self._side is not None:
                 values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            tensor.copy_(values[slot.start : slot.stop].view(tensor.shape))
+            _part(slot, tensor).copy_(values[slot.start : slot.stop].view(slot.shape))
 
 
 class FragmentParameters(FragmentTensors):

@@ -100,6 +100,6 @@ def make_training(
         options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
     )
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
-    watch = ModelWatch(model, [tensor.name for tensor in spec.tensors])
+    watch = ModelWatch(model, {tensor.name for tensor in spec.tensors})
     recovery, keeper = Recovery(moments), Keeper(moments, rounds)
     return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)

@@ -230,7 +230,9 @@ def method_of(checkpoint: Checkpoint) -> RunMethod:
     """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
     folder = checkpoint.path.parent.parent
     recorded = RunFile.read(folder).method if (folder / RUN_FILE).is_file() else None
-    return recorded or meant_by(checkpoint.spec.sync.model_dump(), len(checkpoint.spec.tensors))
+    return recorded or meant_by(
+        checkpoint.spec.sync.model_dump(), len({tensor.name for tensor in checkpoint.spec.tensors})
+    )
 
 
 def plain(settings: RunProcess) -> dict[str, Any]:

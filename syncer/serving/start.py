@@ -13,11 +13,11 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.needs import redis_bytes
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
+from diloco.pipeline.redis_memory import redis_bytes, redis_holds
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
@@ -27,14 +27,12 @@ from diloco.syncer.serving.retrying import EVERY_SECOND, warn
 
 T = TypeVar("T")
 
-RESERVE_BYTES = 32 * 2**20
-"""Memory on the bus for everything that is not a payload."""
 LOOK_S = 0.1
 """How often the bus is asked for what others put there: nothing tells when they do."""
 WORTH_MEASURING = 1e10
 """Operations of an outer step of all fragments: a tenth of a second of one core."""
 LEAST_LEARNERS = 4
-"""A Redis must have room for the deltas of so many."""
+"""A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,8 @@ async def _retry(call: Callable[[], Awaitable[T]]) -> T:
     return await retry(call, EVERY_SECOND.waits(), BusError, warn)
 
 
-async def check_memory(bus: Bus, layout: Layout) -> None:
-    """Warn of what is wrong with the bus.
+async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
+    """Warn of what is wrong with the bus. What the run needs of it is what `diloco plan` says for as many learners.
 
     Raises:
         UsageError: its memory cannot hold the run.
@@ -119,12 +117,12 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
     info = await bus.info()
     for warning in info.warnings:
         structlog.get_logger().warning("bus_warning", detail=warning)
-    needed = redis_bytes(layout.elements, LEAST_LEARNERS, "bf16", "fp32") + RESERVE_BYTES
+    learners = max(LEAST_LEARNERS, sync.quorum)
+    needed = redis_bytes(layout.elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
     if 0 < info.maxmemory_bytes < needed:
         raise UsageError(
             f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-            f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
-            "moments, a reserve): raise it"
+            f"{needed / 2**20:.0f} MiB ({redis_holds(learners)}): raise it"
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from torch import nn
 
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.sums import file_sha256
@@ -31,7 +32,8 @@ from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRe
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
 from tests import samples
-from tests.workers.test_optimizer_state import MAKERS, Net, step, taken
+from tests.workers.test_optimizer_state import MAKERS, step, taken
+from tests.workers.test_parameters import Net, TiedWords
 
 STATE = samples.run_state(started_unix_s=1234.5, tokens=100)
 
@@ -52,10 +54,16 @@ class Party:
     """A model, its optimizer and a `Recovery`, without a network."""
 
     def __init__(
-        self, folder: Path | None = None, optimizer: str = "AdamW", fragments: int = 2, steps: int = 0, **told: Any
+        self,
+        folder: Path | None = None,
+        optimizer: str = "AdamW",
+        fragments: int = 2,
+        steps: int = 0,
+        model: type[nn.Module] = Net,
+        **told: Any,
     ) -> None:
         """steps: made before."""
-        self.model = Net()
+        self.model = model()
         self.optimizer = MAKERS[optimizer]([p for p in self.model.parameters() if p.requires_grad])
         for _ in range(steps):
             step(self.model, self.optimizer)
@@ -103,13 +111,17 @@ def same(a: Moments, b: Moments) -> bool:
     return a.numbers == b.numbers and all(np.array_equal(x[n], y[n]) for x, y in flats for n in a.kind.moments)
 
 
+@pytest.mark.parametrize("model", [Net, TiedWords])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum", "Adafactor"])
-def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(tmp_path: Path, optimizer: str) -> None:
+def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(
+    tmp_path: Path, optimizer: str, model: type[nn.Module]
+) -> None:
+    """Also of a model whose tensors lie in several fragments."""
     torch.manual_seed(7)
     random.seed(7)
-    first = left(tmp_path, optimizer=optimizer)
+    first = left(tmp_path, optimizer=optimizer, model=model)
     drawn = torch.rand(3), random.random()
-    again = Party(tmp_path, optimizer)
+    again = Party(tmp_path, optimizer, model=model)
     torch.manual_seed(1)
     random.seed(1)
     assert again.join() == "checkpoint"
@@ -119,7 +131,7 @@ def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(t
     assert random.random() == drawn[1]
     again.train(2)
     again.leave()
-    third = Party(tmp_path, optimizer)
+    third = Party(tmp_path, optimizer, model=model)
     third.join()
     assert third.keeper.earlier_steps == 7
     assert len(list(tmp_path.glob("moments-*"))) == 1

@@ -142,7 +142,7 @@ class StateFolder:
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
         arrays = {
-            f"{name}/{slot.tensor.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.tensor.shape)
+            f"{name}/{slot.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.shape)
             for name in moments.kind.moments
             for p, slot in slots(of_moment(self._layout, name))
         }
@@ -219,9 +219,9 @@ class StateFolder:
             for flat, fragment in zip(flats, layout.fragments, strict=True):
                 flat[name] = np.empty(fragment.elements, np.float32)
             for p, slot in slots(layout):
-                array = arrays.get(f"{name}/{slot.tensor.name}")
-                if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
-                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
+                array = arrays.get(f"{name}/{slot.name}")
+                if array is None or array.shape != slot.shape or array.dtype != np.float32:
+                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.name}")
                 flats[p][name][slot.start : slot.stop] = array.reshape(-1)
         others: dict[tuple[str, str], Any] = {}
         for key, array in arrays.items():

@@ -12,6 +12,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import check_sums
+from diloco.pipeline.messages.spec import TensorSpec
 from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
@@ -21,6 +22,7 @@ from diloco.workers.trainer.recipe import TrainerSpec, logits_of
 
 class _RunSpec(BaseModel):
     trainer: TrainerSpec
+    tensors: tuple[TensorSpec, ...] = ()
 
 
 class _State(BaseModel):
@@ -49,6 +51,11 @@ def load_model(checkpoint: Path) -> Loaded:
         raise UsageError(f"{checkpoint} is not a checkpoint: {error}") from error
     except (ValidationError, SafetensorError) as error:
         raise UsageError(f"{checkpoint} is not a checkpoint, or damaged: {error}") from error
+    parts: dict[str, list[torch.Tensor]] = {}
+    for one in state.spec.tensors:
+        if one.rows is not None and one.part in tensors:
+            parts.setdefault(one.name, []).append(tensors.pop(one.part))
+    tensors |= {name: torch.cat(rows) for name, rows in parts.items()}
     if strange := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise UsageError(f"{checkpoint} is damaged: {strange[0]} has elements that are not finite")
     model = model_of(state.spec.trainer).eval()

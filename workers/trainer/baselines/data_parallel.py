@@ -27,7 +27,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.settings import RankProcess
-from diloco.workers.parameters import tensor_table
+from diloco.workers.parameters import whole_tensors
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import open_for
 from diloco.workers.trainer.data.tokens import Tokens
@@ -213,7 +213,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
-        "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
+        "tensors": [tensor.model_dump() for tensor in whole_tensors(model, settings)],
         "trainer": agreed,
     }
     order = block_order(blocks.count, rank, learners)
