@@ -18,6 +18,7 @@ import typer
 
 from diloco.extras import need_extras
 from diloco.launcher.folder import Folder, choose
+from diloco.launcher.launch import places_of
 from diloco.launcher.report import build
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -252,6 +253,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
     (check_struck_baseline if settings.method == BASELINE else check)(settings)
+    places_of(settings)
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)

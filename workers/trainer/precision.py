@@ -54,14 +54,16 @@ class InBf16(nn.Module):
 
     def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:
         super().__init__()
-        self._masters = list(model.parameters())
-        self._rounded = [nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self._masters]
+        self._masters: list[torch.Tensor] = list(model.parameters())
+        self._rounded: list[torch.Tensor] = [
+            nn.Parameter(p.detach().bfloat16(), p.requires_grad) for p in self._masters
+        ]
         memo: dict[int, Any] = {id(p): rounded for p, rounded in zip(self._masters, self._rounded, strict=True)}
         memo |= {id(buffer): buffer for buffer in model.buffers()}
         self._computes = forward_of(copy.deepcopy(model, memo), device, compiled)
         for master, rounded in zip(self._masters, self._rounded, strict=True):
             if rounded.requires_grad:
-                rounded.register_post_accumulate_grad_hook(_to(master))
+                rounded.register_post_accumulate_grad_hook(_to(master))  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: torch.Tensor) -> Any:
         """As the model's, of parameters rounded now."""
@@ -70,7 +72,7 @@ class InBf16(nn.Module):
         return self._computes(tokens)
 
 
-def _to(master: nn.Parameter) -> Any:
+def _to(master: torch.Tensor) -> Any:
     """A hook that adds a gradient to its master's, and leaves none behind."""
 
     def add(rounded: torch.Tensor) -> None:
