@@ -167,7 +167,8 @@ def _quality(size: str, way: str, device: str, rehearsal: bool) -> Piece:
         return {"held-out loss": result["final"]["value"], "tokens": result["tokens"], "wall_s": result["wall_s"]}
 
     about, told = WAYS[way]
-    settings = {"model": size, "learners": 4, "batch": 16, "seq_len": 512, "steps": 1000, "lr": 2e-3} | told
+    settings: dict[str, Any] = {"model": size, "learners": 4, "batch": 16, "seq_len": 512, "steps": 1000, "lr": 2e-3}
+    settings |= told
     if rehearsal:
         settings |= {"model": "nano", "batch": 2, "seq_len": 64, "steps": 12, "evaluations": 2, "eval_tokens": 4096}
     if settings["learners"] == 1:
