@@ -189,8 +189,10 @@ class ChaosProcess(RunProcess, ChaosSettings):
 
 OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
 """Settings that `diloco run` once had."""
+OF_ONE_LEARNER = {"device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ..."}
+"""Settings that the launcher gives to each learner's process by itself."""
 
-CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "device", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
+CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
 """Fields of `RunProcess` that nobody gives: the launcher sets them for each process."""
 
 NOT_OF_CHAOS = frozenset(
@@ -424,7 +426,7 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-SAID_ANYWHERE = {"method": "decoupled"}
+SAID_ANYWHERE = {"method": "decoupled", "device": "auto"}
 """Of settings of other commands: what is so anyway, and may be said."""
 
 
@@ -443,7 +445,7 @@ def takes(
         moved: settings of other commands that this one refuses, with what to do instead.
     """
     moved = moved or {}
-    shown = [name for name in kind.model_fields if name not in omit and has_flag(kind, name)]
+    shown = [name for name in kind.model_fields if name not in omit and name not in moved and has_flag(kind, name)]
     unseen = [name for name in kind.model_fields if name not in omit and name not in shown]
     former = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
     former |= {f"--no-{flag_of(name)[2:]}": former[flag_of(name)] for name in unseen if _is_switch(kind, name)}

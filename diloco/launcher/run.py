@@ -28,6 +28,7 @@ from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     OF_DEMO,
+    OF_ONE_LEARNER,
     RunProcess,
     check,
     method_notes,
@@ -402,7 +403,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     return 0
 
 
-@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO)
+@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO | OF_ONE_LEARNER)
 def command(settings: RunProcess) -> None:
     """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
     raise typer.Exit(main(settings))

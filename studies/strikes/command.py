@@ -24,6 +24,7 @@ from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     NOT_OF_CHAOS,
     OF_DEMO,
+    OF_ONE_LEARNER,
     ChaosProcess,
     check,
     takes,
@@ -297,7 +298,7 @@ Beside = Annotated[
 ]
 
 
-@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO)
+@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO | OF_ONE_LEARNER)
 def command(
     settings: ChaosProcess,
     for_: ChaosFor = "60s",
