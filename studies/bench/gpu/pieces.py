@@ -115,7 +115,7 @@ def _encoding(device: str, rehearsal: bool) -> Piece:
         codecs = (name for name in largest if name != "elements")
         return {f"{name} GB/s": largest[name]["device_gb_s"]["median"] for name in codecs}
 
-    size = ("--params", "1e6", "--rounds", "2") if rehearsal else ("--params", "12.5e6,100e6")
+    size = ("--params", "1e6", "--rounds", "2") if rehearsal else ("--params", "12.5e6,100e6", "--rounds", "3")
     command = (*DILOCO, "bench", "codec", *size, "--link", "0", "--device", device, "--json", f"{FOLDER}/codec.json")
     return Piece("encoding", "deltas encoded on the device, GB/s of float32", (command,), figures)
 
@@ -146,7 +146,7 @@ def _kill(rehearsal: bool) -> Piece:
 
     size = ("--devices", "cpu", "--model", "nano", "--seq-len", "64", "--batch", "4", "--tokens", "400k")
     if not rehearsal:
-        size = ("--devices", "cuda:0", "--model", "10m", "--seq-len", "512", "--batch", "16", "--tokens", "100M")
+        size = ("--devices", "cuda:0", "--model", "10m", "--seq-len", "512", "--batch", "16", "--tokens", "60M")
     command = (*DILOCO, "demo", "--learners", "2", *size, "--out", f"{FOLDER}/run")
     about = "two learners on one device; one is killed at 40 % and comes back at 60 %: the other one's step rate"
     return Piece("kill", about, (command,), figures)
