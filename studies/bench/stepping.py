@@ -24,7 +24,7 @@ from diloco.workers.trainer.models.sizes import SIZES
 from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import add_gradients, choose_device, make_optimizer, update
 
-MODELS = tuple(reversed(SIZES))
+MODELS = tuple(SIZES)
 LR = 1e-4
 
 

@@ -217,3 +217,22 @@ def test_a_run_in_bf16_is_one_of_fp32_parameters(
         assert state["exp_avg"].dtype == parameter.dtype == torch.float32
         assert torch.equal(whole[name], parameter)
         assert not torch.equal(parameter.bfloat16().float(), parameter)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("again", [False, True])
+def test_on_cuda_a_bf16_copy_computes_and_fp32_masters_learn(again: bool) -> None:
+    """The loss falls; parameters, gradients and moments are fp32, on the device."""
+    model = GPT(SMALL, 256, 0).cuda()
+    told = load(LearnerSettings, {"precision": "bf16", "checkpoint_activations": again})
+    forward, optimizer = training_forward(model, torch.device("cuda"), told), make_optimizer(model, 1e-2, 0.0)
+    (batch,), losses = batches(1), []
+    for _ in range(40):
+        losses.append(add_gradients(forward, [batch.cuda()], 1).item())
+        assert {(p.grad.dtype, p.grad.is_cuda) for p in model.parameters() if p.grad is not None} == {
+            (torch.float32, True)
+        }
+        update(model, optimizer, 1e-2, 1.0)
+    assert losses[-1] < losses[0] / 2
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
