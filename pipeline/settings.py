@@ -42,6 +42,8 @@ LEASE_S = 5.0
 CHUNK_BYTES = 512 * 1024
 LEAVE_S = 20.0
 STATE_S = 30.0
+EncodeOn = Literal["auto", "cpu", "device"]
+DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
@@ -216,9 +218,9 @@ class TrainerSettings(Settings):
 
     model: str = Field(
         "tiny",
-        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M); "
-        "or a causal language model of transformers: hf:FOLDER with its config.json, weights and tokenizer, "
-        "hf:FILE.json, a config alone, or hf:OWNER/NAME of the hub",
+        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), 10m (10.0M), base (14.3M), 30m (30.3M), "
+        "medium (49.7M), large (100.5M), 124m (123.9M), 350m (349.6M), 1b (996.7M); or one of transformers: hf:FOLDER "
+        "with its config.json, weights and tokenizer, hf:FILE.json, a config alone, or hf:OWNER/NAME of the hub",
     )
     data: str = Field(
         "stdlib",
@@ -240,12 +242,6 @@ class TrainerSettings(Settings):
         return {name: getattr(self, name) for name in TrainerSettings.model_fields}
 
 
-EncodeOn = Literal["auto", "cpu", "device"]
-
-
-DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
-
-
 class LearnerSettings(Settings):
     """One learner process."""
 
@@ -263,6 +259,12 @@ class LearnerSettings(Settings):
     )
     compile: bool = Field(
         False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
+    )
+    precision: Literal["fp32", "bf16"] = expert(
+        "fp32", description="fp32, on CUDA with bf16 autocast; bf16: parameters that compute, beside fp32 masters"
+    )
+    checkpoint_activations: bool = expert(
+        False, description="Compute a layer's activations again in the backward pass instead of keeping them"
     )
     encode_on: EncodeOn = expert(
         "auto",

@@ -28,6 +28,7 @@ ONLY_IN = {
 }
 
 PURE = (
+    "diloco/launcher/devices.py",
     "pipeline/agreement.py",
     "pipeline/bus/cluster_slots.py",
     "pipeline/bus/commits.py",

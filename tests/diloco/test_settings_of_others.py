@@ -88,6 +88,17 @@ def test_what_became_a_setting_of_the_demonstration_is_refused_elsewhere(command
     assert started == []
 
 
+@pytest.mark.parametrize("command", ["run", "demo", "chaos"])
+def test_the_device_of_one_learner_is_no_setting_of_a_run(command, given, started, capsys):
+    """It is refused, and where those of all learners are said is told; "auto", which is so anyway, may be said."""
+    assert cli.main([command, *given("device", "cuda:1")]) == 2
+    said = capsys.readouterr().err
+    assert "device" in said.lower()
+    assert "--devices" in said
+    assert started == []
+    assert cli.main([command, *given("device", "auto")]) == 0
+
+
 @pytest.mark.parametrize("name", sorted(NOT_OF_CHAOS | CHOSEN_BY_LAUNCHER))
 def test_chaos_ignores_what_it_chooses_itself_with_a_word(name, given, started, capsys):
     """Wherever it was given, and whatever it was."""

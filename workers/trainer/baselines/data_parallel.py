@@ -33,12 +33,12 @@ from diloco.workers.trainer.data.tokenized import open_for
 from diloco.workers.trainer.data.tokens import Tokens
 from diloco.workers.trainer.models.hf_config import read_hf
 from diloco.workers.trainer.models.named import build_model
+from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import (
     StopFlag,
     TrainerSpec,
     add_gradients,
     choose_device,
-    forward_of,
     held_out_loss,
     make_optimizer,
     read_batch,
@@ -165,7 +165,7 @@ class Parts(NamedTuple):
     blocks: Blocks
     model: nn.Module
     forward: nn.Module
-    """The model as it is called in training."""
+    """Called in training, in the model's place."""
     optimizer: torch.optim.Optimizer
     validation: Tokens
     """Held-out blocks (N, T + 1)."""
@@ -187,7 +187,7 @@ def parts_of(settings: RankProcess) -> Parts:
         agreed=trainer_spec(settings, text, named),
         blocks=Blocks(text.train, settings.seq_len, settings.seed),
         model=model,
-        forward=forward_of(model, device, settings.compile),
+        forward=training_forward(model, device, settings),
         optimizer=make_optimizer(model, settings.lr, settings.weight_decay),
         validation=Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens),
     )
