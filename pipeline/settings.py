@@ -34,6 +34,8 @@ from diloco.pipeline.units import parse_duration, parse_whole, written
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
 
+Address = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
+"""A folder, or an address of an object store such as s3://bucket/path."""
 
 EXPERT = "expert"
 """Key in a field's `json_schema_extra` that marks an expert setting."""
@@ -313,7 +315,9 @@ class SyncerSettings(Settings):
         description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-    checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
+    checkpoint_dir: Address | None = Field(
+        None, description="Folder for checkpoints, or s3://bucket/path (default: none are written)"
+    )
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
@@ -323,7 +327,9 @@ class SyncerSettings(Settings):
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
         "many bytes as its learners uploaded",
     )
-    resume: Path | None = Field(None, description="Checkpoint folder to go on from (on an empty run)")
+    resume: Address | None = Field(
+        None, description="Checkpoint folder to go on from (on an empty run), or s3://bucket/path"
+    )
 
 
 class EvaluatorSettings(Settings):

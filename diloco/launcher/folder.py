@@ -3,7 +3,7 @@
 settings.toml     what the run was started with (no secrets); every child reads it
 run.json          while it is live: where its Redis is, and the pids
 logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
-checkpoints/      syncer/checkpoint.py
+checkpoints/      syncer/checkpoints/manifest.py
 tape/             the event tape's archive
 learners/<name>/  what each learner saves for its own restart (workers/moments/state_folder.py)
 <name>/           all merged deltas, with --record-deltas <name>
@@ -39,7 +39,8 @@ from diloco.pipeline.settings import (
     agree,
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
-from diloco.syncer.checkpoint import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.syncer.checkpoints.loading import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.syncer.checkpoints.places import Folder as OnDisk
 from diloco.workers.trainer.models.hf_config import lies_elsewhere
 
 SETTINGS_FILE = "settings.toml"
@@ -151,7 +152,7 @@ def choose(settings: RunProcess) -> Folder:
             )
         if not (path / SETTINGS_FILE).is_file():
             raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
-        if settings.resume is not None and find_checkpoint(settings.resume).resolve().is_relative_to(path.resolve()):
+        if settings.resume is not None and _lies_in(settings.resume, path):
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
@@ -166,6 +167,11 @@ def choose(settings: RunProcess) -> Folder:
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
     return folder
+
+
+def _lies_in(resumed: str, path: Path) -> bool:
+    found = find_checkpoint(resumed)
+    return isinstance(found, OnDisk) and found.path.resolve().is_relative_to(path.resolve())
 
 
 def _check_recording(folder: Folder, recording: Path) -> None:
@@ -218,18 +224,18 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
     if settings.tokens <= trained:
         raise UsageError(
-            f"{checkpoint.path} has trained {trained} tokens, and the budget is {settings.tokens}: "
+            f"{checkpoint.folder} has trained {trained} tokens, and the budget is {settings.tokens}: "
             "give a larger one with --tokens (trained tokens, the earlier part included)"
         )
-    known = in_whole_tokens(known_elements(checkpoint), sum(map(len, checkpoint.globals)), trained)
-    origin = Origin(str(checkpoint.path), trained, *known)
-    return settings.model_copy(update={"resume": checkpoint.path}), origin
+    known = in_whole_tokens(known_elements(checkpoint), checkpoint.layout.elements, trained)
+    origin = Origin(str(checkpoint.folder), trained, *known)
+    return settings.model_copy(update={"resume": str(checkpoint.folder)}), origin
 
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
     """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
-    folder = checkpoint.path.parent.parent
-    recorded = RunFile.read(folder).method if (folder / RUN_FILE).is_file() else None
+    folder = checkpoint.folder.path.parent.parent if isinstance(checkpoint.folder, OnDisk) else None
+    recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
     return recorded or meant_by(checkpoint.spec.sync.model_dump(), len(checkpoint.spec.tensors))
 
 

@@ -22,7 +22,7 @@ from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import read_status
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -195,7 +195,7 @@ class StateFolder:
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         if identity is None:
             raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
-        if state.identity != identity:
+        if state.identity.started_unix_s != identity.started_unix_s:  # its parts may have several names
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
             raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
