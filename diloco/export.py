@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import typer
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.sums import check_sums
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.syncer.checkpoints.loading import find_checkpoint as find_of_run
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
-from diloco.syncer.checkpoints.places import Folder, Place, is_address
+from diloco.syncer.checkpoints.places import Folder, Place
 
 BASELINE = "checkpoint"
 """Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""

@@ -15,11 +15,11 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import (
     PARTIES,
-    Address,
     BusSettings,
     Duration,
     EvaluatorProcess,

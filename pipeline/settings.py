@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
@@ -34,8 +35,6 @@ from diloco.pipeline.units import parse_duration, parse_whole, written
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
 
-Address = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
-"""A folder, or an address of an object store such as s3://bucket/path."""
 
 EXPERT = "expert"
 """Key in a field's `json_schema_extra` that marks an expert setting."""

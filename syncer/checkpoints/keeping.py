@@ -130,7 +130,7 @@ class Checkpoints:
         try:
             state = await run_state(self._bus)
             self.begun = self._own = checkpoint_name(state.tokens, context.random_hex)
-            if told and len(fragments) < self._count:
+            if told and 0 < len(fragments) < self._count:  # others have some, and may help
                 await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
             order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
             folder = await finish_checkpoint(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from diloco.pipeline.errors import UsageError, missing
+from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.replacing import Part, replace
 
 PIECE_BYTES = 8 * 2**20
@@ -57,11 +58,6 @@ class Place(Protocol):
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all that is in it; nothing is said if it is not there."""
         ...
-
-
-def is_address(place: str) -> bool:
-    """Whether it is an object store's, and no folder on a disk."""
-    return "://" in place and not place.startswith("file://")
 
 
 def place_of(place: str | Path) -> Place:

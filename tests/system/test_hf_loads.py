@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from diloco import Learner, cli
-from diloco.export import export
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
