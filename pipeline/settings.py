@@ -315,7 +315,7 @@ class SyncerSettings(Settings):
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
     checkpoint_dir: Address | None = Field(
-        None, description="Folder for checkpoints, or s3://bucket/path (default: none are written)"
+        None, description="Folder or s3://bucket/path of checkpoints (default: none)"
     )
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
@@ -326,9 +326,7 @@ class SyncerSettings(Settings):
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
         "many bytes as its learners uploaded",
     )
-    resume: Address | None = Field(
-        None, description="Checkpoint folder to go on from (on an empty run), or s3://bucket/path"
-    )
+    resume: Address | None = Field(None, description="Checkpoint to go on from (on an empty run), or s3://bucket/path")
 
 
 class EvaluatorSettings(Settings):

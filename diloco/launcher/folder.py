@@ -25,6 +25,7 @@ from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
@@ -116,8 +117,16 @@ class Folder:
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
+            if settings.resume is not None and not is_address(settings.resume):
+                self._take_moments(Folder(Path(settings.resume).parent.parent).learners)
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+
+    def _take_moments(self, earlier: Path) -> None:
+        """Let learners go on from what those of the resumed run have saved, if it lies beside its checkpoints."""
+        if earlier.is_dir():
+            ignored = shutil.ignore_patterns("losses.jsonl", ".*")
+            shutil.copytree(earlier, self.learners, ignore=ignored, copy_function=_link)
 
     def write_settings(self, settings: RunProcess) -> None:
         """Write the file that the children read."""
@@ -135,6 +144,14 @@ class Folder:
         temporary = self.path / f".{RUN_FILE}"
         temporary.write_text(dumps(fields, indent=1) + "\n")
         temporary.replace(self.path / RUN_FILE)
+
+
+def _link(file: str, target: str) -> None:
+    """Give a file a second name, as one that is only ever replaced; on another disk a copy."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
 
 
 def choose(settings: RunProcess) -> Folder:
