@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import (
@@ -135,7 +136,9 @@ class RunProcess(
         description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is one in "
         "the output folder. Large: for each merge as many bytes as its learners uploaded",
     )
-    resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
+    resume: Address | None = Field(
+        None, description="Output folder or checkpoint of an earlier run to go on from, or s3://bucket/path"
+    )
 
 
 class DemoProcess(RunProcess, DemoSettings):

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
@@ -315,7 +316,9 @@ class SyncerSettings(Settings):
         description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-    checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
+    checkpoint_dir: Address | None = Field(
+        None, description="Folder or s3://bucket/path of checkpoints (default: none)"
+    )
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
@@ -325,7 +328,7 @@ class SyncerSettings(Settings):
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
         "many bytes as its learners uploaded",
     )
-    resume: Path | None = Field(None, description="Checkpoint folder to go on from (on an empty run)")
+    resume: Address | None = Field(None, description="Checkpoint to go on from (on an empty run), or s3://bucket/path")
 
 
 class EvaluatorSettings(Settings):

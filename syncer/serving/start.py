@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -20,7 +19,8 @@ from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.redis_memory import redis_bytes, redis_holds
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
-from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.restoring import restore_checkpoint
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
 from diloco.syncer.serving.retrying import EVERY_SECOND, warn
@@ -53,8 +53,8 @@ class Start:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        path = self.settings.resume
-        while path is not None and not await _retry(partial(self._resume, path)):  # noqa: ASYNC110  # see LOOK_S
+        place = self.settings.resume
+        while place is not None and not await _retry(partial(self._resume, place)):  # noqa: ASYNC110  # see LOOK_S
             await asyncio.sleep(LOOK_S)
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -70,7 +70,7 @@ class Start:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self, path: Path) -> bool:
+    async def _resume(self, place: str) -> bool:
         """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
 
         Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
@@ -86,7 +86,7 @@ class Start:
                     raise UsageError("the run was started before: resume under a --run name that is not in use")
                 structlog.get_logger().info("already_restored", base_tokens=state.base_tokens)
                 return True
-        checkpoint = await self.offload(load_checkpoint, path)
+        checkpoint = await self.offload(load_checkpoint, place)
         spec = checkpoint.spec
         if "tokens" in self.settings.model_fields_set:
             spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
@@ -97,9 +97,9 @@ class Start:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
-            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock)
+            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload)
         await release_all(self.bus, self.nonce, len(fragments))
-        structlog.get_logger().info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
+        structlog.get_logger().info("checkpoint_restored", path=str(checkpoint.folder), tokens=checkpoint.state.tokens)
         return True
 
 

@@ -21,7 +21,7 @@ from diloco.pipeline.needs import Site, needs_of, pace_of
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S

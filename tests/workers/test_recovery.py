@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import structlog
 import torch
 from torch import nn
 
@@ -23,7 +24,7 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
-from diloco.workers.moments import state_folder
+from diloco.workers.moments import recovery, state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.own import RecoveryOptions, has_moments, own_moments
@@ -72,8 +73,8 @@ class Party:
         self.rounds = Rounds(self.layout, sync.sync_spec())
         self.shared = Shared()
         self.shared.state = STATE
+        who = {"run": told.pop("run", "run"), "learner": "l0", "incarnation": "0" * 16}
         options = RecoveryOptions(**{"state_dir": folder, "state_every_s": 1000.0, **told})
-        who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
         self.own = own_moments(self.model, self.optimizer, self.layout, **who, options=options)
         self.recovery, self.keeper = Recovery(self.own), Keeper(self.own, self.rounds)
 
@@ -135,6 +136,33 @@ def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(
     third.join()
     assert third.keeper.earlier_steps == 7
     assert len(list(tmp_path.glob("moments-*"))) == 1
+
+
+def test_moments_come_back_in_a_run_that_was_resumed_under_another_name(tmp_path: Path) -> None:
+    """It says when its first part began; a run that does not is another one."""
+    first = left(tmp_path)
+    resumed = STATE.model_copy(update={"started_unix_s": 99.0, "origin_unix_s": STATE.started_unix_s})
+    again = Party(tmp_path, run="other")
+    assert again.join(state=resumed) == "checkpoint"
+    assert same(again.moments(), first.moments())
+    again.train(1)
+    again.leave()
+    assert Party(tmp_path, run="third").join(state=resumed.model_copy(update={"started_unix_s": 100.0})) == "checkpoint"
+    assert Party(tmp_path).join(state=STATE.model_copy(update={"started_unix_s": 99.0})) == "fresh"
+
+
+def test_moments_of_more_than_a_peer_can_send_are_not_asked_of_one(tmp_path: Path, monkeypatch) -> None:
+    """The log says so, with their size; smaller ones are."""
+    party = Party(tmp_path)
+    elements = sum(fragment.elements for fragment in party.layout.fragments)
+    bus: Any = None
+    with structlog.testing.capture_logs() as log:
+        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements)
+        assert party.recovery.peers(bus, bus, 1024) is not None
+        assert log == []
+        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements - 1)
+        assert party.recovery.peers(bus, bus, 1024) is None
+    assert [(one["event"], one["bytes"]) for one in log] == [("moments_too_large_for_peers", 8 * elements)]
 
 
 def test_the_checkpoint_is_safetensors_and_json_with_the_shard_in_hand(tmp_path: Path) -> None:
@@ -236,8 +264,7 @@ def add(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (spoil(lambda told: told["identity"].update(run="other")), "another run"),
-        (spoil(lambda told: told["identity"].update(started_unix_s=9.0)), "another run"),
+        (spoil(lambda told: told["identity"].update(run="other", started_unix_s=9.0)), "another run, 'other'"),
         (spoil(lambda told: told.update(layout="00" * 16)), "another model"),
         (spoil(lambda told: told["kind"].update(optimizer="torch.Lion")), r"torch\.Lion.*AdamW"),
         (spoil(lambda told: told.update(moments_file="../../etc/passwd")), "moments_file"),

@@ -235,7 +235,7 @@ class JoinedLearner:
             except UsageError as error:  # the model has changed
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         leaving = self.thread.ask(self.exchange.leave(within_s))
-        training.keeper.close(self.shared, save_state and not over, within_s)
+        training.keeper.close(self.shared, save_state, within_s)
         try:
             in_order = self.thread.result_of(leaving)
         except CancelledError:  # the thread failed meanwhile

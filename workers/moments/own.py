@@ -50,8 +50,10 @@ class OwnMoments:
     copies: CopyRequests = field(default_factory=CopyRequests)
 
     def identity(self, state: RunState | None) -> RunIdentity | None:
-        """Which run of that name; None: not known yet."""
-        return None if state is None else RunIdentity(run=self.run, started_unix_s=state.started_unix_s)
+        """Which run of that name; None: not known yet. A resumed one is that of its first part, under any name."""
+        if state is None:
+            return None
+        return RunIdentity(run=self.run, started_unix_s=state.origin_unix_s or state.started_unix_s)
 
 
 def own_moments(

@@ -10,8 +10,7 @@ All writing is a thread's of its own, one file at a time; who saves never waits.
 import fcntl
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 
 from diloco.pipeline.errors import BadPayload, PeerError
 from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.files.replacing import TEMPORARY, digested, replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout
@@ -35,7 +35,6 @@ from diloco.workers.background import BackgroundThread
 from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
 
 STATE_FILE = "state.json"
-TEMPORARY = ".writing-"
 LOCK_FILE = ".lock"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
@@ -148,7 +147,7 @@ class StateFolder:
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         digest = hashlib.sha256()
-        replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
+        replace(self.path / state.moments_file, digested(to_safetensors(arrays), digest.update))
         state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
@@ -196,7 +195,7 @@ class StateFolder:
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         if identity is None:
             raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
-        if state.identity != identity:
+        if state.identity.started_unix_s != identity.started_unix_s:  # its parts may have several names
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
             raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
@@ -251,31 +250,3 @@ def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | m
     for _, array in widest_first:
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
-
-
-def _digested(
-    parts: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], None]
-) -> Iterator[bytes | memoryview]:
-    for part in parts:
-        update(part)
-        yield part
-
-
-def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
-    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
