@@ -258,9 +258,7 @@ class LearnerSettings(Settings):
         le=4096,
         description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)",
     )
-    compile: bool = Field(
-        False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
-    )
+    compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
     precision: Literal["fp32", "bf16"] = expert(
         "fp32", description="fp32, on CUDA with bf16 autocast; bf16: parameters that compute, beside fp32 masters"
     )
@@ -316,9 +314,7 @@ class SyncerSettings(Settings):
         description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-    checkpoint_dir: Address | None = Field(
-        None, description="Folder or s3://bucket/path of checkpoints (default: none)"
-    )
+    checkpoint_dir: Address | None = Field(None, description="Folder or s3:// address of checkpoints (default: none)")
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
