@@ -143,7 +143,7 @@ class Plan:
 
 
 def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
-    """Per fragment 1 to 3 tensors, 4 to 18 numbers together; those of the last are now and then average-only.
+    """Per fragment 1 to 3 tensors, 4 to 18 numbers together (20 with parts); those of the last are now and then average-only.
 
     Now and then all fragments have rows of one more tensor.
     """
