@@ -5,7 +5,7 @@ device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange threa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -182,6 +182,20 @@ class Snapshot:
         return self._host
 
 
+class _Bytes(NamedTuple):
+    """Where a slot's bytes lie."""
+
+    flat: slice
+    """In the fragment's vector."""
+    tensor: slice
+    """In the whole tensor."""
+
+    @classmethod
+    def of(cls, slot: Slot) -> "_Bytes":
+        within = slot.within
+        return cls(slice(ITEM * slot.start, ITEM * slot.stop), slice(ITEM * within.start, ITEM * within.stop))
+
+
 def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
     """What lies in a slot, of the whole tensor: a view."""
     return tensor if slot.tensor.rows is None else tensor[slice(*slot.tensor.rows)]
@@ -197,6 +211,7 @@ class FragmentTensors:
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
+        self._places = [[_Bytes.of(slot) for slot in fragment.slots] for fragment in layout.fragments]
         self.device = next(tensor for fragment in self._tensors for tensor in fragment).device
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -205,13 +220,13 @@ class FragmentTensors:
         """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
         return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in self._tensors[p])
 
-    def _bytes(self, slot: Slot, tensor: torch.Tensor) -> memoryview:
-        """The memory of a slot of the tensor; looked up anew if the optimizer gave it another storage."""
+    def _bytes(self, tensor: torch.Tensor) -> memoryview:
+        """The tensor's memory; looked up anew if the optimizer gave it another storage."""
         address, view = self._views.get(id(tensor), (0, memoryview(b"")))
         if address != tensor.data_ptr():
             address, view = tensor.data_ptr(), as_bytes(tensor.detach().numpy())
             self._views[id(tensor)] = address, view
-        return view[ITEM * slot.within.start : ITEM * slot.within.stop]
+        return view
 
     def _check(self, p: int) -> None:
         """Refuse to copy what is no longer there."""
@@ -228,8 +243,8 @@ class FragmentTensors:
         if self._plain(p):
             values = pooled(layout.elements, np.float32)
             raw = as_bytes(values)
-            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(slot, tensor)
+            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
+                raw[place.flat] = self._bytes(tensor)[place.tensor]
             return Snapshot(values)
         flat = self._flat(p)
         if self._side is None:
@@ -270,7 +285,8 @@ class FragmentTensors:
         else:  # torch uses memory of other devices again by itself
             flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            flat[slot.start : slot.stop].view(slot.shape).copy_(_part(slot, tensor))
+            part = _part(slot, tensor)
+            flat[slot.start : slot.stop].view(part.shape).copy_(part)
         return flat
 
     @torch.no_grad()
@@ -287,15 +303,16 @@ class FragmentTensors:
             values = flat
         elif self._plain(p):
             raw = as_bytes(flat)
-            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                self._bytes(slot, tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
+            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
+                self._bytes(tensor)[place.tensor] = raw[place.flat]
             return
         else:
             values = torch.from_numpy(flat)
             if self._side is not None:
                 values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            _part(slot, tensor).copy_(values[slot.start : slot.stop].view(slot.shape))
+            part = _part(slot, tensor)
+            part.copy_(values[slot.start : slot.stop].view(part.shape))
 
 
 class FragmentParameters(FragmentTensors):

@@ -145,7 +145,7 @@ class Plan:
 def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
     """Per fragment 1 to 3 tensors, 4 to 18 numbers together; those of the last are now and then average-only.
 
-    Now and then all fragments have rows of one more tensor.
+    Now and then each fragment has a row of one more tensor, 2 numbers.
     """
     found, averaged = [], chance.share("averaged") < 0.2
     for p in range(FRAGMENTS):
