@@ -121,7 +121,7 @@ def test_activations_computed_again_give_the_same_gradients(precision: str) -> N
 
 def test_a_model_that_cannot_compute_again_is_refused() -> None:
     class Odd(nn.Linear):
-        def gradient_checkpointing_enable(self, **_: Any) -> None:
+        def gradient_checkpointing_enable(self, told: Any) -> None:
             raise ValueError("Odd does not support gradient checkpointing.")
 
     with pytest.raises(UsageError, match="Odd does not support"):

@@ -40,8 +40,9 @@ def checkpoint_activations(model: nn.Module) -> None:
         model.checkpoint_activations = True
         return
     named: Any = model
+    newer = getattr(named, "activation_checkpointing_enable", None)  # not in all 5.x
     try:
-        named.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        (newer or named.gradient_checkpointing_enable)({"use_reentrant": False})
     except ValueError as error:  # transformers' word for it
         raise UsageError(f"DILOCO_CHECKPOINT_ACTIVATIONS: {error}") from error
 
