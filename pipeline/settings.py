@@ -314,7 +314,7 @@ class SyncerSettings(Settings):
         description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-    checkpoint_dir: Address | None = Field(None, description="Folder or s3:// address of checkpoints (default: none)")
+    checkpoint_dir: Address | None = Field(None, description="Folder or s3://bucket/path for checkpoints (default: no)")
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
