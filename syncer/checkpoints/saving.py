@@ -82,12 +82,13 @@ async def finish_checkpoint(
             if p not in found_fragments(await offload(folder.names)):
                 await save_fragment(bus, spec, folder, p, offload)
         state = await _saved_state(bus, spec, folder, offload)
-        await offload(_make_one, place, name, state)
+        dropped = await offload(_make_one, place, name, state)
     except BaseException:
-        with suppress(OSError):  # a disk that is full must not be filled with what nothing names
-            await offload(place.remove, name)
+        with suppress(OSError):
+            await offload(_unmake, place, name)
         raise
-    await offload(drop_leftovers, place, leftovers)
+    with suppress(OSError):  # what is not dropped now is a leftover, and goes with a later one
+        await offload(_drop, place, dropped, leftovers)
     return folder
 
 
@@ -187,8 +188,8 @@ def _fragments(folder: Place, count: int) -> tuple[SavedFragment, ...]:
     return tuple(SavedFragment.model_validate_json(folder.read(f"{found[p]}.json")) for p in range(count))
 
 
-def _make_one(place: Place, name: str, state: SavedState) -> None:
-    """Write the manifest, then name it in `latest`, then drop the oldest."""
+def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
+    """Write the manifest, then name it in `latest`; returns which ones are not kept any more."""
     manifest, folder = state.model_dump_json(indent=1).encode(), place.below(name)
     sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
@@ -196,8 +197,19 @@ def _make_one(place: Place, name: str, state: SavedState) -> None:
     there = place.names()
     kept, dropped = kept_names([before for before in read_latest(place) if before in there], name)
     place.write(LATEST, ["".join(f"{one}\n" for one in kept).encode()])
-    for one in dropped:
-        place.remove(one)
+    return dropped
+
+
+def _unmake(place: Place, name: str) -> None:
+    """A disk that is full must not be filled with what nothing names: but a store may have heard more than it said."""
+    if name not in read_latest(place):
+        place.remove(name)
+
+
+def _drop(place: Place, names: Iterable[str], leftovers: Leftovers) -> None:
+    for name in names:
+        place.remove(name)
+    drop_leftovers(place, leftovers)
 
 
 def read_latest(place: Place) -> list[str]:

@@ -1,6 +1,7 @@
 """Writers of checkpoints that are killed, or several in one folder: what is named is whole, and no more stays."""
 
 import asyncio
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints import keeping, saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
-from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import checkpoint_name, finish_checkpoint
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
@@ -70,7 +71,7 @@ def save_with(directory: Path, leftovers: Leftovers, times: int) -> list[str]:
     async def main() -> list[str]:
         spec, place = samples.spec(), place_of(directory)
         bus = await trained(spec)
-        names = [checkpoint_name(7, lambda n, i=i: f"{i}" * 2 * n) for i in range(times)]
+        names = [checkpoint_name(7, secrets.token_hex) for _ in range(times)]
         for name in names:
             await finish_checkpoint(bus, spec, place, name, range(2), leftovers, inline)
         return names
@@ -88,6 +89,45 @@ def test_what_another_one_is_writing_is_no_leftover(tmp_path: Path) -> None:
         assert len(list(folder.iterdir())) == n + 1
     save_with(tmp_path, leftovers, times=1)
     assert not folder.exists()
+
+
+def test_what_cannot_be_removed_takes_no_new_checkpoint_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest one stays for now, and goes with a later one."""
+    leftovers = Leftovers()
+    first, *_ = save_with(tmp_path, leftovers, times=3)
+    with monkeypatch.context() as patched:
+
+        def refused(self: Folder, name: str) -> None:
+            raise OSError("not permitted")
+
+        patched.setattr(Folder, "remove", refused)
+        (newest,) = save(tmp_path)
+    assert folder_of(tmp_path) == newest
+    assert (tmp_path / first).exists()
+    save_with(tmp_path, leftovers, times=2)
+    assert not (tmp_path / first).exists()
+
+
+def test_an_answer_that_is_lost_takes_no_named_checkpoint_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has written `latest`, and the writer has not heard of it: what is named there is whole."""
+    save(tmp_path)
+    write = Folder.write
+
+    def unanswered(self: Folder, name: str, parts: Any) -> None:
+        write(self, name, parts)
+        if name == "latest":
+            raise OSError("the store does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "write", unanswered)
+        with pytest.raises(OSError, match="answer"):
+            save(tmp_path)
+    name = (tmp_path / "latest").read_text().splitlines()[0]
+    assert folder_of(tmp_path).name == name
 
 
 def test_two_that_save_to_one_folder_at_once_leave_whole_checkpoints(tmp_path: Path) -> None:
