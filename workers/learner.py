@@ -24,8 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 from torch import nn
@@ -42,7 +40,7 @@ from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
-from diloco.workers.exchange.newest import read_newest
+from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.life import Life
 from diloco.workers.moments.optimizer_state import Optimizers
@@ -338,14 +336,14 @@ class Learner:
             )
         training = self._life.once_joined.training
         training.watch.look(math.inf)
-        for p, flat in enumerate(self._newest()):
+        for p, flat in enumerate(self._newest(self._life.once_joined.own_of)):
             training.parameters.overwrite(p, flat)
 
-    def _newest(self) -> list[npt.NDArray[np.float32]]:
-        """The newest global (elements,) of each fragment."""
-        training = self._life.once_joined.training
-        run = self._given.run
-        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._life.in_run))
+    def _newest(self, keep: Callable[[int, Float32], Float32] = lambda p, flat: flat) -> list[Float32]:
+        """The newest global (elements,) of each fragment, or what is kept of it."""
+        training, left = self._life.once_joined.training, not self._life.in_run
+        given = self._url, self._given.run, training.spec, training.layout
+        return in_own_loop(read_newest(*given, keep, left=left))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.

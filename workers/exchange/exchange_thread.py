@@ -15,7 +15,7 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.view.status import live_learners
 from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice
-from diloco.workers.encoding import AT_ONCE, OnHost
+from diloco.workers.encoding import AT_ONCE, Float32, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining, meanwhile
@@ -235,6 +235,10 @@ class JoinedLearner:
             training.parameters.overwrite(p, base.values)
             training.rounds.adopt(base)
         return bool(arrived)
+
+    def own_of(self, p: int, flat: Float32) -> Float32:
+        """What this process holds of a fragment's values (elements,): all."""
+        return flat
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.

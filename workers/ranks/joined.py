@@ -19,7 +19,7 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
 from diloco.workers.ranks.found import Meeting, wait
-from diloco.workers.ranks.part import Part, Snapshot
+from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
@@ -54,7 +54,7 @@ class Rank:
         self.late = False
         """The run was over as all joined."""
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        wires.handle(recover=self._recover, enter=self._enter, bye=self._take_bye)
+        wires.handle(recover=self._recover, enter=self._enter, bye=self._take_bye, go=self._go)
 
     def begin_with(self) -> list[tuple[int, int]]:
         """Rank 0's: (fragment, number) of all."""
@@ -76,11 +76,14 @@ class Rank:
         self._joined.set_result((self, self._found if self._found.source == source else Found(source)))
 
     async def say_bye(self, in_order: bool) -> None:
-        """Rank 0's: the learner has left."""
-        await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in range(self._wires.ranks)))
+        """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
+        for what in "bye", "go":
+            await asyncio.gather(*(self._wires.ask(rank, what, in_order) for rank in range(self._wires.ranks)))
 
     async def _take_bye(self, _: int, in_order: bool) -> None:
         self._wires.leaving = True
+
+    async def _go(self, _: int, in_order: bool) -> None:
         self._bye.set_result(in_order)
 
     async def hear_bye(self, within_s: float) -> bool:
@@ -154,6 +157,10 @@ class JoinedRank(JoinedLearner):
     def ended(self, stopping: Stopping) -> bool:
         """As `JoinedLearner`, on all ranks at the same step."""
         return stopping.asked or self._over
+
+    def own_of(self, p: int, flat: Float32) -> Float32:
+        """As `JoinedLearner`: this rank's shards."""
+        return own_of(flat, self._shares.pieces(self._number, p))
 
     # --- a step -------------------------------------------------------------------------------------------
 

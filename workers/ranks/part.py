@@ -150,7 +150,7 @@ class Part:
             return False
         self._bases[p, number] = Base(p, head.version, head.digest, flat)
         for rank in range(self._shares.ranks):  # one after the other: of what replicas get there is one copy at a time
-            own = await member.offload(_own_of, flat, self._shares.pieces(rank, p))
+            own = await member.offload(own_of, flat, self._shares.pieces(rank, p))
             await self._wires.ask(rank, "give", p, number, vector=own)
         return True
 
@@ -179,7 +179,7 @@ class Part:
         self._carrier.feedback.reset(p)
 
 
-def _own_of(flat: Float32, pieces: Sequence[Piece]) -> Float32:
+def own_of(flat: Float32, pieces: Sequence[Piece]) -> Float32:
     """A rank's own vector of a fragment; without a copy where that is the fragment's."""
     if elements(pieces) == len(flat):
         return flat
