@@ -157,6 +157,11 @@ class Meeting:
         """Begin to sum whole numbers (n,) over all ranks, in place; `wait` waits for it."""
         return distributed.all_reduce(vector, group=self.group, async_op=True)
 
+    def abort(self) -> None:
+        """Break off what is under way: else the process would wait for it as it ends."""
+        self.listener.close()
+        self.group.abort()
+
     def close(self) -> None:
         """No sum is under way."""
         self.listener.close()

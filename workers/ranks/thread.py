@@ -78,6 +78,8 @@ class RankThread(ExchangeThread):
         super().join()
         if self.failure is None:
             self._meeting.close()
+        else:
+            self._meeting.abort()
 
     def _work(self) -> None:
         super()._work()

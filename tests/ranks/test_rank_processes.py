@@ -1,0 +1,55 @@
+"""Learners of one and several ranks in one run, as processes over gloo."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.party import Party
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def same(folder: Path, *names: str) -> bool:
+    """All learners have the same model, bit for bit."""
+    first, *others = (torch.load(folder / f"{name}.pt") for name in names)
+    return all(one.keys() == first.keys() and all(torch.equal(one[k], first[k]) for k in first) for one in others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_learners_of_one_two_and_three_ranks_end_alike(tmp_path: Path, dtype: str) -> None:
+    """Plain, DDP and FSDP2, of a model that no number of ranks divides: all end with the run's model, bit for bit."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=40_000) as party:
+        learners = [party.learner(*one, TEST_DTYPE=dtype) for one in [("plain", "solo", 1), ("ddp", "duo", 2)]]
+        learners.append(party.learner("fsdp", "trio", 3, TEST_DTYPE=dtype))
+        ranks = [rank for learner in learners for rank in learner]
+        assert party.ended(*ranks) == [0] * 6, party.shown()
+        assert same(tmp_path, "solo", "duo", "trio")
+        for log in ("solo-0", "duo-0", "duo-1", "trio-0", "trio-1", "trio-2"):
+            assert party.said(log, "left True"), party.shown()
+        steps = {party.said(f"trio-{rank}", "left True")[0] for rank in range(3)}
+        assert len(steps) == 1, "ranks of one learner leave after the same step"
+
+
+def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) -> None:
+    """The others of its learner say that it is gone and end with an error; the other learner trains on.
+
+    Started again with another number of ranks, under its own name, the learner takes part again.
+    """
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
+        (solo,) = party.learner("plain", "solo")
+        trio = party.learner("fsdp", "trio", 3)
+        party.until(lambda: party.said("trio-0", "step 30") and party.said("solo-0", "step 30"))
+        trio[1].kill()
+        began = time.monotonic()
+        statuses = party.ended(*trio, limit_s=60)
+        print(f"the others have ended after {time.monotonic() - began:.1f} s with {statuses}")
+        assert all(statuses), party.shown()
+        for rank in (0, 2):
+            assert party.said(f"trio-{rank}", "rank_gone") or party.said(f"trio-{rank}", "RankGone"), party.shown()
+        assert solo.poll() is None
+        seen = len(party.said("solo-0", "step"))
+        again = party.learner("fsdp", "trio", 2)
+        party.until(lambda: len(party.said("trio-0", "joined")) == 2 and len(party.said("solo-0", "step")) > seen + 2)
+        assert all(rank.poll() is None for rank in (solo, *again)), party.shown()
