@@ -1,0 +1,104 @@
+"""Which elements each rank holds, and who sends what: tables and random models."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.workers.ranks.shares import Piece, Shares, elements, server_of, sources
+
+
+def tensor(name: str, shape: tuple[int, ...], fragment: int = 0, rule: str = "rda") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype="float32", rule=rule, fragment=fragment)
+
+
+def sharded(layout: Layout, ranks: int, replicas: int = 1) -> list[dict[str, tuple[int, int]]]:
+    """As `fully_shard` gives rows to ranks: as many to each as to the first; the last ones get the rest, or none."""
+    held: list[dict[str, tuple[int, int]]] = []
+    shards = ranks // replicas
+    for rank in range(ranks):
+        held.append({})
+        for fragment in layout.fragments:
+            for slot in fragment.slots:
+                rows = slot.tensor.shape[0]
+                row, most = slot.tensor.elements // rows, -(-rows // shards)
+                start = min(rows, most * (rank % shards))
+                stop = min(rows, start + most)
+                held[-1][slot.tensor.name] = (start * row, stop * row) if start < stop else (0, 0)
+    return held
+
+
+def test_a_vocabulary_of_257_over_three_ranks() -> None:
+    """Uneven shards of the embedding, and an empty one of a bias of 2, lie where they belong."""
+    layout = layout_of([tensor("embedding", (257, 4)), tensor("bias", (2,))])
+    shares = Shares(layout, sharded(layout, 3))
+    assert [shares.pieces(rank, 0) for rank in range(3)] == [
+        (Piece(0, 0, 344), Piece(1028, 344, 1)),
+        (Piece(344, 0, 344), Piece(1029, 344, 1)),
+        (Piece(688, 0, 340),),
+    ]
+    local = shares.local(2).fragments[0]
+    assert [(slot.tensor.name, slot.tensor.shape) for slot in local.slots] == [("embedding", (85, 4))]
+    assert shares.local(2).digest == layout.digest
+
+
+def test_replicas_are_sent_by_the_server_and_buffers_by_rank_0() -> None:
+    """DDP: no byte goes between ranks for weights; the statistics that are the learner's are rank 0's."""
+    layout = layout_of([tensor("a", (3, 2), 0), tensor("b", (2,), 1), tensor("running_mean", (2,), 2, "average")])
+    shares = Shares(layout, [{"a": (0, 6), "b": (0, 2), "running_mean": (0, 2)}] * 2)
+    sent = [[elements(shares.sent(rank, p)) for rank in range(2)] for p in range(3)]
+    assert sent == [[6, 0], [0, 2], [2, 0]]
+    assert [server_of(p, 2) for p in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "first", "expected"),
+    [
+        ([(0, 6)], 0, {0}),
+        ([(0, 6), (0, 6), (0, 6)], 1, {1}),
+        ([(0, 4), (4, 6), (0, 0)], 2, {0, 1}),
+        ([(0, 3), (3, 6), (0, 3), (3, 6)], 2, {2, 3}),
+        ([(0, 3), (3, 6), (0, 3), (3, 6)], 1, {1, 2}),
+        ([(0, 3), (4, 6)], 0, None),
+        ([(0, 4), (3, 6)], 0, None),
+        ([(0, 3), (3, 6), (0, 3)], 0, None),
+        ([(0, 3), (3, 5)], 0, None),
+        ([(0, 0), (0, 0)], 0, None),
+    ],
+)
+def test_each_element_is_sent_once_or_the_model_is_refused(ranges, first, expected) -> None:
+    """Shards, replicas and replicated shards; a gap, an overlap, and what only some hold twice are refused."""
+    if expected is None:
+        with pytest.raises(UsageError, match="do not hold parameter w as shards or replicas"):
+            sources(ranges, 6, "w", first)
+    else:
+        assert sources(ranges, 6, "w", first) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=8),
+    fragments=st.integers(1, 3),
+    shards=st.integers(1, 5),
+    replicas=st.integers(1, 3),
+)
+def test_what_is_gathered_and_handed_out_is_the_fragment(rows, fragments, shards, replicas) -> None:
+    """Of any model over any number of ranks: pieces sent cover each fragment once, and come back where they were."""
+    layout = layout_of(tensor(f"t{i}", shape, i % fragments) for i, shape in enumerate(rows))
+    ranks = shards * replicas
+    shares = Shares(layout, sharded(layout, ranks, replicas))
+    for p, fragment in enumerate(layout.fragments):
+        flat = np.arange(fragment.elements)
+        covered = np.zeros(fragment.elements, int)
+        for rank in range(ranks):
+            own = np.full(shares.local(rank).fragments[p].elements, -1)
+            for piece in shares.pieces(rank, p):
+                own[piece.at : piece.at + piece.elements] = flat[piece.start : piece.start + piece.elements]
+            assert (own >= 0).all()
+            for piece in shares.sent(rank, p):
+                assert piece in shares.pieces(rank, p)
+                covered[piece.start : piece.start + piece.elements] += 1
+        assert (covered == 1).all()
