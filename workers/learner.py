@@ -46,11 +46,13 @@ from diloco.workers.life import Life
 from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.own import Recover
 from diloco.workers.moments.recovery import Source
+from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting, proposal
 from diloco.workers.ranks.found import meet, ranks_of
+from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.thread import RankThread
 from diloco.workers.reading import begin_batches, begin_blocks
@@ -404,6 +406,7 @@ class Learner:
 
     def _prepare(self) -> tuple[Training, ExchangeThread]:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
+        self._check_ranks()
         spec = self._proposal(*self._agreed())
         if self._ranks:
             return self._prepare_rank(spec)
@@ -415,12 +418,14 @@ class Learner:
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)
-        training = self._training(spec, shares.local(meeting.rank))
+        whole, held = shares.layout.trained, meeting.held
+        folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
+        training = self._training(spec, shares.local(meeting.rank), folder)
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
     def _check_ranks(self) -> None:
         if ranks_of(self.model, self._mesh) != self._ranks:
-            raise UsageError("torch.distributed was set up since the learner joined: do that before it is made")
+            raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
 
     def _agreed(self) -> tuple[Spec | None, int | None]:
         """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
@@ -433,9 +438,11 @@ class Learner:
     def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
         return proposal(self.model, self._given, held, waiting)
 
-    def _training(self, spec: Spec, own: Layout | None = None) -> Training:
+    def _training(
+        self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
+    ) -> Training:
         who, device = (self.id, self.incarnation), self.device
-        given = self.model, self._inner, self._given, device, self.times, own, self._check_ranks
+        given = self.model, self._inner, self._given, device, self.times, own, folder, self._check_ranks
         return make_training(who, spec, *given)
 
     def __exit__(

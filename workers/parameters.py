@@ -5,7 +5,7 @@ device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange threa
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)  # to ask for the class would be to import it, which takes seconds
     here: torch.Tensor = tensor if to_local is None else to_local()
     return here
+
+
+def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
+    """What this process holds of another tensor that is sharded like `tensor`, as such a one; on its device."""
+    if not hasattr(tensor, "device_mesh"):
+        return here
+    given = tensor.device_mesh, tensor.placements
+    whole: torch.Tensor = type(tensor.data).from_local(
+        here.to(tensor.device), *given, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole
 
 
 class Snapshot:

@@ -18,6 +18,7 @@ from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
+from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
@@ -77,6 +78,7 @@ def make_training(
     device: torch.device,
     times: StepTimes,
     own: Layout | None = None,
+    make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
     check: Callable[[], object] = lambda: None,
 ) -> Training:
     """That of a learner that is about to join.
@@ -89,6 +91,7 @@ def make_training(
         device: of the trained tensors.
         times: the learner's.
         own: of what this process holds, if it is a rank among several; None: all of it.
+        make_folder: as `own_moments`.
         check: as `ModelWatch`.
     """
     layout = layout_of(spec.tensors)
@@ -103,6 +106,7 @@ def make_training(
         learner=who[0],
         incarnation=who[1],
         options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
+        make_folder=make_folder,
     )
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
     watch = ModelWatch(model, [tensor.name for tensor in spec.tensors], check=check)

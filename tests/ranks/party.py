@@ -62,9 +62,10 @@ class Party:
         ]
 
     def said(self, log: str, what: str) -> list[str]:
-        """Lines that begin with, or have, a word."""
-        path = self.folder / f"{log}.log"
-        return [line for line in path.read_text().splitlines() if what in line] if path.exists() else []
+        """Lines that begin with a word; those of the log have it as their event."""
+        path, event = self.folder / f"{log}.log", f'"event": "{what}"'
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(what) or event in line]
 
     def until(self, true: Callable[[], Any], limit_s: float = 150.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -25,7 +25,7 @@ from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot
+from diloco.workers.parameters import FragmentTensors, Snapshot, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
@@ -216,7 +216,8 @@ class OptimizerState:
                 if (state := states.get(slot.tensor.name)) is not None:
                     # a copy each: tensors of their own, aligned as torch's are
                     flat = moments.flats[p][name][slot.start : slot.stop].copy()
-                    state[name] = torch.from_numpy(flat).reshape(slot.tensor.shape)
+                    here = torch.from_numpy(flat).reshape(slot.tensor.shape)
+                    state[name] = placed_as(self._parameters[slot.tensor.name], here)
         for (name, tensor), array in moments.others.items():
             if (state := states.get(tensor)) is not None:
                 state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)

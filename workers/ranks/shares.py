@@ -64,6 +64,23 @@ def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> fr
     return frozenset(min(ranks, key=lambda rank: (rank - first) % len(ranges)) for ranks in holders.values())
 
 
+def local_layout(layout: Layout, ranges: Ranges) -> Layout:
+    """As `Shares.local`, of what holds these ranges."""
+    fragments = []
+    for fragment in layout.fragments:
+        slots: list[Slot] = []
+        for slot in fragment.slots:
+            start, stop = ranges[slot.tensor.name]
+            if start < stop:
+                at, rows = slots[-1].stop if slots else 0, slot.tensor.shape[:1]
+                if stop - start < slot.tensor.elements:
+                    rows = ((stop - start) // math.prod(slot.tensor.shape[1:]),)
+                tensor = slot.tensor.model_copy(update={"shape": (*rows, *slot.tensor.shape[1:])})
+                slots.append(Slot(tensor, at, at + stop - start))
+        fragments.append(FragmentLayout(fragment.id, tuple(slots)))
+    return Layout(tuple(fragments), layout.digest)
+
+
 class Shares:
     """What the ranks of one learner hold of its layout."""
 
@@ -89,19 +106,7 @@ class Shares:
 
     def local(self, rank: int) -> Layout:
         """The layout of a rank's own flat vectors, with the digest of the whole one; a fragment may be empty there."""
-        fragments = []
-        for fragment in self.layout.fragments:
-            slots: list[Slot] = []
-            for slot in fragment.slots:
-                start, stop = self._held[rank][slot.tensor.name]
-                if start < stop:
-                    at, rows = slots[-1].stop if slots else 0, slot.tensor.shape[:1]
-                    if stop - start < slot.tensor.elements:
-                        rows = ((stop - start) // math.prod(slot.tensor.shape[1:]),)
-                    tensor = slot.tensor.model_copy(update={"shape": (*rows, *slot.tensor.shape[1:])})
-                    slots.append(Slot(tensor, at, at + stop - start))
-            fragments.append(FragmentLayout(fragment.id, tuple(slots)))
-        return Layout(tuple(fragments), self.layout.digest)
+        return local_layout(self.layout, self._held[rank])
 
     def pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
         """All that a rank holds of a fragment: its own flat vector."""
