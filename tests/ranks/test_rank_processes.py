@@ -28,7 +28,8 @@ def test_learners_of_one_two_and_three_ranks_end_alike(tmp_path: Path, dtype: st
         assert same(tmp_path, "solo", "duo", "trio")
         for log in ("solo-0", "duo-0", "duo-1", "trio-0", "trio-1", "trio-2"):
             assert party.said(log, "left True"), party.shown()
-        steps = {party.said(f"trio-{rank}", "left True")[0] for rank in range(3)}
+            assert party.said(log, "alike True"), party.shown()
+        steps = {party.said(f"trio-{rank}", "left True")[0].split()[2] for rank in range(3)}
         assert len(steps) == 1, "ranks of one learner leave after the same step"
 
 
@@ -70,3 +71,23 @@ def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
             for rank in learner:
                 rank.terminate()
             assert party.ended(*learner) == [0] * ranks, party.shown()
+
+
+def test_replicated_shards_end_on_the_heads(tmp_path: Path) -> None:
+    """HSDP of 2 x 2 ranks: both replicas of each shard have the run's values at the end."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10_000) as party:
+        assert party.ended(*party.learner("hsdp", "quad", 4)) == [0] * 4, party.shown()
+        assert all(party.said(f"quad-{rank}", "alike True") for rank in range(4)), party.shown()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_carries_its_share_of_the_bytes(tmp_path: Path, kind: str) -> None:
+    """Of six fragments of equal size each of three ranks serves two: sent and read, within 5 % of a third."""
+    with Party(tmp_path, sync_interval=6, fragments=6, tokens=150_000, first_interval=0) as party:
+        ranks = party.learner(kind, "trio", 3, TEST_EVEN="1", TEST_STEP_S="0.005")
+        assert party.ended(*ranks, limit_s=300) == [0] * 3, party.shown()
+        said = [party.said(f"trio-{rank}", "left True")[0].split() for rank in range(3)]
+        for column in (3, 4):
+            carried = [int(words[column]) for words in said]
+            print(kind, ("sent", "read")[column - 3], carried)
+            assert max(carried) / (sum(carried) / 3) <= 1.05, carried
