@@ -63,11 +63,12 @@ def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
         earlier = 0
         for life, (kind, ranks) in enumerate([("fsdp", 3), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)]):
             learner = party.learner(kind, "them", ranks, TEST_STATE="1")
-            party.until(lambda: len(party.said("them-0", "joined ")) == life + 1)  # noqa: B023  # called here
+            party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
             source, steps = party.said("them-0", "joined ")[-1].split()[1:]
-            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), party.shown()
+            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
             earlier = int(steps)
-            party.until(lambda: party.said("them-0", "step 30") and len(party.said("them-0", "step")) > 3 * life + 3)  # noqa: B023
+            stepped = len(party.said("them-0", "step "))
+            party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
             for rank in learner:
                 rank.terminate()
             assert party.ended(*learner) == [0] * ranks, party.shown()

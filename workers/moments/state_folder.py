@@ -76,6 +76,8 @@ class SavedState(Message):
     held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
     """Elements [start, stop) of each flattened tensor that the file has, where a rank has saved it; a tensor that is
     not named is whole."""
+    partition: Text = ""
+    """Says which of several ranks hold what: with what others of the same partition have saved it is whole."""
     shard: tuple[str, int] | None
     """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
     the rest of it out, to whoever comes first."""
@@ -84,9 +86,9 @@ class SavedState(Message):
 class StateFolder:
     """Where one learner saves its state."""
 
-    def __init__(self, path: Path, layout: Layout, held: Mapping[str, tuple[int, int]] | None = None) -> None:
-        """The folder is made with the first thing that is written. held: as `SavedState`."""
-        self.path, self._layout, self._told = path, layout, dict(held or {})
+    def __init__(self, path: Path, layout: Layout, ranks: Mapping[str, Any] | None = None) -> None:
+        """The folder is made with the first thing that is written. ranks: fields of `SavedState` that tell of them."""
+        self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
 
@@ -152,7 +154,7 @@ class StateFolder:
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         digest = hashlib.sha256()
         replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
-        state = state.model_copy(update={"moments_sha256": digest.hexdigest(), "held": self._told})
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import structlog
 import torch
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, slots
 from diloco.workers.moments.state_folder import STATE_FILE, RunIdentity, SavedState, StateFolder, StateRefused
 from diloco.workers.ranks.shares import Range, Ranges, local_layout
@@ -37,7 +39,11 @@ class RankFolder(StateFolder):
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
-        super().__init__(path / f"rank-{first}-of-{len(held)}", kept, held[rank])
+        told = {
+            "held": dict(held[rank]),
+            "partition": digest_of(msgpack.packb([sorted(one.items()) for one in held])).hex(),
+        }
+        super().__init__(path / f"rank-{first}-of-{len(held)}", kept, told)
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """As `StateFolder`; replicas but the first have nothing of their own to save."""
@@ -47,7 +53,7 @@ class RankFolder(StateFolder):
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
         """As `StateFolder`, of what this rank holds."""
         parts = self._newest(identity)
-        same = self.path in parts and parts[self.path].held == self._told
+        same = self.path in parts and parts[self.path].partition == self._ranks["partition"]
         if not parts or same:
             found = super().load(identity, kind)
             return found if found is None or self._saves else (_with_own_chance(found[0]), found[1])
@@ -62,7 +68,7 @@ class RankFolder(StateFolder):
             with suppress(OSError, ValidationError):  # there is none, or a damaged one
                 state = SavedState.model_validate_json((path / STATE_FILE).read_bytes())
                 if state.identity == identity:
-                    sets["" if path == self._all else path.name.partition("-of-")[2]][path] = state
+                    sets[state.partition][path] = state
         whole = [parts for parts in sets.values() if self._covers(parts.values())]
         return max(whole, key=lambda parts: min(state.steps for state in parts.values()), default={})
 
