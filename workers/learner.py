@@ -110,8 +110,8 @@ class Learner:
                 where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
             same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
                 settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
-            mesh: a DeviceMesh or a process group whose ranks are this learner together. Default: those of the model's
-                DistributedDataParallel or `fully_shard`. Each rank makes its own `Learner`, alike.
+            mesh: a DeviceMesh or a process group whose ranks are this learner together, or "world": all there are.
+                Default: those of the model's DistributedDataParallel or `fully_shard`. Each makes a `Learner`, alike.
 
         Raises:
             UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that

@@ -38,7 +38,7 @@ def test_ranks_that_nobody_says_are_one_learner_are_refused(tmp_path: Path, monk
     early = learner(nn.Linear(2, 2))
     with process_group(tmp_path):
         monkeypatch.setattr(distributed, "get_world_size", lambda *_: 2)
-        with pytest.raises(UsageError, match="has 2 ranks, and the model is neither .* nor sharded.*pass mesh="):
+        with pytest.raises(UsageError, match=r"has 2 ranks, and the model is neither .* nor sharded.*pass mesh="):
             learner(nn.Linear(2, 2))
         with pytest.raises(UsageError, match="has 2 ranks"):
             early.open()
@@ -64,15 +64,16 @@ def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
         assert learner(fully_shard(nn.Linear(2, 2), mesh=mesh))._ranks == (0,)
         with pytest.raises(UsageError, match="mesh is a str: pass a DeviceMesh or a process group"):
             learner(nn.Linear(2, 2), mesh="all")
+        assert learner(nn.Linear(2, 2), mesh="world")._ranks == ()
         parallel = nn.Linear(2, 2)
         parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Replicate()]))
-        with pytest.raises(UsageError, match="parameter weight is a DTensor.*tensor parallelism is not taken"):
+        with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not taken"):
             learner(parallel)
         columns = fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda one: Shard(one.dim() - 1))
         with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*shards by rows"):
             learner(columns)
         mixed = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2))
-        with pytest.raises(UsageError, match="parameter 1.weight is trained beside sharded ones"):
+        with pytest.raises(UsageError, match=r"parameter 1.weight is trained beside sharded ones"):
             learner(mixed)
     with pytest.raises(UsageError, match="mesh= without a process group"):
         learner(nn.Linear(2, 2), mesh=mesh)

@@ -35,11 +35,13 @@ from diloco.workers.ranks.wires import TOKEN_BYTES, listen
 
 WAIT = timedelta(hours=1)
 """For a rank that does not come; one that dies is noticed at once."""
+WORLD = "world"
+"""As `mesh`: all ranks of torch.distributed, if it has several."""
 LOOPBACK = "127.0.0.1"
 NO_RANKS = (
     "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
-    "one model, pass mesh= (a DeviceMesh or a process group of them); else start each learner as a process of its own, "
-    "without a process group"
+    "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
+    "own, without a process group"
 )
 SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
 
@@ -49,7 +51,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
 
     Args:
         model: what is trained.
-        mesh: a DeviceMesh or a process group, or None.
+        mesh: a DeviceMesh, a process group, `WORLD`, or None.
 
     Raises:
         UsageError: its ranks cannot be one learner, with the reason.
@@ -85,15 +87,19 @@ def _world_size() -> int:
 
 
 def _given(mesh: Any) -> tuple[int, ...]:
-    if mesh is None:
+    if mesh is None or (mesh == WORLD and _world_size() == 1):
         return ()
     if not (distributed.is_available() and distributed.is_initialized()):
         raise UsageError("mesh= without a process group: call torch.distributed.init_process_group before")
+    if mesh == WORLD:
+        return tuple(range(_world_size()))
     if isinstance(mesh, distributed.ProcessGroup):
         return tuple(distributed.get_process_group_ranks(mesh))
     if isinstance(mesh, distributed.device_mesh.DeviceMesh):
         return tuple(mesh.mesh.flatten().tolist())
-    raise UsageError(f"mesh is a {type(mesh).__name__}: pass a DeviceMesh or a process group of the learner's ranks")
+    raise UsageError(
+        f'mesh is a {type(mesh).__name__}: pass a DeviceMesh or a process group of the learner\'s ranks, or "world"'
+    )
 
 
 def _same(found: tuple[int, ...], ranks: tuple[int, ...], whose: str) -> tuple[int, ...]:
