@@ -106,6 +106,8 @@ PURE = (
     "workers/encoding.py",
     "workers/exchange/shared.py",
     "workers/in_hand.py",
+    "workers/ranks/agreed.py",
+    "workers/ranks/shares.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

@@ -5,7 +5,7 @@ device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange threa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +111,7 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
     check_outer(sync)
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
-    averaged = averaged_buffers(model, trained.values())
+    averaged = averaged_buffers(model, map(local_of, trained.values()))
     sizes = ((name, tensor.numel()) for name, tensor in trained.items())
     fragment = balance(sizes, sync.fragments, averaged)
     parameters = tuple(
@@ -155,13 +155,31 @@ def fitting_fragments(model: nn.Module, wanted: int) -> int:
         UsageError: as `trained_tensors`.
     """
     trained = trained_tensors(model)
-    return fragments_of(wanted, len(trained), len(averaged_buffers(model, trained.values())))
+    return fragments_of(wanted, len(trained), len(averaged_buffers(model, map(local_of, trained.values()))))
 
 
 def _rule(merge: MergeName, usual: MergeRule, tensor: torch.Tensor) -> MergeRule:
     if merge == "mean" or merge == "rda-all":
         return "mean" if merge == "mean" else "rda"
     return "rda-row" if merge == "rda-row" and usual == "rda" and tensor.dim() > 1 else usual
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of a DTensor its shard, which may be empty; else all of it."""
+    to_local = getattr(tensor, "to_local", None)  # to ask for the class would be to import it, which takes seconds
+    here: torch.Tensor = tensor if to_local is None else to_local()
+    return here
+
+
+def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
+    """What this process holds of another tensor that is sharded like `tensor`, as such a one; on its device."""
+    if not hasattr(tensor, "device_mesh"):
+        return here
+    given = tensor.device_mesh, tensor.placements
+    whole: torch.Tensor = type(tensor.data).from_local(
+        here.to(tensor.device), *given, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole
 
 
 class Snapshot:
@@ -204,6 +222,8 @@ def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
 class FragmentTensors:
     """Copies fragments out of a set of tensors and into it. All of them live on one device.
 
+    Of sharded tensors it copies what this process holds, which the layout is of.
+
     float32 tensors in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
     the training thread would then wait in line behind the exchange thread to get it back.
     """
@@ -212,19 +232,21 @@ class FragmentTensors:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
         self._places = [[_Bytes.of(slot) for slot in fragment.slots] for fragment in layout.fragments]
-        self.device = next(tensor for fragment in self._tensors for tensor in fragment).device
+        self.device = next((one.device for fragment in self._tensors for one in fragment), torch.device("cpu"))
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def _plain(self, p: int) -> bool:
         """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
-        return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in self._tensors[p])
+        here = map(local_of, self._tensors[p])
+        return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in here)
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """The tensor's memory; looked up anew if the optimizer gave it another storage."""
+        here = local_of(tensor)
         address, view = self._views.get(id(tensor), (0, memoryview(b"")))
-        if address != tensor.data_ptr():
-            address, view = tensor.data_ptr(), as_bytes(tensor.detach().numpy())
+        if address != here.data_ptr():
+            address, view = here.data_ptr(), as_bytes(here.detach().numpy())
             self._views[id(tensor)] = address, view
         return view
 
@@ -285,7 +307,7 @@ class FragmentTensors:
         else:  # torch uses memory of other devices again by itself
             flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            part = _part(slot, tensor)
+            part = _part(slot, local_of(tensor))
             flat[slot.start : slot.stop].view(part.shape).copy_(part)
         return flat
 
@@ -311,7 +333,7 @@ class FragmentTensors:
             if self._side is not None:
                 values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            part = _part(slot, tensor)
+            part = _part(slot, local_of(tensor))
             part.copy_(values[slot.start : slot.stop].view(part.shape))
 
 

@@ -25,7 +25,7 @@ from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot
+from diloco.workers.parameters import FragmentTensors, Snapshot, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
@@ -218,9 +218,12 @@ class OptimizerState:
             for p, slot in slots(of_moment(self.layout, name)):
                 if (state := states.get(slot.tensor.name)) is not None:
                     # a copy each: tensors of their own, aligned as torch's are
-                    whole = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32))
+                    here = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32))
                     flat = torch.from_numpy(moments.flats[p][name][slot.start : slot.stop])
-                    whole.view(-1)[slot.within] = flat
+                    here.view(-1)[slot.within] = flat
+            for tensor, state in states.items():
+                if name in state:
+                    state[name] = placed_as(self._parameters[tensor], state[name])
         for (name, tensor), array in moments.others.items():
             if (state := states.get(tensor)) is not None:
                 state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)

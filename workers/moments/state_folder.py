@@ -72,6 +72,11 @@ class SavedState(Message):
     """`torch.get_rng_state()`, of the CPU."""
     python_rng: tuple[int, tuple[int, ...], float | None]
     """`random.getstate()`."""
+    held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
+    """Elements [start, stop) of each flattened tensor that the file has, where a rank has saved it; a tensor that is
+    not named is whole."""
+    partition: Text = ""
+    """Says which of several ranks hold what: with what others of the same partition have saved it is whole."""
     shard: tuple[str, int] | None
     """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
     the rest of it out, to whoever comes first."""
@@ -80,9 +85,9 @@ class SavedState(Message):
 class StateFolder:
     """Where one learner saves its state."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        """The folder is made with the first thing that is written."""
-        self.path, self._layout = path, layout
+    def __init__(self, path: Path, layout: Layout, ranks: Mapping[str, Any] | None = None) -> None:
+        """The folder is made with the first thing that is written. ranks: fields of `SavedState` that tell of them."""
+        self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
 
@@ -148,7 +153,7 @@ class StateFolder:
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         digest = hashlib.sha256()
         replace(self.path / state.moments_file, digested(to_safetensors(arrays), digest.update))
-        state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
