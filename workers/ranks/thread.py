@@ -78,13 +78,14 @@ class RankThread(ExchangeThread):
         super().join()
         if self.failure is None:
             self._meeting.close()
-        else:
+        elif not isinstance(self.failure, RankGone):
             self._meeting.abort()
 
     def _work(self) -> None:
         super()._work()
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
+            self._meeting.abort()
             if not self._noticed.wait(NOTICED_S):
                 self._log.error("rank_ended", detail="the training waits for the rank that is gone: this process ends")
                 os._exit(BROKEN_STATUS)
