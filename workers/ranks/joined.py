@@ -207,6 +207,8 @@ class JoinedRank(JoinedLearner):
             self._stopping.agree()
         if self._rank.exchange is not None:
             self._count(step, agreed.tokens)
+        else:  # of what is counted, its saved state has the steps
+            self.training.rounds.trained(agreed.tokens)
         return agreed.tokens
 
     def _do(self, decided: Decided) -> None:
