@@ -63,7 +63,8 @@ def main() -> None:
     parser.add_argument("--of", nargs=2, metavar=("URL", "RUN"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.of is not None:
-        train(*given.of, given.model, given.tokens, given.steps)
+        url, run = given.of
+        train(url, run, given.model, given.tokens, given.steps)
         return
     command = [sys.executable, "-m", "diloco.studies.bench.ranks", *sys.argv[1:], "--of"]
     for ranks in (1, given.ranks):
