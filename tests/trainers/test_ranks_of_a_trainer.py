@@ -1,4 +1,4 @@
-"""transformers' Trainer with two ranks, as torchrun and `accelerate launch` start them: one learner."""
+"""transformers' Trainer with two ranks of torchrun: they are one learner."""
 
 from pathlib import Path
 
@@ -30,19 +30,14 @@ print(f"ended {trainer.state.global_step} {sum(float(p.double().sum()) for p in 
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_the_ranks_of_a_trainer_are_one_learner(tmp_path: Path, launcher: str) -> None:
+def test_the_ranks_of_a_trainer_are_one_learner(tmp_path: Path) -> None:
     """They end after the same step with the run's model; their tokens are counted once."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    port = str(free_port())
-    commands = {
-        "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "--master-port", port),
-        "accelerate": ("accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", port),
-    }
+    torchrun = "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())
     with Party(tmp_path, sync_interval=8, fragments=4) as party:
         path = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-        launched = party.start("launch.log", path, "-m", *commands[launcher], script, tmp_path / "out")
+        launched = party.start("launch.log", path, "-m", *torchrun, script, tmp_path / "out")
         assert party.ended(launched, limit_s=300) == [0], party.shown()
         ended = party.said("launch", "ended")
         assert len(ended) == 2, party.shown()
