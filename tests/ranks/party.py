@@ -33,7 +33,7 @@ class Party:
     def __enter__(self) -> Self:
         self._redis.__enter__()
         self.url = self._redis.url
-        self.start("syncer.log", {}, "-m", "diloco", "syncer", "--run", "ranks")
+        self.start("syncer.log", {"DILOCO_HTTP_PORT": "0"}, "-m", "diloco", "syncer", "--run", "ranks")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,6 +15,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -164,9 +165,14 @@ class Meeting:
         return distributed.all_reduce(vector, group=self.group, async_op=True)
 
     def abort(self) -> None:
-        """Break off what is under way: else the process would wait for it as it ends."""
+        """Break off what any process group has under way with a rank that is gone.
+
+        Else a training thread that waits for it goes on doing so, and so does the process as it ends.
+        """
         self.listener.close()
-        self.group.abort()
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            with suppress(RuntimeError):  # a backend that cannot be aborted
+                group.abort()
 
     def close(self) -> None:
         """No sum is under way."""

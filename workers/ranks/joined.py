@@ -54,7 +54,7 @@ class Rank:
         self.late = False
         """The run was over as all joined."""
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        wires.handle(recover=self._recover, enter=self._enter, bye=self._take_bye, go=self._go)
+        wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
     def begin_with(self) -> list[tuple[int, int]]:
         """Rank 0's: (fragment, number) of all."""
@@ -69,6 +69,9 @@ class Rank:
             self.shared.state = state
         self._found = await self._training.recovery.find(None, tuple(versions), state)
         return self._found.source
+
+    async def _know(self, _: int, encoded: bytes) -> None:
+        self.shared.state = codec.decode(RunState, encoded)
 
     async def _enter(self, _: int, source: Source, begin: list[tuple[int, int]]) -> None:
         self.begin = dict(begin)
@@ -207,6 +210,8 @@ class JoinedRank(JoinedLearner):
             self._stopping.agree()
         if self._rank.exchange is not None:
             self._count(step, agreed.tokens)
+        else:  # of what is counted, its saved state has the steps
+            self.training.rounds.trained(agreed.tokens)
         return agreed.tokens
 
     def _do(self, decided: Decided) -> None:

@@ -27,7 +27,7 @@ from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.carrier import Carrier
-from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.exchange.exchange_thread import LOOK_S, ExchangeThread
 from diloco.workers.exchange.joining import Joining, meanwhile
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
@@ -78,13 +78,14 @@ class RankThread(ExchangeThread):
         super().join()
         if self.failure is None:
             self._meeting.close()
-        else:
+        elif not isinstance(self.failure, RankGone):
             self._meeting.abort()
 
     def _work(self) -> None:
         super()._work()
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
+            self._meeting.abort()
             if not self._noticed.wait(NOTICED_S):
                 self._log.error("rank_ended", detail="the training waits for the rank that is gone: this process ends")
                 os._exit(BROKEN_STATUS)
@@ -145,10 +146,21 @@ class RankThread(ExchangeThread):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await self._say_joined(bus, versions, shared.state)
                 await self._enter_all(wires, rank, versions, shared.state)
-                await asyncio.Event().wait()
+                await self._tell_which_run(wires, shared)
         finally:
             if self._abandoned or not self._joined.done():
                 await joining.abandon()
+
+    async def _tell_which_run(self, wires: Wires, shared: Shared) -> None:
+        """Until cancelled. At a run's start it may not be known as all enter; no rank saves its moments until it is."""
+        told: float | None = None
+        while True:
+            state = shared.state
+            if state is not None and state.started_unix_s != told:
+                told = state.started_unix_s
+                for rank in range(1, wires.ranks):
+                    wires.tell(rank, "know", codec.encode(state))
+            await asyncio.sleep(LOOK_S)
 
     async def _enter_all(self, wires: Wires, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:
         ranks, encoded = range(wires.ranks), None if state is None else codec.encode(state)
