@@ -374,7 +374,7 @@ class Window:
 
     def _hold(self, offer: Offer, now: float) -> Late | Refused:
         answer = self.late.hold(offer)
-        if answer == Late():
+        if isinstance(answer, Late):
             self._open_for(offer.header, now)  # its learner left a delta behind, and came back
         return answer
 

@@ -370,6 +370,18 @@ def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> 
     assert window.members == ("l0",)
 
 
+def test_its_due_attempt_opens_the_window_after_one_that_was_not_due() -> None:
+    """Whoever came back, and has a delta here that was not due, opens the window with the next that is."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
+    early = Offer("2-0", samples.header("l0", incarnation="b" * 8, due=False))
+    assert window.offer(early, 1.0) == Late()
+    assert window.state is State.IDLE
+    due = Offer("3-0", samples.header("l0", incarnation="b" * 8, attempt=1, serial=1))
+    assert window.offer(due, 2.0) == Late(replaced=early)
+    assert window.state is State.COLLECTING
+
+
 ALONE = Conditions(quorum=1, expected=frozenset({"l0"}), live=1, grace_s=0.0, upload_s=30.0)
 
 
