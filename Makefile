@@ -6,6 +6,7 @@ PIP_ARGS    ?=
 PYTEST_ARGS ?=
 SEEDS       ?= 10000
 INPUTS      ?= 1000000
+GPU_ARGS    ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-docker test-trainers test-gpu dst fuzz lint docs clean
+.PHONY: help demo test test-all test-docker test-trainers test-gpu gpu dst fuzz lint docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +36,9 @@ test-trainers: $(VENV)/trainers.stamp  ## learners in the trainers of others: tr
 
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+gpu: $(VENV)/dev.stamp  ## all that needs a GPU, in pieces; interrupted, it goes on; GPU_ARGS=--rehearse: small, on the CPU
+	$(BIN)/diloco bench gpu $(GPU_ARGS)
 
 dst: $(VENV)/dev.stamp  ## SEEDS=10000 simulated worlds under faults, over all cores; interrupted, it goes on where it was
 	$(BIN)/python -m tests.world seeds --seeds $(SEEDS)

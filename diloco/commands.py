@@ -150,7 +150,10 @@ def acl(
 
 COLDEST, HOTTEST = 1e-3, 1e3
 """Temperatures beside 0: likelihoods divided by them stay finite, and differ."""
-Checkpoint = Annotated[Path, typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint)")]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint), or s3://bucket/path"),
+]
 
 
 def export(
@@ -205,5 +208,6 @@ def sample(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
-    loaded = sampler.load_model(checkpoints.find_checkpoint(checkpoint))
+    found = checkpoints.read_globals(checkpoint)
+    loaded = sampler.load_model(found.folder, found.trainer, found.tensors)
     typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data)))

@@ -2,30 +2,23 @@
 
 import json
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.sums import check_sums
-from diloco.pipeline.fragments import layout_of
-from diloco.syncer import checkpoint as checkpoints
+from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
+from diloco.syncer.checkpoints.loading import find_checkpoint as find_of_run
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.manifest import STATE_FILE
+from diloco.syncer.checkpoints.places import Folder, Place
 
 BASELINE = "checkpoint"
 """Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint folder meant by `path`: itself, or the newest one of a run's output folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    baseline = path / BASELINE
-    return baseline if (baseline / "state.json").is_file() else checkpoints.find_checkpoint(path)
 
 
 def printable(text: str) -> str:
@@ -33,46 +26,59 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def _is_baselines(folder: Path) -> bool:
-    """Whether a checkpoint folder is the baseline's: its state says nothing of a run's fragments."""
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {folder / 'state.json'}: {error}") from error
-    return isinstance(state, dict) and "fragments" not in state
-
-
 class Globals(NamedTuple):
     """What a checkpoint holds of a model."""
 
-    tensors: dict[str, Any]
-    """float32 arrays by name."""
+    tensors: Mapping[str, Tensor]
+    """float32, by name; each is read, and checked, when it is asked for."""
     origin: str
     """Where they come from, in words."""
     frozen: dict[str, bytes]
     """The parameters that were not trained, as far as the run knows them: digests by name."""
+    trainer: Any
+    """The trainer's part of the run's spec."""
+    folder: str
 
 
-def read_globals(folder: Path) -> Globals:
-    """The global parameters of a checkpoint folder, checked where their digests are on record.
+def find_checkpoint(place: str | Path) -> Place:
+    """The checkpoint folder meant: the baseline's, or as a run's are found.
+
+    Raises:
+        UsageError: there is none.
+    """
+    baseline = None if is_address(str(place)) else Path(place) / BASELINE
+    return Folder(baseline) if baseline and (baseline / STATE_FILE).is_file() else find_of_run(place)
+
+
+def read_globals(place: str | Path) -> Globals:
+    """The global parameters of a checkpoint, checked where digests are on record.
+
+    place: the checkpoint's folder or address, or the output folder of a run or of the baseline.
 
     Raises:
         UsageError: it is no sound checkpoint.
     """
-    if _is_baselines(folder):
-        check_sums(folder)
-        try:
-            return Globals(load_file(folder / "globals.safetensors"), "data-parallel", {})
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"cannot read {folder / 'globals.safetensors'}: {error}") from error
-    saved = checkpoints.load_checkpoint(folder)
-    layout = layout_of(saved.spec.tensors)
-    tensors = {
-        slot.tensor.name: flat[slot.start : slot.stop].reshape(slot.tensor.shape)
-        for fragment, flat in zip(layout.fragments, saved.globals, strict=True)
-        for slot in fragment.slots
-    }
-    return Globals(tensors, f"trained on {saved.state.tokens} tokens", dict(saved.spec.frozen or ()))
+    folder = find_checkpoint(place)
+    if isinstance(folder, Folder) and "fragments" not in (state := _read_state(folder.path)):
+        return _of_baseline(folder.path, state)
+    saved = load_checkpoint(str(folder))
+    origin = f"trained on {saved.state.tokens} tokens"
+    return Globals(saved.tensors(), origin, dict(saved.spec.frozen or ()), saved.spec.trainer, str(folder))
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / STATE_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {folder / STATE_FILE}: {error}") from error
+    return state if isinstance(state, dict) else {"fragments": ()}
+
+
+def _of_baseline(folder: Path, state: Mapping[str, Any]) -> Globals:
+    check_sums(folder)
+    spec = state.get("spec")
+    trainer = spec.get("trainer") if isinstance(spec, dict) else None
+    return Globals(read_tensors(folder / "globals.safetensors"), "data-parallel", {}, trainer, str(folder))
 
 
 def make_folder(folder: Path) -> None:
@@ -82,23 +88,23 @@ def make_folder(folder: Path) -> None:
         typer.echo(f"{folder}: made this folder")
 
 
-def export(checkpoint: Path, out: Path, overwrite: bool = False) -> None:
-    """Write one float32 entry a tensor; digests and shapes are checked against the spec on the way.
+def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
+    """Write one float32 entry a tensor; digests and shapes are checked against the spec before.
 
     Raises:
         UsageError: no sound checkpoint there, or `out` exists already.
     """
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or give --overwrite")
-    tensors, origin, _ = read_globals(find_checkpoint(checkpoint))
+    found = read_globals(checkpoint)
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        save_file(tensors, temporary)
+        write_tensors(temporary, found.tensors)
         temporary.replace(out)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    total = sum(tensor.size for tensor in tensors.values())
-    typer.echo(f"{out}: {len(tensors)} tensors, {total} elements, {origin}")
+    elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
+    typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")

@@ -9,18 +9,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import typer
 import xxhash
 
-from diloco.export import Globals, find_checkpoint, make_folder, read_globals
+from diloco.export import Globals, make_folder, read_globals
 from diloco.hf_names import adapter_names, has_adapter, names_in, some
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
+from diloco.pipeline.files.scratch import scratch_folder
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.pipeline.messages.spec import frozen_head
 from diloco.pipeline.payload.codec import as_bytes
-from diloco.syncer.scratch import scratch_folder
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
@@ -35,11 +34,11 @@ DTYPES: dict[str, tuple[str, Any]] = {
 """Those of a config -> as safetensors calls them, and numpy's."""
 
 
-def export_hf(checkpoint: Path, out: Path, config: Path, overwrite: bool = False) -> None:
+def export_hf(checkpoint: str | Path, out: Path, config: Path, overwrite: bool = False) -> None:
     """Write a folder as transformers' and peft's `save_pretrained` do.
 
     Args:
-        checkpoint: its folder, or a run's output folder.
+        checkpoint: as of `read_globals`.
         out: the folder to write; files of the same names are replaced if `overwrite` says so.
         config: a folder with config.json, or with adapter_config.json for a run of an adapter. What the run has not
             trained is taken from its weights. Those that were trained are written in the config's type of numbers, else
@@ -48,7 +47,7 @@ def export_hf(checkpoint: Path, out: Path, config: Path, overwrite: bool = False
     Raises:
         UsageError: no sound checkpoint, no such config, weights of another model, or values that are nowhere.
     """
-    found = read_globals(find_checkpoint(checkpoint))
+    found = read_globals(checkpoint)
     adapter = (config / ADAPTER_CONFIG).is_file() and (has_adapter(found.tensors) or not (config / CONFIG).is_file())
     name, dtype, tensors = _adapter(found, config) if adapter else _model(found, config)
     _check_out(out, config, name, overwrite)
@@ -65,7 +64,7 @@ def export_hf(checkpoint: Path, out: Path, config: Path, overwrite: bool = False
             temporary.rmdir()
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error}") from error
-    elements = sum(array.size for array in found.tensors.values())
+    elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
     own = len(tensors) - len(found.tensors)
     beside = f"; {own} more tensors from {config}" if own else ""
     typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}; as {dtype}{beside}")
@@ -116,7 +115,7 @@ def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
             f"the run has not trained {some(missing)}, and {folder} has no such weights: give the folder with the "
             "weights that the run began with"
         )
-    tensors = {there.get(name, name): _trained(name, array, dtype) for name, array in found.tensors.items()}
+    tensors = {there.get(name, name): _trained(name, one, dtype) for name, one in found.tensors.items()}
     _check_shapes(tensors, own, folder)
     replaced, frozen = [own[name] for name in tensors if name in own], {there[name] for name in found.frozen}
     rest = {name: one for name, one in own.items() if name not in tensors}
@@ -170,7 +169,7 @@ def _is_copy(one: Tensor, of: list[Tensor]) -> bool:
 def _adapter(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
     kind = str(read_object(folder / ADAPTER_CONFIG).get("peft_type"))
     names = adapter_names(found.tensors, kind)
-    tensors = {names[name]: _trained(name, array, "float32") for name, array in found.tensors.items()}
+    tensors = {names[name]: _trained(name, one, "float32") for name, one in found.tensors.items()}
     if (folder / ADAPTER_WEIGHTS).is_file():
         own = read_tensors(folder / ADAPTER_WEIGHTS)
         _check_shapes(tensors, own, folder)
@@ -182,18 +181,18 @@ def _adapter(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]
 # --- tensors ----------------------------------------------------------------------------------------------
 
 
-def _trained(name: str, array: npt.NDArray[np.float32], dtype: str) -> Tensor:
+def _trained(name: str, one: Tensor, dtype: str) -> Tensor:
     stored, kind = DTYPES[dtype]
-    return Tensor(stored, array.shape, array.size * np.dtype(kind).itemsize, _converted(name, array, kind))
+    return Tensor(stored, one.shape, one.nbytes // 4 * np.dtype(kind).itemsize, _converted(name, one, kind))
 
 
-def _converted(name: str, array: npt.NDArray[np.float32], kind: Any) -> Callable[[], Any]:
+def _converted(name: str, one: Tensor, kind: Any) -> Callable[[], Any]:
     def read() -> memoryview:
         with np.errstate(over="ignore"):
-            values = array.astype(kind, copy=False)
+            values = np.frombuffer(one.read(), np.float32).astype(kind, copy=False)
         if kind is np.float16 and not np.isfinite(values).all():
             raise UsageError(f"{name} has values that float16 has not: set dtype in {CONFIG} to bfloat16 or float32")
-        return as_bytes(np.ascontiguousarray(values))
+        return as_bytes(values)
 
     return read
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import (
@@ -82,6 +83,11 @@ class RunSettings(Settings):
     """The one-machine launcher."""
 
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
+    devices: str = Field(
+        "auto",
+        description="Where learners train, in turn: cuda:0,cuda:1 ..., all (GPUs), cpu or mps; auto: all GPUs, or else "
+        "what a learner finds",
+    )
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     method: RunMethod = Field(
         "decoupled",
@@ -130,7 +136,9 @@ class RunProcess(
         description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is one in "
         "the output folder. Large: for each merge as many bytes as its learners uploaded",
     )
-    resume: Path | None = Field(None, description="Output folder or checkpoint of an earlier run to go on from")
+    resume: Address | None = Field(
+        None, description="Output folder or checkpoint of an earlier run to go on from, or s3://bucket/path"
+    )
 
 
 class DemoProcess(RunProcess, DemoSettings):
@@ -184,6 +192,8 @@ class ChaosProcess(RunProcess, ChaosSettings):
 
 OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
 """Settings that `diloco run` once had."""
+OF_ONE_LEARNER = {"device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ..."}
+"""Settings that the launcher gives to each learner's process by itself."""
 
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
 """Fields of `RunProcess` that nobody gives: the launcher sets them for each process."""
@@ -236,7 +246,7 @@ NOT_OF_BASELINE = (
     *(name for name in SyncSettings.model_fields if name != "tokens"),
     *("recover", "ramp_steps", "leave_s", "log_losses", "state_every", "encode_on"),
     *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
-    "eval_device",
+    *("eval_device", "devices"),
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
@@ -263,7 +273,7 @@ def check(settings: RunProcess) -> None:
 
         check_model(model, settings.data, settings.seq_len)
     if settings.method == "data-parallel":
-        if unused := unused_by_baseline(settings):
+        if unused := unused_by_baseline(settings, used={"devices"}):
             needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
             ways = "; ".join(unused)
             raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
@@ -419,7 +429,7 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-SAID_ANYWHERE = {"method": "decoupled"}
+SAID_ANYWHERE = {"method": "decoupled", "device": "auto"}
 """Of settings of other commands: what is so anyway, and may be said."""
 
 
@@ -438,7 +448,7 @@ def takes(
         moved: settings of other commands that this one refuses, with what to do instead.
     """
     moved = moved or {}
-    shown = [name for name in kind.model_fields if name not in omit and has_flag(kind, name)]
+    shown = [name for name in kind.model_fields if name not in omit and name not in moved and has_flag(kind, name)]
     unseen = [name for name in kind.model_fields if name not in omit and name not in shown]
     former = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
     former |= {f"--no-{flag_of(name)[2:]}": former[flag_of(name)] for name in unseen if _is_switch(kind, name)}

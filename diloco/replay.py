@@ -11,7 +11,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import BusSettings
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay.recording import list_recording
 from diloco.syncer.replay.replay import Replayed, replay
 from diloco.tape import archive_of, read_archive, records_of

@@ -1,6 +1,8 @@
 """Where two specs of one run differ, in words. Pure."""
 
-from diloco.pipeline.messages.spec import Spec
+from collections.abc import Iterable, Sequence
+
+from diloco.pipeline.messages.spec import Spec, TensorSpec
 
 MOST_TOLD = 20
 PATIENCE_S = 10.0
@@ -18,20 +20,33 @@ def differences(here: Spec, held: Spec) -> str:
         for name in sorted({*mine, *theirs})
         if mine.get(name) != theirs.get(name)
     ]
-    ours, runs = ({t.name: t for t in s.tensors} for s in (here, held))
+    ours, runs = _by_name(here.tensors), _by_name(held.tensors)
     for name in sorted({*ours, *runs}):
         if ours.get(name) != runs.get(name):
-            described = [
-                f"{list(t.shape)} {t.dtype} fragment {t.fragment}, {t.rule}{', a matrix' * t.matrix}" if t else "absent"
-                for t in (ours.get(name), runs.get(name))
-            ]
-            lines.append(f"  tensor {name}: here {described[0]}, the run has {described[1]}")
+            told = (_described(ours.get(name, ())), _described(runs.get(name, ())))
+            lines.append(f"  tensor {name}: here {told[0]}, the run has {told[1]}")
     if ours == runs and here.tensors != held.tensors:  # a fragment's elements lie in this order
         mine, theirs = next((a.name, b.name) for a, b in zip(here.tensors, held.tensors, strict=True) if a != b)
         lines.append(f"  order of the tensors: here {mine!r} where the run has {theirs!r}")
     lines += _frozen(here, held)
     more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []
     return "\n".join([*lines[:MOST_TOLD], *more])
+
+
+def _by_name(tensors: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """Each with its parts."""
+    found: dict[str, list[TensorSpec]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.name, []).append(tensor)
+    return found
+
+
+def _described(parts: Sequence[TensorSpec]) -> str:
+    if not parts:
+        return "absent"
+    one, many = parts[0], len(parts) > 1
+    where = f"fragment{'s' * many} {', '.join(str(part.fragment) for part in parts)}"
+    return f"{list(one.shape)} {one.dtype} {where}, {one.rule}{', a matrix' * one.matrix}"
 
 
 def _frozen(here: Spec, held: Spec) -> list[str]:

@@ -58,6 +58,10 @@ class LearnerReplaced(IdTaken):
         return type(self), (str(self), self.generation), vars(self)
 
 
+class RankGone(DilocoError):
+    """A rank of this learner is gone, or does not keep step: the learner ends, and is started again as a whole."""
+
+
 class BusError(DilocoError):
     """Base of what the bus may raise."""
 

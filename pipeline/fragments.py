@@ -1,28 +1,53 @@
 """The layout: which tensor belongs to which fragment, and where in the fragment's flat vector it lies.
 
 Balanced tensor fragmentation (paper, fragments): whole tensors, largest first, each into the smallest
-fragment so far (LPT, peak within 4/3 of the optimum). Average-only tensors, a model's buffers, have the last fragment
-to themselves: what is never quantized or accelerated shares no payload with what is. Pure.
+fragment so far (LPT, peak within 4/3 of the optimum). Where an embedding is too large for that, those tensors that are
+merged by rows fill the fragments up to one level, and lie in several of them (ours). Average-only tensors, a model's
+buffers, have the last fragment to themselves: what is never quantized or accelerated shares no payload with what is.
+Pure.
 """
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import AVERAGED
+from diloco.pipeline.messages.wire import AVERAGED, MergeRule
 from diloco.pipeline.payload.codec import digest_of
+
+LEVEL = 1.1
+"""A tensor of up to so many mean fragments has room in one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor's place in its fragment's flat vector: elements [start, stop)."""
+    """A tensor's place, or that of some rows of it, in its fragment's flat vector: elements [start, stop)."""
 
     tensor: TensorSpec
     start: int
     stop: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's; with its rows, where it is a part of one (`TensorSpec.part`)."""
+        return self.tensor.part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what lies here."""
+        return self.tensor.held
+
+    @property
+    def within(self) -> slice:
+        """Which elements of the whole tensor these are, where it is flat."""
+        first = 0 if self.tensor.rows is None else self.tensor.rows[0] * math.prod(self.tensor.shape[1:])
+        return slice(first, first + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +92,23 @@ class Layout:
         """Elements of the whole model."""
         return sum(f.elements for f in self.fragments)
 
+    def whole(self, flats: Iterable[npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+        """Every whole tensor by name, of its own shape.
+
+        flats: of each fragment its vector (elements,). A tensor that lies in one of them shares its memory.
+        """
+        found: dict[str, npt.NDArray[np.float32]] = {}
+        for fragment, flat in zip(self.fragments, flats, strict=True):
+            for slot in fragment.slots:
+                tensor, values = slot.tensor, flat[slot.start : slot.stop]
+                if tensor.rows is None:
+                    found[tensor.name] = values.reshape(tensor.shape)
+                    continue
+                if tensor.name not in found:
+                    found[tensor.name] = np.empty(tensor.shape, np.float32)
+                found[tensor.name].reshape(-1)[slot.within] = values
+        return found
+
     def only(self, names: Iterable[str]) -> "Layout":
         """The same fragments with these tensors alone, one after another; a fragment may have none."""
         kept = set(names)
@@ -103,7 +145,7 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
     Raises:
         UsageError: fewer tensors than fragments, or none is left for the trained ones.
     """
-    ordered, left = sorted(sizes, key=lambda item: (-item[1], item[0])), fragments - bool(averaged)
+    ordered, left = _largest_first(sizes), fragments - bool(averaged)
     if not 0 < left <= len(ordered):
         what = f"{len(ordered)} trained tensors, and each fragment needs one"
         if averaged:
@@ -113,13 +155,92 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
             f"fragments={fragments}, but the model has {what}: "
             f"say fragments={fitting} (--fragments, DILOCO_FRAGMENTS, or sync=SyncSettings(fragments=...))"
         )
-    load = [0] * left
-    chosen = dict.fromkeys(averaged, left)
+    return dict.fromkeys(averaged, left) | _spread(ordered, left)
+
+
+def _largest_first(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Ties by name."""
+    return sorted(sizes, key=lambda item: (-item[1], item[0]))
+
+
+def _spread(ordered: Iterable[tuple[str, int]], fragments: int) -> dict[str, int]:
+    load, chosen = [0] * fragments, {}
     for name, size in ordered:
-        smallest = min(range(left), key=lambda p: (load[p], p))
+        smallest = min(range(fragments), key=lambda p: (load[p], p))
         load[smallest] += size
         chosen[name] = smallest
     return chosen
+
+
+def level(tensors: Iterable[TensorSpec], heads: Collection[str] = ()) -> tuple[TensorSpec, ...]:
+    """A balanced table whose fragments are as equal as its tensors allow.
+
+    Where a tensor that is merged by rows has no room in a fragment (`LEVEL`), all that are so merged are poured over
+    the others up to one level, and cut at the nearest row. The others stay whole: their norms and orthogonalised steps
+    need them so. A table that this does not help comes back as it is.
+
+    heads: names of tensors that are merged by rows if they have no room: not orthogonalised, and RDA of each row.
+    """
+    table = tuple(tensors)
+    before = _loads(table)
+    most = LEVEL * sum(before) / len(before)
+    loose = [_by_rows(t) if t.name in heads and t.elements > most and t.rule in _OF_ROWS else t for t in table]
+    poured = {tensor.name: tensor.elements for tensor in loose if tensor.by_rows and tensor.elements}
+    if max(poured.values(), default=0) <= most:
+        return table
+    kept = {t.name: t.elements for t in loose if t.name not in poured and t.rule not in AVERAGED}
+    chosen, load = _spread(_largest_first(kept.items()), len(before)), [0] * len(before)
+    for name, size in kept.items():
+        load[chosen[name]] += size
+    ends = [0, *accumulate(_room(load, sum(poured.values())))]
+    begins, begin = dict[str, int](), 0
+    for name, size in _largest_first(poured.items()):
+        begins[name], begin = begin, begin + size
+    cut: list[TensorSpec] = []
+    for tensor in loose:
+        if tensor.name in begins:
+            cut += _cut(tensor, [end - begins[tensor.name] for end in ends])
+        else:
+            cut.append(tensor.model_copy(update={"fragment": chosen.get(tensor.name, tensor.fragment)}))
+    after = _loads(cut)
+    return tuple(cut) if len(after) == len(before) and max(after) < max(before) else table
+
+
+_OF_ROWS: dict[MergeRule, MergeRule] = {"mean": "mean", "rda": "rda-row", "rda-row": "rda-row"}
+"""What takes the place of a rule where rows are merged each by itself."""
+
+
+def _by_rows(tensor: TensorSpec) -> TensorSpec:
+    return tensor.model_copy(update={"rule": _OF_ROWS[tensor.rule], "matrix": False})
+
+
+def _loads(tensors: Iterable[TensorSpec]) -> list[int]:
+    """Elements of each fragment that has trained ones."""
+    load: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.rule not in AVERAGED:
+            load[tensor.fragment] = load.get(tensor.fragment, 0) + tensor.elements
+    return list(load.values())
+
+
+def _room(load: Sequence[int], elements: int) -> list[int]:
+    """What of so many elements each fragment takes until all have the same, or more of their own."""
+    full = 0
+    for count, below in enumerate(accumulate(sorted(load)), 1):
+        full = -(-(below + elements) // count)
+        if count == len(load) or full <= sorted(load)[count]:
+            break
+    return [max(0, full - own) for own in load]
+
+
+def _cut(tensor: TensorSpec, ends: Sequence[int]) -> Iterator[TensorSpec]:
+    """A tensor's rows, those before the element ends[p + 1] in fragment p."""
+    rows, row = tensor.shape[0], math.prod(tensor.shape[1:])
+    cuts = [min(max((end + row // 2) // row, 0), rows) for end in ends]
+    for p, (first, last) in enumerate(pairwise(cuts)):
+        if first < last:
+            update = {"fragment": p, "rows": None if last - first == rows else (first, last)}
+            yield tensor.model_copy(update=update)
 
 
 def layout_of(tensors: Iterable[TensorSpec]) -> Layout:
@@ -129,7 +250,12 @@ def layout_of(tensors: Iterable[TensorSpec]) -> Layout:
     for tensor in table:
         members.setdefault(tensor.fragment, []).append(tensor)
     # What is said of few tensors only is added to these, so that all others keep the digest that they always had.
-    described = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment, *(t.matrix,) * t.matrix) for t in table])
+    described = msgpack.packb(
+        [
+            (t.name, t.shape, t.dtype, t.rule, t.fragment, *(t.matrix,) * t.matrix, *(t.rows,) * (t.rows is not None))
+            for t in table
+        ]
+    )
     fragments = tuple(FragmentLayout(p, _in_a_row(members[p])) for p in sorted(members))
     return Layout(fragments, digest_of(described))
 

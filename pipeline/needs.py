@@ -9,14 +9,14 @@ learners the goodput wants.
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from pydantic import Field
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import ORTHOGONALISES, Codec, OuterName
+from diloco.pipeline.messages.wire import ORTHOGONALISES, OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
-from diloco.pipeline.payload.codec import payload_bytes
+from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
 from diloco.pipeline.units import Amount, BitRate, Span, written
 
@@ -27,10 +27,6 @@ FRAGMENTS = (USUAL["fragments"], 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 TENSORS_A_LAYER = 7
 LINK_SHARE = 0.7
 """Of a link, a machine's memory and its cores: the rest is for what waits after an outage. Assumed"""
-_MANY = 2**20
-CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
-"""Bytes of an element of a delta."""
-KEY_FRAMES: int = USUAL["key_frame_interval"]
 
 
 class Global(NamedTuple):
@@ -42,18 +38,14 @@ class Global(NamedTuple):
     """What the syncer writes beside it, so that the values stay exact; of key frames on the average."""
     momentum: float
     """What the syncer writes for whoever takes over."""
-    there: float
-    """On the bus, momentum included, with what was replaced last."""
 
 
 _UPDATE = CODECS["int8"]
 GLOBALS: dict[str, Global] = {
-    "fp32": Global(4.0, 0.0, 4.0, 16.0),
-    "bf16": Global(2.0, 2.0, 4.0, 16.0),
-    "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES, 16.0 + 2 * KEY_FRAMES * _UPDATE),
+    "fp32": Global(4.0, 0.0, 4.0),
+    "bf16": Global(2.0, 2.0, 4.0),
+    "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES),
 }
-OFFERED_BYTES = 2 * 2 * 4
-"""Of a parameter in Redis: Adam's two moments, in two offers of a peer."""
 BY_CHOICE = ("bf16", "int8", "e3m0")
 """Codecs that are chosen from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for 36.6);
 Streaming DiLoCo: E3M0 loses nothing."""
@@ -161,11 +153,6 @@ def params_of(site: Site) -> float:
 def outer_operations(site: Site, outer: OuterName) -> float:
     """Operations of one outer step of all fragments, without what is done to each element once."""
     return transformer_operations(*shape_of(site), outer)
-
-
-def redis_bytes(params: float, learners: int, codec: str, global_codec: str) -> float:
-    """Memory of Redis: two globals with their rests, two momenta, a delta of each learner, two offers of moments."""
-    return params * (GLOBALS[global_codec].there + CODECS[codec] * learners + OFFERED_BYTES)
 
 
 def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
@@ -396,8 +383,7 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
         warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
-        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB (2 globals, 2 momenta, {learners} deltas, 2 offers of "
-        f"moments) take {by_memory}",
+        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({redis_holds(learners)}) take {by_memory}",
         "syncers": "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
         + f" ({memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s, "

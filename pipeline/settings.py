@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 
 from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
@@ -42,6 +43,8 @@ LEASE_S = 5.0
 CHUNK_BYTES = 512 * 1024
 LEAVE_S = 20.0
 STATE_S = 30.0
+EncodeOn = Literal["auto", "cpu", "device"]
+DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
@@ -216,9 +219,9 @@ class TrainerSettings(Settings):
 
     model: str = Field(
         "tiny",
-        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), base (14.3M), medium (49.7M), large (100.5M); "
-        "or a causal language model of transformers: hf:FOLDER with its config.json, weights and tokenizer, "
-        "hf:FILE.json, a config alone, or hf:OWNER/NAME of the hub",
+        description="Model size: nano (0.2M), tiny (0.9M), small (4.9M), 10m (10.0M), base (14.3M), 30m (30.3M), "
+        "medium (49.7M), large (100.5M), 124m (123.9M), 350m (349.6M), 1b (996.7M); or one of transformers: hf:FOLDER "
+        "with its config.json, weights and tokenizer, hf:FILE.json, a config alone, or hf:OWNER/NAME of the hub",
     )
     data: str = Field(
         "stdlib",
@@ -240,12 +243,6 @@ class TrainerSettings(Settings):
         return {name: getattr(self, name) for name in TrainerSettings.model_fields}
 
 
-EncodeOn = Literal["auto", "cpu", "device"]
-
-
-DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
-
-
 class LearnerSettings(Settings):
     """One learner process."""
 
@@ -261,8 +258,12 @@ class LearnerSettings(Settings):
         le=4096,
         description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)",
     )
-    compile: bool = Field(
-        False, description="Train with torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton"
+    compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
+    precision: Literal["fp32", "bf16"] = expert(
+        "fp32", description="fp32, on CUDA with bf16 autocast; bf16: parameters that compute, beside fp32 masters"
+    )
+    checkpoint_activations: bool = expert(
+        False, description="Compute a layer's activations again in the backward pass instead of keeping them"
     )
     encode_on: EncodeOn = expert(
         "auto",
@@ -313,7 +314,7 @@ class SyncerSettings(Settings):
         description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
     )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-    checkpoint_dir: Path | None = Field(None, description="Folder for checkpoints (default: none are written)")
+    checkpoint_dir: Address | None = Field(None, description="Folder or s3://bucket/path for checkpoints (default: no)")
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
@@ -323,7 +324,7 @@ class SyncerSettings(Settings):
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
         "many bytes as its learners uploaded",
     )
-    resume: Path | None = Field(None, description="Checkpoint folder to go on from (on an empty run)")
+    resume: Address | None = Field(None, description="Checkpoint to go on from (on an empty run), or s3://bucket/path")
 
 
 class EvaluatorSettings(Settings):

@@ -115,7 +115,7 @@ def pseudogradient(layout: FragmentLayout, deltas: Sequence[Vector], w: Float64)
     """Delta (elements,) of a fragment from Delta_m, each (elements,): each tensor by its own rule."""
     merged = np.zeros(layout.elements)
     for slot in layout.slots:
-        part, shape = slice(slot.start, slot.stop), slot.tensor.shape
+        part, shape = slice(slot.start, slot.stop), slot.shape
         tensors = np.stack([np.asarray(delta[part], np.float64).reshape(shape) for delta in deltas])
         merged[part] = MERGE_RULES[slot.tensor.rule](tensors, w).reshape(-1)
     return merged
@@ -205,7 +205,7 @@ def outer_step(
             continue
         if not mu:
             continue
-        of = [x[part].reshape(slot.tensor.shape) for x in (theta, b, delta)]
+        of = [x[part].reshape(slot.shape) for x in (theta, b, delta)]
         new = optimizer(of[0], of[1], of[2], lr, mu)
         after[part], momentum[part] = new[0].reshape(-1), new[1].reshape(-1)
     return after, momentum

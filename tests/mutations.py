@@ -201,13 +201,13 @@ MUTATIONS = [
     Mutation(
         "a learner's report tells of no pull",
         Pulling,
-        "pull_wanted",
+        "_pull_wanted_on",
         (("if pulled and seen_s is not None and not layout.averaged:", "if False:"),),
     ),
     Mutation(
         "pulls are added up instead of smoothed",
         Pulling,
-        "pull_wanted",
+        "_pull_wanted_on",
         (("self._member.shared.pull_s = self._times.pull_s", "self._member.shared.pull_s += self._times.pull_s"),),
     ),
     Mutation(

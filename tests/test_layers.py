@@ -28,6 +28,7 @@ ONLY_IN = {
 }
 
 PURE = (
+    "diloco/launcher/devices.py",
     "pipeline/agreement.py",
     "pipeline/bus/cluster_slots.py",
     "pipeline/bus/commits.py",
@@ -36,6 +37,7 @@ PURE = (
     "pipeline/bus/stored_values.py",
     "pipeline/ema.py",
     "pipeline/errors.py",
+    "pipeline/files/address.py",
     "pipeline/files/strict_json.py",
     "pipeline/fragments.py",
     "pipeline/messages/delta.py",
@@ -50,6 +52,7 @@ PURE = (
     "pipeline/methods.py",
     "pipeline/needs.py",
     "pipeline/outer_cost.py",
+    "pipeline/redis_memory.py",
     "pipeline/pacing.py",
     "pipeline/payload/codec.py",
     "pipeline/payload/quantize.py",
@@ -92,6 +95,7 @@ PURE = (
     "studies/strikes/report.py",
     "syncer/admission.py",
     "syncer/algorithm.py",
+    "syncer/checkpoints/manifest.py",
     "syncer/grace.py",
     "syncer/merging/fragment.py",
     "syncer/merging/merge.py",
@@ -102,6 +106,8 @@ PURE = (
     "workers/encoding.py",
     "workers/exchange/shared.py",
     "workers/in_hand.py",
+    "workers/ranks/agreed.py",
+    "workers/ranks/shares.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

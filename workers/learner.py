@@ -24,14 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
@@ -41,16 +40,21 @@ from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
-from diloco.workers.exchange.newest import read_newest
+from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.exchange.reaching import in_own_loop
 from diloco.workers.life import Life
 from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.own import Recover
 from diloco.workers.moments.recovery import Source
+from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting, proposal
+from diloco.workers.ranks.found import meet, ranks_of
+from diloco.workers.ranks.rank_folder import RankFolder
+from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.thread import RankThread
 from diloco.workers.reading import begin_batches, begin_blocks
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
@@ -79,6 +83,7 @@ class Learner:
         log_losses: bool = False,
         encode_on: EncodeOn = "auto",
         same_frozen: bool = True,
+        mesh: Any = None,
     ) -> None:
         """Nothing is connected before `with`, or `open`.
 
@@ -105,6 +110,8 @@ class Learner:
                 where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
             same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
                 settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
+            mesh: a DeviceMesh or a process group whose ranks are this learner together, or "world": all there are.
+                Default: those of the model's DistributedDataParallel or `fully_shard`. Each makes a `Learner`, alike.
 
         Raises:
             UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that
@@ -129,7 +136,10 @@ class Learner:
         self.model, self.optimizer = model, optimizer
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
-        self.device = check_model(model)
+        self.device, self._mesh = check_model(model), mesh
+        self._ranks = ranks_of(model, mesh)
+        if self._ranks and given.encode_on == "device":
+            raise UsageError("encode_on='device' with several ranks: they gather deltas in host memory")
         if given.sync is not None:
             tensor_table(model, fitting(given.sync, model))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
@@ -202,26 +212,22 @@ class Learner:
         entered = time.perf_counter()
         joined = self.joined
         tokens = 0 if joined.late else tokens  # a trainer may look only after a step: the finished run's sums stay
-        training, shared = joined.training, joined.shared
+        training = joined.training
         training.watch.look(entered)
         self.times.entered(entered)
-        training.rounds.trained(tokens)
         if self._batches is not None:
             self._batches.stepped()
-        adopted = joined.adopt()
-        if shared.offer_again:
-            shared.offer_again = False
-            training.rounds.offer_again()
-        joined.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
+        tokens = joined.stepped(tokens)
         training.loss = training.loss if loss is None else loss
-        training.keeper.stepped(shared, joined.progress, loss)
+        training.keeper.stepped(joined.shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()
 
     @property
     def finished(self) -> bool:
         """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
-        return self._stopping.asked or self.over
+        entered = self._life.entered
+        return self._stopping.asked if entered is None else entered.ended(self._stopping)
 
     @property
     def over(self) -> bool:
@@ -312,9 +318,7 @@ class Learner:
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
         """
-        layout, flats = self._life.once_joined.training.layout, self._newest()
-        slots = [(slot, flats[fragment.id]) for fragment in layout.fragments for slot in fragment.slots]
-        return state_with(self.model, {slot.tensor.name: flat[slot.start : slot.stop] for slot, flat in slots})
+        return state_with(self.model, self._life.once_joined.training.layout.whole(self._newest()))
 
     def load_globals(self) -> None:
         """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
@@ -332,14 +336,14 @@ class Learner:
             )
         training = self._life.once_joined.training
         training.watch.look(math.inf)
-        for p, flat in enumerate(self._newest()):
+        for p, flat in enumerate(self._newest(self._life.once_joined.own_of)):
             training.parameters.overwrite(p, flat)
 
-    def _newest(self) -> list[npt.NDArray[np.float32]]:
-        """The newest global (elements,) of each fragment."""
-        training = self._life.once_joined.training
-        run = self._given.run
-        return in_own_loop(read_newest(self._url, run, training.spec, training.layout, left=not self._life.in_run))
+    def _newest(self, keep: Callable[[int, Float32], Float32] = lambda p, flat: flat) -> list[Float32]:
+        """The newest global (elements,) of each fragment, or what is kept of it."""
+        training, left = self._life.once_joined.training, not self._life.in_run
+        given = self._url, self._given.run, training.spec, training.layout
+        return in_own_loop(read_newest(*given, keep, left=left))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
@@ -400,8 +404,26 @@ class Learner:
 
     def _prepare(self) -> tuple[Training, ExchangeThread]:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
-        training = self._training(self._proposal(*self._agreed()))
+        self._check_ranks()
+        spec = self._proposal(*self._agreed())
+        if self._ranks:
+            return self._prepare_rank(spec)
+        training = self._training(spec)
         return training, ExchangeThread(self._url, self._given.run, training)
+
+    def _prepare_rank(self, spec: Spec) -> tuple[Training, ExchangeThread]:
+        meeting = meet(self._ranks, self.model, spec, (self.id, self.incarnation))
+        (self.id, self.incarnation), spec = meeting.learner, meeting.spec
+        self._stopping.together = True
+        shares = Shares(layout_of(spec.tensors), meeting.held)
+        whole, held = shares.layout.trained, meeting.held
+        folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
+        training = self._training(spec, shares.local(meeting.rank), folder)
+        return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
+
+    def _check_ranks(self) -> None:
+        if ranks_of(self.model, self._mesh) != self._ranks:
+            raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
 
     def _agreed(self) -> tuple[Spec | None, int | None]:
         """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
@@ -414,9 +436,12 @@ class Learner:
     def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
         return proposal(self.model, self._given, held, waiting)
 
-    def _training(self, spec: Spec) -> Training:
+    def _training(
+        self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
+    ) -> Training:
         who, device = (self.id, self.incarnation), self.device
-        return make_training(who, spec, self.model, self._inner, self._given, device, self.times)
+        given = self.model, self._inner, self._given, device, self.times, own, folder, self._check_ranks
+        return make_training(who, spec, *given)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -424,7 +449,7 @@ class Learner:
         if error is None:
             self.close()
         else:
-            self._leave(save_state=isinstance(error, Stopped))
+            self._leave(save_state=isinstance(error, Stopped), broken=not isinstance(error, Stopped))
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
@@ -445,10 +470,12 @@ class Learner:
                 raise failure
             self._stopping.leave_if_unseen()
 
-    def _leave(self, save_state: bool) -> bool:
-        """As `close`; whether it was in its run until now."""
+    def _leave(self, save_state: bool, broken: bool = False) -> bool:
+        """As `close`; whether it was in its run until now. broken: by an error, of which other ranks know nothing."""
 
         def flush(joined: JoinedLearner) -> None:
+            if joined.together and broken:
+                return
             self.left_in_order = joined.leave(self._given.leave_s, save_state)
 
         if self._life.is_here:

@@ -55,6 +55,7 @@ class Life:
         self.check_process()
         if self.entered is not None and self.entered.thread.failure is not None:
             self._told = True
+            self.entered.thread.notice()
             raise self.entered.thread.failure
         if self.entered is None or not self.in_run:
             raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
@@ -104,8 +105,7 @@ class Life:
 
     def _join(self, training: Training, thread: ExchangeThread) -> None:
         try:
-            exchange, found = thread.join_run(self.go_on_joining)
-            joined = JoinedLearner(training, exchange, thread)
+            joined, found = thread.join_run(self.go_on_joining)
             training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             training.times.training_begins(time.perf_counter())

@@ -4,8 +4,8 @@ The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overw
 device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import Layout, balance, fragments_of
+from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES, MergeName, MergeRule
 from diloco.pipeline.payload.buffers import pooled
@@ -81,8 +81,25 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained
 
 
-def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+def tensor_table(
+    model: nn.Module, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()
+) -> tuple[TensorSpec, ...]:
     """The model's tensors as the spec lists them: trained ones in `named_parameters` order, then averaged buffers.
+
+    What has no room in a fragment is there in parts (`fragments.level`), an untied output head among it. In a run that
+    an earlier build has begun all are whole, and stay so.
+
+    held: the run's table, where there is one.
+
+    Raises:
+        UsageError: as `whole_tensors`.
+    """
+    whole = whole_tensors(model, sync)
+    return whole if whole == tuple(held) else level(whole, _heads(model, sync))
+
+
+def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+    """The same with every tensor in one fragment.
 
     With an orthogonalised outer step it says which tensors that takes for matrices: those of two dimensions, with
     several rows and columns, that are no embeddings, since a row of an embedding is a vector of its own.
@@ -94,7 +111,7 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     check_outer(sync)
     trained = trained_tensors(model)
     rules, embeddings = merge_rules(model), _embeddings(model)
-    averaged = averaged_buffers(model, trained.values())
+    averaged = averaged_buffers(model, map(local_of, trained.values()))
     sizes = ((name, tensor.numel()) for name, tensor in trained.items())
     fragment = balance(sizes, sync.fragments, averaged)
     parameters = tuple(
@@ -122,6 +139,15 @@ def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tenso
     return parameters + buffers
 
 
+def _heads(model: nn.Module, sync: SyncSettings | SyncSpec) -> frozenset[str]:
+    """Names of the output heads: of the shape of the largest embedding, of which nothing else in a model is."""
+    shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    if sync.merge == "rda-all" or not shapes:
+        return frozenset()
+    largest = max(shapes, key=lambda shape: shape.numel())
+    return frozenset(name for name, tensor in trained_tensors(model).items() if tensor.shape == largest)
+
+
 def fitting_fragments(model: nn.Module, wanted: int) -> int:
     """The number of fragments of a model for which nobody asked for a number (`fragments_of`).
 
@@ -129,13 +155,31 @@ def fitting_fragments(model: nn.Module, wanted: int) -> int:
         UsageError: as `trained_tensors`.
     """
     trained = trained_tensors(model)
-    return fragments_of(wanted, len(trained), len(averaged_buffers(model, trained.values())))
+    return fragments_of(wanted, len(trained), len(averaged_buffers(model, map(local_of, trained.values()))))
 
 
 def _rule(merge: MergeName, usual: MergeRule, tensor: torch.Tensor) -> MergeRule:
     if merge == "mean" or merge == "rda-all":
         return "mean" if merge == "mean" else "rda"
     return "rda-row" if merge == "rda-row" and usual == "rda" and tensor.dim() > 1 else usual
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of a DTensor its shard, which may be empty; else all of it."""
+    to_local = getattr(tensor, "to_local", None)  # to ask for the class would be to import it, which takes seconds
+    here: torch.Tensor = tensor if to_local is None else to_local()
+    return here
+
+
+def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
+    """What this process holds of another tensor that is sharded like `tensor`, as such a one; on its device."""
+    if not hasattr(tensor, "device_mesh"):
+        return here
+    given = tensor.device_mesh, tensor.placements
+    whole: torch.Tensor = type(tensor.data).from_local(
+        here.to(tensor.device), *given, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole
 
 
 class Snapshot:
@@ -156,8 +200,29 @@ class Snapshot:
         return self._host
 
 
+class _Bytes(NamedTuple):
+    """Where a slot's bytes lie."""
+
+    flat: slice
+    """In the fragment's vector."""
+    tensor: slice
+    """In the whole tensor."""
+
+    @classmethod
+    def of(cls, slot: Slot) -> "_Bytes":
+        within = slot.within
+        return cls(slice(ITEM * slot.start, ITEM * slot.stop), slice(ITEM * within.start, ITEM * within.stop))
+
+
+def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in a slot, of the whole tensor: a view."""
+    return tensor if slot.tensor.rows is None else tensor[slice(*slot.tensor.rows)]
+
+
 class FragmentTensors:
     """Copies fragments out of a set of tensors and into it. All of them live on one device.
+
+    Of sharded tensors it copies what this process holds, which the layout is of.
 
     float32 tensors in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
     the training thread would then wait in line behind the exchange thread to get it back.
@@ -166,19 +231,22 @@ class FragmentTensors:
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
         self._layout = layout
         self._tensors = [[tensors_by_name[slot.tensor.name] for slot in f.slots] for f in layout.fragments]
-        self.device = next(tensor for fragment in self._tensors for tensor in fragment).device
+        self._places = [[_Bytes.of(slot) for slot in fragment.slots] for fragment in layout.fragments]
+        self.device = next((one.device for fragment in self._tensors for one in fragment), torch.device("cpu"))
         self._views: dict[int, tuple[int, memoryview]] = {}
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def _plain(self, p: int) -> bool:
         """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
-        return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in self._tensors[p])
+        here = map(local_of, self._tensors[p])
+        return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in here)
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """The tensor's memory; looked up anew if the optimizer gave it another storage."""
+        here = local_of(tensor)
         address, view = self._views.get(id(tensor), (0, memoryview(b"")))
-        if address != tensor.data_ptr():
-            address, view = tensor.data_ptr(), as_bytes(tensor.detach().numpy())
+        if address != here.data_ptr():
+            address, view = here.data_ptr(), as_bytes(here.detach().numpy())
             self._views[id(tensor)] = address, view
         return view
 
@@ -197,8 +265,8 @@ class FragmentTensors:
         if self._plain(p):
             values = pooled(layout.elements, np.float32)
             raw = as_bytes(values)
-            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                raw[ITEM * slot.start : ITEM * slot.stop] = self._bytes(tensor)
+            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
+                raw[place.flat] = self._bytes(tensor)[place.tensor]
             return Snapshot(values)
         flat = self._flat(p)
         if self._side is None:
@@ -239,7 +307,8 @@ class FragmentTensors:
         else:  # torch uses memory of other devices again by itself
             flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            flat[slot.start : slot.stop].view(tensor.shape).copy_(tensor)
+            part = _part(slot, local_of(tensor))
+            flat[slot.start : slot.stop].view(part.shape).copy_(part)
         return flat
 
     @torch.no_grad()
@@ -256,15 +325,16 @@ class FragmentTensors:
             values = flat
         elif self._plain(p):
             raw = as_bytes(flat)
-            for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-                self._bytes(tensor)[:] = raw[ITEM * slot.start : ITEM * slot.stop]
+            for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
+                self._bytes(tensor)[place.tensor] = raw[place.flat]
             return
         else:
             values = torch.from_numpy(flat)
             if self._side is not None:
                 values = values.pin_memory().to(self.device, non_blocking=True)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
-            tensor.copy_(values[slot.start : slot.stop].view(tensor.shape))
+            part = _part(slot, local_of(tensor))
+            part.copy_(values[slot.start : slot.stop].view(part.shape))
 
 
 class FragmentParameters(FragmentTensors):

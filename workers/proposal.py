@@ -56,7 +56,8 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
         sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
     frozen = frozen_digests(model) if given.same_frozen else None
     try:
-        return Spec(sync=sync, tensors=tensor_table(model, sync), trainer=dict(trainer), frozen=frozen)
+        tensors = tensor_table(model, sync, () if held is None else held.tensors)
+        return Spec(sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"

@@ -73,6 +73,11 @@ def _first_shard(
         stopping.leave_if_asked()
 
     joined = now_joined()
+    if joined.together:
+        raise UsageError(
+            "a learner of several ranks cannot read from the run's work queue, whose shards are not divided among "
+            "ranks: give each rank its own rows, such as by a DistributedSampler"
+        )
     if joined.shared.shards_wanted is not None:
         raise UsageError(
             "the learner reads its data already: call batches() or blocks() once; another loader and another epoch "

@@ -161,22 +161,50 @@ class Rounds:
 
         uploaded: fragment -> serial of the last delta of which all is on the bus.
         """
+        for p in self.wanted(windows, uploaded):
+            if (publication := self.publication(p, windows)) is not None:
+                yield publication
+
+    def wanted(
+        self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED, ahead: int = 0
+    ) -> Iterator[int]:
+        """The fragments to publish after this step; as `publications`, and nothing is counted.
+
+        ahead: so many steps later, if nothing but steps comes in between.
+        """
         for p, counters in enumerate(self._fragments):
-            base = counters.base
+            base, window = counters.base, self._window(p, windows)
             if base is None or counters.tokens == 0:
                 continue
-            window = windows.get(p)
-            if window is not None and window.version != base.version:
-                window = None
-            due = counters.steps >= self._due_after(counters)
-            reopened = window is not None and window.attempt > counters.window_attempt and not window.member
             if counters.published_attempt is None:
+                due = counters.steps + ahead >= self._due_after(counters)
                 if due or (window is not None and not window.member):
-                    yield self._publication(counters, base, window, due)
-            elif counters.again or reopened:
-                yield self._publication(counters, base, window, due)
-            elif uploaded.get(p) == counters.published_serial and self._renewable(counters):
-                yield self._publication(counters, base, window, due, renews=counters.published_serial)
+                    yield p
+            elif (
+                counters.again
+                or self._reopened(counters, window)
+                or (uploaded.get(p) == counters.published_serial and self._renewable(counters))
+            ):
+                yield p
+
+    def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication | None:
+        """What is published of a fragment now; it is counted as published. None: there is nothing to be."""
+        counters, window = self._fragments[p], self._window(p, windows)
+        base = counters.base
+        if base is None or counters.tokens == 0:
+            return None
+        replaces = counters.published_attempt is not None and not (counters.again or self._reopened(counters, window))
+        due = counters.steps >= self._due_after(counters)
+        return self._publication(counters, base, window, due, renews=counters.published_serial * replaces)
+
+    def _window(self, p: int, windows: Mapping[int, OpenWindow]) -> OpenWindow | None:
+        """The fragment's, if it is of its base."""
+        window, base = windows.get(p), self._fragments[p].base
+        return window if window is not None and base is not None and window.version == base.version else None
+
+    @staticmethod
+    def _reopened(counters: _Counters, window: OpenWindow | None) -> bool:
+        return window is not None and window.attempt > counters.window_attempt and not window.member
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.

@@ -28,6 +28,10 @@ class Stopping:
 
     def __init__(self) -> None:
         self._asked = 0
+        self.heard = 0
+        """The signal that came."""
+        self.together = False
+        """This is a rank among several, which end at the same step: by `agree`, and not by what one has heard."""
         self._told = False
         """By another signal than SIGHUP."""
         self._seen = self._stepped = False
@@ -66,8 +70,12 @@ class Stopping:
         Raises:
             Stopped: a signal came.
         """
-        if self._asked:
-            raise Stopped(self._asked)
+        if self.heard:
+            raise Stopped(self.heard)
+
+    def agree(self) -> None:
+        """A rank was asked to end: all do, after the present step."""
+        self._asked = self._asked or signal.SIGTERM
 
     def leave_if_unseen(self) -> None:
         """When all is over.
@@ -75,8 +83,8 @@ class Stopping:
         Raises:
             Stopped: a signal came, and nobody has looked.
         """
-        if not self._seen:
-            self.leave_if_asked()
+        if not self._seen and self._asked:
+            raise Stopped(self._asked)
 
     def stepped(self) -> None:
         """An inner step is over and counted.
@@ -85,7 +93,7 @@ class Stopping:
             Stopped: a signal had come before the last one was over, and the loop went on.
         """
         if self._stepped:
-            self.leave_if_asked()
+            raise Stopped(self._asked)
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -95,4 +103,6 @@ class Stopping:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._told |= not hangup
-        self._asked = self._asked or number
+        self.heard = self.heard or number
+        if not self.together:
+            self._asked = self._asked or number

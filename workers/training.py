@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
+from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
@@ -76,6 +77,9 @@ def make_training(
     given: Arguments,
     device: torch.device,
     times: StepTimes,
+    own: Layout | None = None,
+    make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
+    check: Callable[[], object] = lambda: None,
 ) -> Training:
     """That of a learner that is about to join.
 
@@ -86,20 +90,25 @@ def make_training(
         given: what the learner was called with.
         device: of the trained tensors.
         times: the learner's.
+        own: of what this process holds, if it is a rank among several; None: all of it.
+        make_folder: as `own_moments`.
+        check: as `ModelWatch`.
     """
     layout = layout_of(spec.tensors)
-    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, layout)
+    own = layout if own is None else own
+    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, own)
     folder = None if given.state_dir is None else Path(given.state_dir)
     moments = own_moments(
         model,
         optimizers,
-        layout.trained,
+        own.trained,
         run=given.run,
         learner=who[0],
         incarnation=who[1],
         options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
+        make_folder=make_folder,
     )
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
-    watch = ModelWatch(model, [tensor.name for tensor in spec.tensors])
+    watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check)
     recovery, keeper = Recovery(moments), Keeper(moments, rounds)
     return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)

@@ -82,13 +82,13 @@ class Hosted:
 
         Args:
             step_tokens: as `Learner.attach` takes them; None: `begin` says how the trainer's are counted.
-            arguments: further ones of `Learner`.
+            arguments: further ones of `Learner`. All ranks that there are train one model.
 
         Raises:
             TypeError: `Learner` takes no such argument.
         """
         inspect.signature(Learner).bind(None, None, **arguments)
-        self._step_tokens, self._arguments = step_tokens, arguments
+        self._step_tokens, self._arguments = step_tokens, {"mesh": "world"} | dict(arguments)
         self._loss: Any = None
         self.learner: Learner | None = None
 

@@ -56,6 +56,8 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
     def _step_tokens(self) -> int:
         if not self._state.num_input_tokens_seen:
             raise UsageError(f"the Trainer does not know the model's input (`main_input_name`): {SAY_TOKENS}")
+        if not self._state.is_world_process_zero:  # the Trainer counts those of all ranks, and ranks' are added up
+            return 0
         return int(self._state.num_input_tokens_seen) - self._seen_before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

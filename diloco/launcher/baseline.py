@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from diloco.launcher.devices import told
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder, plain
-from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
+from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import RunFile
 from diloco.launcher.report import Outcome
 from diloco.options import RunProcess
@@ -97,9 +98,9 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
     threads = threads_for(settings.learners, settings.threads)
     environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
-    for number in range(settings.learners):
-        arguments = ["rank", *shared, "--rank", str(number), "--out", str(folder.path)]
-        children.start(f"learner-{number}", arguments, environ)
+    for number, place in enumerate(places_of(settings)):
+        own = ["--device", place.device, "--rank", str(number), "--out", str(folder.path)]
+        children.start(f"learner-{number}", ["rank", *shared, *own], environ | place.environ)
     folder.write_run(None, settings, children.pids())
     return began_unix_s
 
@@ -123,6 +124,8 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
     with Screen() as screen, Children(folder.logs) as children:
         began_unix_s = _start(settings, folder, children)
         screen.note(f"output folder {folder.path}")
+        if line := told(places_of(settings)):
+            screen.note(line)
         ranks = children.named("learner-")
         while any(rank.alive for rank in ranks):
             if stopped_s is not None and not all(rank.alive for rank in ranks) and not _progress(folder.path):

@@ -10,7 +10,7 @@ import typer
 from diloco.launcher import run
 from diloco.launcher.display import present
 from diloco.launcher.report import Kill, Origin, Outcome
-from diloco.options import CHOSEN_BY_LAUNCHER, DemoProcess, check_demo, takes
+from diloco.options import CHOSEN_BY_LAUNCHER, OF_ONE_LEARNER, DemoProcess, check_demo, takes
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.status import LearnerStatus, Status
 
@@ -172,7 +172,7 @@ class Demonstration(run.Launcher):
         )
 
 
-@takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER)
+@takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_ONE_LEARNER)
 def command(settings: DemoProcess) -> None:
     """Train as `diloco run` does, kill a learner with SIGKILL on the way and start it again: the others never wait.
 

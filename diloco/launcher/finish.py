@@ -1,29 +1,30 @@
 """The end of a run, once its processes are gone: sampled text, the picture, the report, a few printed lines."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import typer
 
-from diloco.export import find_checkpoint, printable
+from diloco.export import Globals, find_checkpoint, printable, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.syncer import checkpoint as checkpoints
+from diloco.syncer.checkpoints.loading import is_of
+from diloco.syncer.checkpoints.places import Place
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
 
 
-def sample_text(checkpoint: Path, prompt: str, seed: int) -> str:
-    """Text from the global parameters of a checkpoint."""
+def sample_text(found: Globals, prompt: str, seed: int) -> str:
+    """Text from global parameters."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from diloco.workers.trainer.sample import load_model, sample
 
-    return sample(load_model(checkpoint), prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
+    loaded = load_model(found.folder, found.trainer, found.tensors)
+    return sample(loaded, prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
 
 
 def _write(report: dict[str, Any], settings: RunProcess, folder: Folder) -> None:
@@ -41,17 +42,17 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     """
     from diloco.launcher.plot import draw
 
-    checkpoint: Path | None = None
+    checkpoint: Place | None = None
     text = None
     _write(build(outcome), settings, folder)  # whatever becomes of the rest, which takes some seconds
     try:
         checkpoint = find_checkpoint(folder.path)
-        text = sample_text(checkpoint, settings.prompt, settings.seed)
+        text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
         (folder.path / SAMPLE_FILE).write_text(text + "\n")
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
-    unsaved = checkpoint is not None and not checkpoints.is_of(checkpoint, outcome.ledger_inputs.heads)
+    unsaved = checkpoint is not None and not is_of(checkpoint, outcome.ledger_inputs.heads)
     if unsaved:
         outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text are of an earlier one")
     report = build(outcome)

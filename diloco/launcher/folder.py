@@ -3,7 +3,7 @@
 settings.toml     what the run was started with (no secrets); every child reads it
 run.json          while it is live: where its Redis is, and the pids
 logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
-checkpoints/      syncer/checkpoint.py
+checkpoints/      syncer/checkpoints/manifest.py
 tape/             the event tape's archive
 learners/<name>/  what each learner saves for its own restart (workers/moments/state_folder.py)
 <name>/           all merged deltas, with --record-deltas <name>
@@ -25,6 +25,7 @@ from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
@@ -39,7 +40,8 @@ from diloco.pipeline.settings import (
     agree,
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
-from diloco.syncer.checkpoint import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.syncer.checkpoints.loading import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.syncer.checkpoints.places import Folder as OnDisk
 from diloco.workers.trainer.models.hf_config import lies_elsewhere
 
 SETTINGS_FILE = "settings.toml"
@@ -55,7 +57,7 @@ SHARED: tuple[type[Settings], ...] = (
     EvaluatorSettings,
 )
 """Settings that the children read from the file."""
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {"threads", "resume", "record_deltas", "redis_url", *OPTIONS}
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {"threads", "device", "resume", "record_deltas", "redis_url", *OPTIONS}
 """Not in the file: they differ from child to child, or are a part of the URL in its environment."""
 
 
@@ -115,8 +117,16 @@ class Folder:
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
+            if settings.resume is not None and not is_address(settings.resume):
+                self._take_moments(Folder(Path(settings.resume).parent.parent).learners)
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+
+    def _take_moments(self, earlier: Path) -> None:
+        """Let learners go on from what those of the resumed run have saved, if it lies beside its checkpoints."""
+        if earlier.is_dir():
+            ignored = shutil.ignore_patterns("losses.jsonl", ".*")
+            shutil.copytree(earlier, self.learners, ignore=ignored, copy_function=_link)
 
     def write_settings(self, settings: RunProcess) -> None:
         """Write the file that the children read."""
@@ -136,6 +146,14 @@ class Folder:
         temporary.replace(self.path / RUN_FILE)
 
 
+def _link(file: str, target: str) -> None:
+    """Give a file a second name, as one that is only ever replaced; on another disk a copy."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
+
+
 def choose(settings: RunProcess) -> Folder:
     """The output folder, checked; nothing is made or deleted yet.
 
@@ -151,7 +169,7 @@ def choose(settings: RunProcess) -> Folder:
             )
         if not (path / SETTINGS_FILE).is_file():
             raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
-        if settings.resume is not None and find_checkpoint(settings.resume).resolve().is_relative_to(path.resolve()):
+        if settings.resume is not None and _lies_in(settings.resume, path):
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
@@ -166,6 +184,11 @@ def choose(settings: RunProcess) -> Folder:
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
     return folder
+
+
+def _lies_in(resumed: str, path: Path) -> bool:
+    found = find_checkpoint(resumed)
+    return isinstance(found, OnDisk) and found.path.resolve().is_relative_to(path.resolve())
 
 
 def _check_recording(folder: Folder, recording: Path) -> None:
@@ -218,19 +241,19 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
     if settings.tokens <= trained:
         raise UsageError(
-            f"{checkpoint.path} has trained {trained} tokens, and the budget is {settings.tokens}: "
+            f"{checkpoint.folder} has trained {trained} tokens, and the budget is {settings.tokens}: "
             "give a larger one with --tokens (trained tokens, the earlier part included)"
         )
-    known = in_whole_tokens(known_elements(checkpoint), sum(map(len, checkpoint.globals)), trained)
-    origin = Origin(str(checkpoint.path), trained, *known)
-    return settings.model_copy(update={"resume": checkpoint.path}), origin
+    known = in_whole_tokens(known_elements(checkpoint), checkpoint.layout.elements, trained)
+    origin = Origin(str(checkpoint.folder), trained, *known)
+    return settings.model_copy(update={"resume": str(checkpoint.folder)}), origin
 
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
     """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
-    folder = checkpoint.path.parent.parent
-    recorded = RunFile.read(folder).method if (folder / RUN_FILE).is_file() else None
-    return recorded or meant_by(checkpoint.spec.sync.model_dump(), len(checkpoint.spec.tensors))
+    folder = checkpoint.folder.path.parent.parent if isinstance(checkpoint.folder, OnDisk) else None
+    recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
+    return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))
 
 
 def plain(settings: RunProcess) -> dict[str, Any]:

@@ -17,10 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from diloco.launcher.devices import VISIBLE, Place, assign, names
+from diloco.options import RunSettings
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import die_with_parent
 from diloco.pipeline.sources import ENV_PREFIX
+from diloco.workers.gpus import count_gpus
 
 LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 
@@ -44,6 +47,15 @@ def die_with_launcher() -> None:
 def threads_for(learners: int, asked: int | None) -> int:
     """Torch threads of each learner: all learners together use the cores once, or else they stall each other."""
     return asked or max(1, usable_cores() // learners)
+
+
+def places_of(settings: RunSettings) -> list[Place]:
+    """Where each learner of a run trains, on the GPUs that this process sees.
+
+    Raises:
+        UsageError: as `assign`.
+    """
+    return assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
 
 
 def environment(threads: int, redis_url: str | None) -> dict[str, str]:

@@ -19,14 +19,16 @@ from urllib.parse import quote
 import typer
 
 from diloco.extras import need_extras
+from diloco.launcher.devices import told
 from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
-from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
+from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     OF_DEMO,
+    OF_ONE_LEARNER,
     RunProcess,
     check,
     method_notes,
@@ -103,10 +105,14 @@ class Launcher:
             environ = environment(1, self._url_of(name)) | secrets
             self._children.start(name, ["syncer", *config, *own, *syncer], environ)
         threads = threads_for(self._settings.learners, self._settings.threads)
-        for number in range(self._settings.learners):
+        places = places_of(self._settings)
+        for number, place in enumerate(places):
             name = f"learner-{number}"
             own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]
-            self._children.start(name, ["learner", *config, *own], environment(threads, self._url_of(name)))
+            environ = environment(threads, self._url_of(name)) | place.environ
+            self._children.start(name, ["learner", *config, *own, "--device", place.device], environ)
+        if line := told(places):
+            self._screen.note(line)
         evaluator = ["evaluator", *config, "--threads", "1"]
         self._children.start("evaluator", evaluator, environment(1, self._url_of("evaluator")))
         self._note_place()
@@ -375,6 +381,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     settings, origin = resume(settings)
     settings = with_preset(settings)
     check(settings)
+    places_of(settings)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
     if settings.method == "data-parallel":
@@ -396,7 +403,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     return 0
 
 
-@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO)
+@takes(RunProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_DEMO | OF_ONE_LEARNER)
 def command(settings: RunProcess) -> None:
     """Train on this machine: an embedded Redis, a syncer, learners and an evaluator, one display, one report."""
     raise typer.Exit(main(settings))

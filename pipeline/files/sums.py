@@ -33,6 +33,28 @@ def write_sums(folder: Path) -> None:
     (folder / SUMS_FILE).write_text("".join(f"{file_sha256(folder / name)}  {name}\n" for name in names))
 
 
+def parse_sums(text: str, where: object) -> dict[str, str]:
+    """Digests in hex by file name, of the file's text.
+
+    Raises:
+        UsageError: it is damaged; `where` says which one it is.
+    """
+    sums = {}
+    for line in text.splitlines():
+        digest, blanks, name = line.partition("  ")
+        if not blanks or Path(name).name != name:
+            raise UsageError(f"{where} is damaged: {line!r:.80} is no digest and name")
+        sums[name] = digest
+    return sums
+
+
+def damaged(file: object) -> UsageError:
+    """What to raise of a file with another digest."""
+    return UsageError(
+        f"{file} is damaged: it does not have the digest that {SUMS_FILE} says; take another checkpoint or copy"
+    )
+
+
 def check_sums(folder: Path) -> bool:
     """Compare all files with their digests; False if the folder has no digests.
 
@@ -43,15 +65,9 @@ def check_sums(folder: Path) -> bool:
         return False
     try:
         missing = {file.name for file in folder.iterdir() if file.suffix in CHECKED}
-        for line in (folder / SUMS_FILE).read_text().splitlines():
-            digest, blanks, name = line.partition("  ")
-            if not blanks or Path(name).name != name:
-                raise UsageError(f"{folder / SUMS_FILE} is damaged: {line!r:.80} is no digest and name")
+        for name, digest in parse_sums((folder / SUMS_FILE).read_text(), folder / SUMS_FILE).items():
             if digest != file_sha256(folder / name):
-                raise UsageError(
-                    f"{folder / name} is damaged: it does not have the digest that {SUMS_FILE} says; "
-                    "take another checkpoint or copy"
-                )
+                raise damaged(folder / name)
             missing.discard(name)
     except FileNotFoundError as error:
         raise UsageError(

@@ -4,7 +4,7 @@ A file is the length of its header (8 bytes, little-endian), the header as JSON,
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -51,15 +51,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with path.open("rb") as file:
-            whole = memoryview(mmap(file.fileno(), 0, access=ACCESS_READ))
-        start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
-        if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
-            raise ValueError("its header does not fit in it")
-        header = json.loads(bytes(whole[_LENGTH:start]))
-        entries = _HEADER.validate_python({name: entry for name, entry in header.items() if name != METADATA})
-        return {name: _mapped(whole[start:], entry) for name, entry in entries.items()}
-    except (OSError, ValueError, AttributeError) as error:  # of which pydantic's and JSON's are kinds
+            return tensors_in(memoryview(mmap(file.fileno(), 0, access=ACCESS_READ)))
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a safetensors file: {str(error).splitlines()[0]}") from error
+
+
+def tensors_in(whole: memoryview) -> dict[str, Tensor]:
+    """The tensors of a file's bytes, which they share.
+
+    Raises:
+        ValueError: these are no such file's.
+    """
+    start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
+    if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
+        raise ValueError("its header does not fit in it")
+    header = json.loads(bytes(whole[_LENGTH:start]))
+    if not isinstance(header, dict):
+        raise ValueError("its header names no tensors")
+    entries = _HEADER.validate_python({name: entry for name, entry in header.items() if name != METADATA})
+    return {name: _mapped(whole[start:], entry) for name, entry in entries.items()}
 
 
 def _mapped(data: memoryview, entry: _Entry) -> Tensor:
@@ -75,6 +85,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    with path.open("xb") as file:
+        file.writelines(parts_of(tensors))
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """A file's bytes, as buffers: the header, then one tensor after the other, each read in its turn."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     begin = 0
     for name, tensor in tensors.items():
@@ -82,7 +98,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         begin += tensor.nbytes
     encoded = dumps(header).encode()
     encoded += b" " * (-len(encoded) % _LENGTH)  # what follows is aligned
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(_LENGTH, "little") + encoded)
-        for tensor in tensors.values():
-            file.write(tensor.read())
+    yield len(encoded).to_bytes(_LENGTH, "little") + encoded
+    for tensor in tensors.values():
+        yield tensor.read()

@@ -8,6 +8,8 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, N
 
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
+MOST_OFFERED_BYTES = 10**9
+"""Moments of more are nobody's to ask for: they would be on the way for longer than anybody waits, and fill the bus."""
 
 
 class OptimizerKind(Message):

@@ -1,12 +1,14 @@
 """The spec: what all parties of a run agree on, proposed by its first learner and set once. Frozen wire types."""
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from diloco.pipeline.messages.wire import (
     AVERAGED,
+    BY_ROWS,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     MAX_DIMS,
@@ -29,7 +31,7 @@ from diloco.pipeline.messages.wire import (
 
 
 class TensorSpec(Message):
-    """One tensor of the model: where it lives and how it is merged."""
+    """One tensor of the model, or some rows of it: where they live and how they are merged."""
 
     name: Text
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=MAX_DIMS, fail_fast=True)]
@@ -38,11 +40,33 @@ class TensorSpec(Message):
     fragment: FragmentId
     matrix: bool = False
     """Whether an outer step orthogonalises it (`workers.parameters.tensor_table`)."""
+    rows: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(le=2**40)]] | None = None
+    """[first, last) of the whole tensor's first dimension; None: all of it (`pipeline.fragments.level`)."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether merge and outer step take each row by itself: then its rows may be in several fragments."""
+        return self.rule in BY_ROWS and not self.matrix and len(self.shape) > 0
+
+    @property
+    def whole(self) -> "TensorSpec":
+        """The whole tensor, wherever it lies: equal for all its parts, and in all layouts."""
+        return self.model_copy(update={"rows": None, "fragment": 0})
+
+    @property
+    def part(self) -> str:
+        """Its name, with its rows where it is a part: `embedding.weight[0:1000]`."""
+        return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Shape of what is here: `shape`, or that of these rows."""
+        return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements that are here."""
+        return math.prod(self.held)
 
 
 class SyncSpec(Message):
@@ -83,7 +107,7 @@ class Spec(Message):
     """What all parties of a run agree on; proposed by the first learner, set once."""
 
     max_bytes: ClassVar[int] = 64 * 2**20
-    max_parts: ClassVar[int] = 3 * MAX_TENSORS + 16
+    max_parts: ClassVar[int] = 4 * MAX_TENSORS + 16
     max_items: ClassVar[int] = MAX_TENSORS
 
     format: Literal[1] = 1
@@ -100,7 +124,7 @@ class Spec(Message):
     def _fragments_are_filled(self) -> Self:
         """Every fragment 0..P-1 has elements, not too many to send, of average-only tensors or of others.
 
-        Every tensor has a name of its own.
+        Every tensor has a name of its own, and every row of it is there once.
         """
         elements = [0] * self.sync.fragments
         averaged: dict[int, bool] = {}
@@ -119,6 +143,26 @@ class Spec(Message):
         chunk_bytes = self.sync.chunk_bytes
         if (most := max(elements) * 4) > MAX_CHUNKS * chunk_bytes:
             raise ValueError(f"a fragment of {most} bytes has over {MAX_CHUNKS} chunks of {chunk_bytes} bytes")
-        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+        whole = [tensor.name for tensor in self.tensors if tensor.rows is None]
+        parts = [tensor for tensor in self.tensors if tensor.rows is not None]
+        names = {part.name for part in parts}
+        if len({*whole, *names}) < len(whole) + len(names):
             raise ValueError("two tensors have the same name")
+        _check_parts(parts)
         return self
+
+
+def _check_parts(parts: Iterable[TensorSpec]) -> None:
+    """Whether the parts of each tensor are its rows from the first to the last one, in their order."""
+    first: dict[str, TensorSpec] = {}
+    reached: dict[str, int] = {}
+    for part in parts:
+        begin, end = part.rows or (0, 0)
+        if not part.by_rows or part.whole != first.setdefault(part.name, part).whole:
+            raise ValueError(f"tensor {part.name!r} has parts, and is merged as a whole or in several ways")
+        if not reached.get(part.name, 0) == begin < end <= part.shape[0]:
+            raise ValueError(f"tensor {part.name!r}: rows [{begin}, {end}) are not the next of its {part.shape[0]}")
+        reached[part.name] = end
+    for name, end in reached.items():
+        if end < first[name].shape[0]:
+            raise ValueError(f"tensor {name!r} has {first[name].shape[0]} rows, and its parts end at {end}")

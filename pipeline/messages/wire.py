@@ -56,6 +56,8 @@ Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_leng
 
 MergeRule = Literal["rda", "rda-row", "mean", "average", "variance"]
 """How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""
+BY_ROWS: Final[frozenset[MergeRule]] = frozenset({"rda-row", "mean"})
+"""Rules that merge each row of a tensor by itself."""
 AVERAGED: Final[frozenset[MergeRule]] = frozenset({"average", "variance"})
 """Of average-only tensors, a model's buffers: the mean, at rate 1 and without momentum; "variance": never below 0."""
 MergeName = Literal["rda", "rda-row", "rda-all", "mean"]

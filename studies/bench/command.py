@@ -20,6 +20,7 @@ from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
+from diloco.studies.bench.gpu import command as bench_gpu
 from diloco.studies.bench.machine import describe, unusual
 from diloco.studies.goodput.commands.options import whole
 
@@ -265,10 +266,16 @@ def transport(
 
 @app.command()
 def step(
-    model: Annotated[str, typer.Option(help="tiny, small, base, medium or large (100M)")] = "large",
+    model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "large",
     fragments: Fragments = 8,
     interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a training step")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a training step")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="As DILOCO_PRECISION of a learner")] = "fp32",
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="As DILOCO_CHECKPOINT_ACTIVATIONS of a learner")
+    ] = False,
     wire: Wire = "bf16",
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
     compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
@@ -282,12 +289,17 @@ def step(
     measuring = importlib.import_module("diloco.studies.bench.stepping")
     if model not in measuring.MODELS:
         raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
-    given = measuring.Training(model, interval, fragments, _wire(wire), tokens, rounds)
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: cpu or cuda")
+    given = measuring.Training(
+        *(model, interval, fragments, _wire(wire), tokens, rounds, False),
+        *(batch, device, precision, checkpoint_activations),
+    )
     by_way = {"as it is": measuring.measure(given, out.console, redis_url)}
     if compiled:
         by_way["compiled"] = measuring.measure(replace(given, compile=True), out.console, redis_url)
     found, more = by_way["as it is"], {"compiled": by_way["compiled"]} if compiled else {}
-    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {tokens} tokens a step"
+    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {batch * tokens} tokens a step, {device}"
     out.show(title, by_way)
     out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
     out.draw(title, by_way, "seconds a step", lambda name: name in ("with_s", "without_s"))
@@ -352,3 +364,4 @@ def window(
 
 app.command("codec")(codec.main)
 app.command("compare")(bench_compare.main)
+app.command("gpu")(bench_gpu.main)

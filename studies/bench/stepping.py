@@ -4,26 +4,28 @@ Blocks of one sync interval with the learner and without it take turns; in those
 With two cores or more the training threads have all but the last: exchange thread, syncer and Redis share that one.
 """
 
+import math
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from rich.console import Console
 
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.settings import LearnerSettings, SyncSettings
 from diloco.studies.bench.end_to_end import Fleet, server
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.machine import need_memory
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.models.sizes import SIZES
-from diloco.workers.trainer.recipe import forward_of
+from diloco.workers.trainer.precision import training_forward
+from diloco.workers.trainer.recipe import add_gradients, choose_device, make_optimizer, update
 
-MODELS = "large", "medium", "base", "small", "tiny"
+MODELS = tuple(SIZES)
+LR = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,20 @@ class Training:
     fragments: int = 8
     wire: str = "bf16"
     tokens: int = 128
+    """In a sequence."""
     blocks: int = 3
     """Of `interval` steps, with the learner and without it each."""
     compile: bool = False
+    batch: int = 1
+    """Sequences in a step."""
+    device: str = "cpu"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    checkpoint_activations: bool = False
+
+    def settings(self) -> LearnerSettings:
+        """As a learner is told."""
+        names = ("compile", "device", "precision", "checkpoint_activations")
+        return LearnerSettings(**{name: getattr(self, name) for name in names})
 
 
 def measure(given: Training, console: Console, redis_url: str | None) -> dict[str, Spread]:
@@ -59,28 +72,34 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
                 first_interval=0,
                 tokens=2**60,
             )
-            model: Any = build(given.model, 0)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            forward = forward_of(model, torch.device("cpu"), given.compile)
+            device = choose_device(given.device)
+            model: Any = build(given.model, 0).to(device)
+            optimizer = make_optimizer(model, LR, 0.1)
+            forward = training_forward(model, device, given.settings())
             learner = Learner(model, optimizer, run=fleet.run, redis_url=url, learner_id="bench", sync=sync)
             with learner:
                 if apart:
                     os.sched_setaffinity(0, training)  # this thread alone; those of torch begin with it
-                return _blocks(given, console, forward, optimizer, learner)
+                report = _blocks(given, console, forward, optimizer, learner)
+            if device.type == "cuda":
+                report["device_gb"] = spread([torch.cuda.max_memory_allocated() / 1e9])
+            return report
     finally:
         if apart:
             os.sched_setaffinity(0, usable)
 
 
 def _blocks(given: Training, console: Console, forward: Any, optimizer: Any, learner: Learner) -> dict[str, Spread]:
-    data = torch.randint(0, 256, (1, given.tokens + 1), generator=torch.Generator().manual_seed(0))
+    data = torch.randint(0, 256, (given.batch, given.tokens + 1), generator=torch.Generator().manual_seed(0))
+    data = data.to(learner.device)
 
     def train() -> None:
-        logits = forward(data[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        add_gradients(forward, [data], 1)
+        update(learner.model, optimizer, LR, math.inf)
+
+    def wait() -> None:
+        if learner.device.type == "cuda":
+            torch.cuda.synchronize()
 
     found: dict[str, list[float]] = {"with_s": [], "without_s": [], "step_call_ms": []}
     calls: list[float] = []
@@ -90,14 +109,16 @@ def _blocks(given: Training, console: Console, forward: Any, optimizer: Any, lea
         task = bar.add_task("training", total=2 * given.blocks * given.interval + given.interval)
         for block in range(2 * given.blocks + 1):
             own = block % 2 == 0
+            wait()
             began = time.perf_counter()
             for _ in range(given.interval):
                 train()
                 if own:
                     called = time.perf_counter()
-                    learner.step(tokens=given.tokens)
+                    learner.step(tokens=given.batch * given.tokens)
                     calls.append(time.perf_counter() - called)
                 bar.advance(task)
+            wait()
             took = (time.perf_counter() - began) / given.interval
             if block:  # the first one starts all up
                 found["with_s" if own else "without_s"].append(took)
@@ -109,4 +130,7 @@ def _blocks(given: Training, console: Console, forward: Any, optimizer: Any, lea
     report["blocked_share"] = spread(mean / without for mean in means for without in found["without_s"])
     pairs = zip(found["with_s"], found["without_s"], strict=True)
     report["added_share"] = spread(a / b - 1 for a, b in pairs)
+    tokens = given.batch * given.tokens
+    for way in ("with", "without"):
+        report[f"tokens_per_s_{way}"] = spread(tokens / took for took in found[f"{way}_s"])
     return report

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.needs import CODECS, GLOBALS, Needs, needs_of, pace_of
+from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
+from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import DAY_S
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.fleet import jobs, simulate, together

@@ -18,11 +18,13 @@ import typer
 
 from diloco.extras import need_extras
 from diloco.launcher.folder import Folder, choose
+from diloco.launcher.launch import places_of
 from diloco.launcher.report import build
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     NOT_OF_CHAOS,
     OF_DEMO,
+    OF_ONE_LEARNER,
     ChaosProcess,
     check,
     takes,
@@ -252,6 +254,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
     (check_struck_baseline if settings.method == BASELINE else check)(settings)
+    places_of(settings)
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
@@ -295,7 +298,7 @@ Beside = Annotated[
 ]
 
 
-@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO)
+@takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO | OF_ONE_LEARNER)
 def command(
     settings: ChaosProcess,
     for_: ChaosFor = "60s",

@@ -287,7 +287,7 @@ class RdaRow:
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
         self._slot, self._out = slot, out
-        self._columns = (slot.stop - slot.start) // (slot.tensor.shape[0] if slot.tensor.shape else 1)
+        self._columns = (slot.stop - slot.start) // (slot.shape[0] if slot.shape else 1)
         self._rows: _Rows | None = None
 
     def add(self, terms: Terms) -> None:

@@ -181,7 +181,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         elif part.rebased:
             problems.append(f"the delta of {part.learner} was rebased: the values of its own base are not known")
         for slot, mine, other in zip(layout.slots, measured, norms, strict=True):
-            compare(f"norm of {slot.tensor.name} in the delta of {part.learner}", mine, other)
+            compare(f"norm of {slot.name} in the delta of {part.learner}", mine, other)
         deltas.append(merged)
     version = recorded.header.version - 1
     outer = outer_at(sync, version, (part.steps for part in parts), tape.interval)
@@ -206,7 +206,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     if chosen is not None and stepped.orthogonal is not None:
         problems += _other_steps(layout, stepped.orthogonal, chosen)
     for slot, mine, other in zip(layout.slots, stepped.reduced.directions, recorded.directions, strict=True):
-        compare(f"length of the mean direction of {slot.tensor.name}", mine, other)
+        compare(f"length of the mean direction of {slot.name}", mine, other)
     compare("norm of the pseudogradient", stepped.reduced.norm, recorded.header.norm)
     digest = payload_digest(as_bytes(stepped.theta), sync.chunk_bytes)
     if digest != tape.digest:
@@ -225,7 +225,7 @@ def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> l
             off, length = float(np.linalg.norm(mine - theirs)), float(np.linalg.norm(mine))
             if not off <= ORTHOGONAL_TOLERANCE * length:
                 problems.append(
-                    f"orthogonalised step of {slot.tensor.name}: computed again it differs from the recorded one by "
+                    f"orthogonalised step of {slot.name}: computed again it differs from the recorded one by "
                     f"{off / length if length else float('inf'):.2g} of its length"
                 )
     return problems

@@ -22,13 +22,17 @@ class Lead:
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
         self._sample_from_s = 0.0
 
-    async def move(self, state: RunState | None) -> RunState:
+    async def move(self, state: RunState | None, checkpoint: str = "") -> RunState:
         """Write the state that follows from the present one (None: the run has none yet), and return it.
+
+        checkpoint: the one that this syncer has begun last, "" if it has begun none.
 
         Raises:
             BusError: ask again.
         """
         counted = await self._counted(state or self._first())
+        if checkpoint:
+            counted = counted.model_copy(update={"checkpoint": checkpoint})
         state = await self._closed(counted)
         return state if state.phase is Phase.FINISHED else await self._bus.write_state(state)
 

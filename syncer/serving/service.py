@@ -96,7 +96,7 @@ class SyncerService:
         """What the run is served with; warns of a bus that is not fit for it."""
         settings, layout = self.settings, layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
-        await retrying(self.metrics, partial(check_memory, self.bus, layout))
+        await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))
         recorder = None
         if settings.record_deltas:
             recorder = await self._offload(Recorder, settings.record_deltas, spec, self._random_hex(8))

@@ -17,10 +17,10 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.pacing import outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.shares import recent_share
+from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
-from diloco.syncer.saving import Checkpoints
 from diloco.syncer.serving.closing import finish_run
 from diloco.syncer.serving.initial import InitialVersions
 from diloco.syncer.serving.lead import Lead
@@ -53,7 +53,7 @@ class Serving:
             groups = context.sync.groups
             self._archive = TapeArchive(self._bus, groups, settings.tape_dir, context.nonce, self.leads)
         if settings.checkpoint_dir:
-            self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s)
+            self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s, self.served)
         self.closing: asyncio.Future[RunState] = asyncio.get_running_loop().create_future()
         """The run's state once no merge begins any more: it is closing, or finished."""
         self._in_order = True
@@ -79,6 +79,10 @@ class Serving:
     def leads(self) -> bool:
         """Whether this syncer serves fragment 0."""
         return self.owners[0].lease.is_set()
+
+    def served(self) -> list[int]:
+        """Fragments that this syncer serves."""
+        return [p for p, owner in enumerate(self.owners) if owner.lease.is_set()]
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -123,6 +127,8 @@ class Serving:
         ]
         if checkpoints and settings.checkpoint_every:
             works.append(self._retrying(partial(checkpoints.keep, settings.checkpoint_every, self.leads)))
+        if checkpoints:
+            works.append(self._retrying(checkpoints.help))
         return works
 
     async def _until_ended(self, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
@@ -144,7 +150,7 @@ class Serving:
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]
     ) -> None:
         """Let merges in hand be committed and give everything back; see the run to its end if it is closing."""
-        saves = self.leads() or len(self.leases.syncers) <= 1
+        saves, served = self.leads() or len(self.leases.syncers) <= 1, self.served()
         self._watch.frozen = True
         for owner in self.owners:
             owner.wake.set()
@@ -152,21 +158,21 @@ class Serving:
         await asyncio.wait(owners)
         await cancel(background)
         if self.closing.done():
-            await self._finish(stop, self.closing.result())
+            await self._finish(stop, self.closing.result(), served)
         elif self._checkpoints and saves:
             await self._retrying(self._lead.begin)
-            await self._retrying(self._checkpoints.save_stopped)
+            await self._retrying(partial(self._checkpoints.save_stopped, served))
         if self._archive:
             await self._retrying(partial(self._finish_archive, self._archive))
 
-    async def _finish(self, stop: asyncio.Event, closing: RunState) -> None:
-        """See the closing run to its end, and save it."""
+    async def _finish(self, stop: asyncio.Event, closing: RunState, served: list[int]) -> None:
+        """See the closing run to its end, and save it. served: fragments that were this syncer's."""
         bus, nonce, lease_s = self._bus, self.context.nonce, self._settings.lease_s
         finished = await self._retrying(
             partial(finish_run, bus, self._clock, nonce, len(self.owners), lease_s, stop, closing)
         )
         if finished is not None and self._checkpoints:
-            await self._retrying(partial(self._checkpoints.save_finished, finished))
+            await self._retrying(partial(self._checkpoints.save_finished, finished, served))
 
     async def _finish_archive(self, archive: TapeArchive) -> None:
         try:
@@ -194,7 +200,9 @@ class Serving:
         state = await lost.state(await self._bus.read_state(), watch.state)
         reports = await lost.reports(found)
         if self.leads():
-            state = await self._lead.move(state)
+            state = await self._lead.move(state, self._checkpoints.begun if self._checkpoints else "")
+        if self._checkpoints:
+            self._checkpoints.see(state)
         if state is not None and state.phase.rank >= Phase.CLOSING.rank:
             self.closing.set_result(state)
         if watch.refresh(reports, state, latency, self._clock.now()):

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -13,28 +12,27 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.needs import redis_bytes
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
+from diloco.pipeline.redis_memory import redis_bytes, redis_holds
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
-from diloco.syncer.checkpoint import load_checkpoint, restore_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.restoring import restore_checkpoint
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
 from diloco.syncer.serving.retrying import EVERY_SECOND, warn
 
 T = TypeVar("T")
 
-RESERVE_BYTES = 32 * 2**20
-"""Memory on the bus for everything that is not a payload."""
 LOOK_S = 0.1
 """How often the bus is asked for what others put there: nothing tells when they do."""
 WORTH_MEASURING = 1e10
 """Operations of an outer step of all fragments: a tenth of a second of one core."""
 LEAST_LEARNERS = 4
-"""A Redis must have room for the deltas of so many."""
+"""A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,8 @@ class Start:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        path = self.settings.resume
-        while path is not None and not await _retry(partial(self._resume, path)):  # noqa: ASYNC110  # see LOOK_S
+        place = self.settings.resume
+        while place is not None and not await _retry(partial(self._resume, place)):  # noqa: ASYNC110  # see LOOK_S
             await asyncio.sleep(LOOK_S)
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -72,7 +70,7 @@ class Start:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self, path: Path) -> bool:
+    async def _resume(self, place: str) -> bool:
         """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
 
         Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
@@ -88,7 +86,7 @@ class Start:
                     raise UsageError("the run was started before: resume under a --run name that is not in use")
                 structlog.get_logger().info("already_restored", base_tokens=state.base_tokens)
                 return True
-        checkpoint = await self.offload(load_checkpoint, path)
+        checkpoint = await self.offload(load_checkpoint, place)
         spec = checkpoint.spec
         if "tokens" in self.settings.model_fields_set:
             spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
@@ -99,9 +97,9 @@ class Start:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
-            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock)
+            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload)
         await release_all(self.bus, self.nonce, len(fragments))
-        structlog.get_logger().info("checkpoint_restored", path=str(path), tokens=checkpoint.state.tokens)
+        structlog.get_logger().info("checkpoint_restored", path=str(checkpoint.folder), tokens=checkpoint.state.tokens)
         return True
 
 
@@ -110,8 +108,8 @@ async def _retry(call: Callable[[], Awaitable[T]]) -> T:
     return await retry(call, EVERY_SECOND.waits(), BusError, warn)
 
 
-async def check_memory(bus: Bus, layout: Layout) -> None:
-    """Warn of what is wrong with the bus.
+async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
+    """Warn of what is wrong with the bus. What the run needs of it is what `diloco plan` says for as many learners.
 
     Raises:
         UsageError: its memory cannot hold the run.
@@ -119,12 +117,12 @@ async def check_memory(bus: Bus, layout: Layout) -> None:
     info = await bus.info()
     for warning in info.warnings:
         structlog.get_logger().warning("bus_warning", detail=warning)
-    needed = redis_bytes(layout.elements, LEAST_LEARNERS, "bf16", "fp32") + RESERVE_BYTES
+    learners = max(LEAST_LEARNERS, sync.quorum)
+    needed = redis_bytes(layout.elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
     if 0 < info.maxmemory_bytes < needed:
         raise UsageError(
             f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-            f"{needed / 2**20:.0f} MiB (2 globals, 2 momenta, {LEAST_LEARNERS} deltas, 2 offers of "
-            "moments, a reserve): raise it"
+            f"{needed / 2**20:.0f} MiB ({redis_holds(learners)}): raise it"
         )
 
 

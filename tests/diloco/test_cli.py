@@ -121,6 +121,7 @@ def test_a_bad_value_is_named_with_what_is_allowed(arguments, named, capsys):
         (["syncer", "--drain-s", "9s"], "DILOCO_DRAIN_S, or drain_s in a file for --config"),
         (["run", "--grace-gamma", "0.5"], "DILOCO_GRACE_GAMMA"),
         (["run", "--log-losses"], "DILOCO_LOG_LOSSES"),
+        (["demo", "--device", "cpu"], "--devices"),
         (["run", "--no-log-losses"], "DILOCO_LOG_LOSSES"),
         (["run", "--kill-learner", "1"], "`diloco demo`"),
     ],

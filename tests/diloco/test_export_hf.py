@@ -19,7 +19,8 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
-from diloco.syncer.checkpoint import save_checkpoint
+from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
 
 Arrays = Mapping[str, np.ndarray]
@@ -57,7 +58,7 @@ def checkpoint(folder: Path, trained: Arrays, frozen: Mapping[str, bytes] | None
         await bus.write_state(samples.run_state(tokens=900))
         flat = np.concatenate([one.reshape(-1) for one in trained.values()])
         await samples.commit(bus, 0, 3, flat, chunk_bytes=sync.chunk_bytes)
-        return await save_checkpoint(bus, spec, folder, VirtualClock(), here)
+        return Path(str(await save_checkpoint(bus, spec, place_of(folder), here)))
 
     return run_virtual(main())
 

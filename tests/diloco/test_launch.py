@@ -495,7 +495,9 @@ def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys
         export(tmp_path / "checkpoint", tmp_path / "other.safetensors")
     (tmp_path / "renamed" / "globals.safetensors").write_bytes(b"damaged")
     assert cli.main(["export", "renamed", "other.safetensors"]) == 2
-    assert capsys.readouterr().err.startswith("error: cannot read renamed/globals.safetensors: ")
+    assert capsys.readouterr().err.startswith(
+        "error: renamed/globals.safetensors cannot be read as a safetensors file: "
+    )
 
 
 def test_generated_text_cannot_command_the_terminal():

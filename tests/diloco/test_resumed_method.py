@@ -12,6 +12,7 @@ from diloco.launcher import run
 from diloco.launcher.folder import plain, resume
 from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.methods import METHODS, meant_by
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.trainer.models.hf_config import read_hf
@@ -111,9 +112,8 @@ def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, 
     state = next((folder / "checkpoints").glob("*/state.json"))
     changed = json.loads(state.read_text())
     changed["spec"]["sync"]["quorum"] = 3
-    (state.parent / "SHA256SUMS").unlink()
-    changed["format"] = 1  # which has no sums
     state.write_text(json.dumps(changed))
+    write_sums(state.parent)
     monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
     with pytest.raises(UsageError, match="quorum=3"):
         run.main(RunProcess(resume=folder, learners=2, tokens=10**6))

@@ -45,6 +45,7 @@ class FakeChild:
     pid: int = 0
     log: str = "the log"
     stops_s: float = 0.0
+    environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:
@@ -69,8 +70,8 @@ class FakeChild:
 class FakeChildren:
     started: dict[str, FakeChild] = field(default_factory=dict)
 
-    def start(self, name: str, arguments: list[str], environ: object) -> None:
-        self.started[name] = FakeChild(name, list(arguments))
+    def start(self, name: str, arguments: list[str], environ: dict[str, str]) -> None:
+        self.started[name] = FakeChild(name, list(arguments), environ=environ)
 
     def __getitem__(self, name: str) -> FakeChild:
         return self.started[name]

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +85,17 @@ def test_what_became_a_setting_of_the_demonstration_is_refused_elsewhere(command
     assert name in said.lower()
     assert "`diloco demo`" in said
     assert started == []
+
+
+@pytest.mark.parametrize("command", ["run", "demo", "chaos"])
+def test_the_device_of_one_learner_is_no_setting_of_a_run(command, given, started, capsys):
+    """It is refused, and where those of all learners are said is told; "auto", which is so anyway, may be said."""
+    assert cli.main([command, *given("device", "cuda:1")]) == 2
+    said = capsys.readouterr().err
+    assert "device" in said.lower()
+    assert "--devices" in said
+    assert started == []
+    assert cli.main([command, *given("device", "auto")]) == 0
 
 
 @pytest.mark.parametrize("name", sorted(NOT_OF_CHAOS | CHOSEN_BY_LAUNCHER))
@@ -210,9 +220,8 @@ def test_what_no_text_can_be_drawn_with_is_refused_by_its_name(arguments, capsys
 def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
     """As for a run's output and its report, a folder may be one that is still to be made; a slip in its name shows."""
     export = importlib.import_module("diloco.export")
-    numpy = sys.modules["numpy"]
-    monkeypatch.setattr(export, "find_checkpoint", lambda path: path)
-    found = export.Globals({"w": numpy.zeros(2, numpy.float32)}, "of a test", {})
+    tensor = export.Tensor("F32", (2,), 8, lambda: bytes(8))
+    found = export.Globals({"w": tensor}, "of a test", {}, {}, "nowhere")
     monkeypatch.setattr(export, "read_globals", lambda folder: found)
     export.export(tmp_path, tmp_path / "new" / "model.safetensors")
     assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diloco.pipeline.settings import (
     EvaluatorProcess,
@@ -102,3 +103,37 @@ def test_all_syncers_share_one_volume_for_checkpoints_and_tape():
     (folder,) = re.findall(r'volumes: \["checkpoints:(.*)"\]', text)
     for name in ("DILOCO_CHECKPOINT_DIR", "DILOCO_TAPE_DIR"):
         assert re.search(rf"{name}: {folder}/", text)
+
+
+def gpus_of(profile: str | None) -> dict[str, list[str]]:
+    """Services that compose.gpu.yaml starts under a profile -> the GPUs that each may use."""
+    found = {}
+    for name, one in yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"].items():
+        if "profiles" not in one or profile in one["profiles"]:
+            (device,) = one["deploy"]["resources"]["reservations"]["devices"]
+            assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+            assert "count" not in device
+            found[name] = device["device_ids"]
+    return found
+
+
+def test_each_gpu_learner_has_a_gpu_of_its_own():
+    """A profile for each number of GPUs; without one the first GPU has a learner."""
+    assert gpus_of(None) == {"learner": ["0"]}
+    for count in range(2, 9):
+        assert list(gpus_of(f"gpus-{count}").values()) == [[str(number)] for number in range(count)]
+
+
+def test_a_gpu_learner_is_the_learner_of_the_other_file():
+    """Nothing of it is said again: it is extended, and what is beside the first GPU alone has a profile. A profile's
+    name is one that Compose takes."""
+    services = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
+    learner = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["learner"]
+    assert set(services["learner"]) == {"environment", "deploy"}
+    for name, one in services.items():
+        assert one["environment"] == {"DILOCO_DEVICE": "cuda"}
+        if name != "learner":
+            assert one["extends"] == {"file": "compose.yaml", "service": "learner"}
+            assert one["depends_on"] == learner["depends_on"]
+            assert set(one) == {"extends", "environment", "depends_on", "profiles", "deploy"}
+            assert all(re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", profile) for profile in one["profiles"])

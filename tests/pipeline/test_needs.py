@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +12,6 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import (
-    CODECS,
     GLOBALS,
     LINK_SHARE,
     Site,
@@ -21,11 +20,11 @@ from diloco.pipeline.needs import (
     outer_operations,
     pace_of,
     params_of,
-    redis_bytes,
     shape_of,
     syncer_bytes,
 )
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, matrix_operations, operations_of, transformer_operations
+from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, redis_bytes
 from diloco.pipeline.settings import SyncSettings, defaults, load
 from diloco.studies.goodput.constants import Constants
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS
@@ -46,11 +45,17 @@ def test_layers_lie_between_those_of_the_known_sizes() -> None:
     assert 24 < layers_of(3e9) < 48
 
 
-def test_redis_must_hold_what_a_syncer_asks_of_it_at_its_start() -> None:
-    """2 globals, 2 momenta, 4 deltas in bf16, 2 offers of two moments: 40 bytes a parameter."""
-    assert redis_bytes(1e6, 4, "bf16", "fp32") == 40e6
-    assert redis_bytes(1e6, 8, "bf16", "fp32") == 48e6
-    assert redis_bytes(1e6, 4, "int8", "fp32") < 40e6
+def test_redis_holds_so_much_of_a_parameter() -> None:
+    """2 globals, 2 momenta, 4 deltas in bf16, 2 offers of two moments: 40 bytes; for 7B 280 GB."""
+
+    def each(*given: Any) -> float:
+        return round(redis_bytes(1e6, *given) - RESERVE_BYTES) / 1e6
+
+    assert each(4, "bf16", "fp32") == each(4, "bf16", "bf16") == 40
+    assert each(8, "bf16", "fp32") == 48
+    assert each(4, "int8", "fp32") < 40
+    assert each(4, "bf16", "int8", 8) > each(4, "bf16", "int8", 2) > 40
+    assert redis_bytes(7e9, 4, "bf16", "fp32") == pytest.approx(280e9, rel=1e-3)
 
 
 def test_more_fragments_take_less_of_a_syncers_memory() -> None:

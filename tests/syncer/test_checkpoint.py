@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,10 @@ from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_dige
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
-from diloco.syncer.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
+from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint
+from diloco.syncer.checkpoints.places import Folder, place_of
+from diloco.syncer.checkpoints.restoring import restore_checkpoint
+from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
 
 NONCE = "ab" * 8
@@ -65,9 +67,51 @@ def save(directory: Path, times: int = 1, spec: Spec | None = None, **given) -> 
     async def main() -> list[Path]:
         spec_ = spec or samples.spec()
         bus = await trained(spec_, **given)
-        return [await save_checkpoint(bus, spec_, directory, VirtualClock(), here) for _ in range(times)]
+        return [Path(str(await save_checkpoint(bus, spec_, place_of(directory), here))) for _ in range(times)]
 
     return run_virtual(main())
+
+
+def folder_of(place: Path) -> Path:
+    return Path(str(load_checkpoint(place).folder))
+
+
+def globals_of(checkpoint: Checkpoint) -> list[bytes]:
+    return [checkpoint.fragment(p)[0].tobytes() for p in range(len(checkpoint.fragments))]
+
+
+def outer_of(checkpoint: Checkpoint) -> list[dict[str, bytes]]:
+    found = (checkpoint.fragment(p)[1] for p in range(len(checkpoint.fragments)))
+    return [{name: vector.tobytes() for name, vector in state.items()} for state in found]
+
+
+def file_of(folder: Path, fragment: int) -> Path:
+    """The file with a fragment's vectors."""
+    (found,) = folder.glob(f"fragment-{fragment:04d}-*.safetensors")
+    return found
+
+
+def as_earlier(folder: Path, format: int = 2) -> Path:
+    """The same checkpoint as earlier builds wrote it, in a folder beside it that takes its place."""
+    found = load_checkpoint(folder)
+    files: dict[str, dict[str, np.ndarray]] = {"globals": {}}
+    for p, fragment in enumerate(found.layout.fragments):
+        values, state = found.fragment(p)
+        for name, vector in {"globals": values, **state}.items():
+            for slot in fragment.slots:
+                one = vector[slot.start : slot.stop].reshape(slot.tensor.shape)
+                files.setdefault(name, {})[slot.tensor.name] = one
+    told = json.loads((folder / "state.json").read_text()) | {"format": format}
+    for one in told["fragments"]:
+        del one["file"], one["sha256"]
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name, tensors in files.items():
+        safetensors.numpy.save_file(tensors, folder / f"{name}.safetensors")
+    (folder / "state.json").write_text(json.dumps(told))
+    if format > 1:
+        write_sums(folder)
+    return folder
 
 
 def restore(checkpoint: Checkpoint, spec: Spec, bus: MemoryBus | None = None) -> MemoryBus:
@@ -75,35 +119,35 @@ def restore(checkpoint: Checkpoint, spec: Spec, bus: MemoryBus | None = None) ->
         empty = bus or MemoryBus("again", VirtualClock())
         for p in range(spec.sync.fragments):
             assert await empty.acquire_lease(p, NONCE, 1e9)
-        await restore_checkpoint(empty, checkpoint, spec, NONCE, "s", VirtualClock())
+        await restore_checkpoint(empty, checkpoint, spec, NONCE, "s", VirtualClock(), here)
         return empty
 
     return run_virtual(main())
 
 
-def test_files_are_plain_safetensors_with_names_and_shapes(tmp_path):
-    """Anybody can read a checkpoint without this project; fragments without momentum are absent."""
+def test_files_are_plain_safetensors_of_a_fragment_each(tmp_path):
+    """Anybody can read a checkpoint without this project: flat vectors, and tensors in the spec's order; all zeros are
+    absent.
+    """
     (path,) = save(tmp_path)
-    assert path == tmp_path / "checkpoint-1000"  # the reports' tokens are newer than the state's
-    tensors = safetensors.numpy.load_file(path / "globals.safetensors")
-    assert {name: t.shape for name, t in tensors.items()} == {"a": (20, 30), "b": (150,), "c": (50,)}
-    np.testing.assert_array_equal(tensors["a"], THETA[0].reshape(20, 30))
-    np.testing.assert_array_equal(tensors["c"], THETA[1][150:])
-    momentum = safetensors.numpy.load_file(path / "momentum.safetensors")
-    assert list(momentum) == ["a"]
-    np.testing.assert_array_equal(momentum["a"].reshape(-1), MOMENTUM)
+    assert path.name.startswith("checkpoint-1000-")  # the reports' tokens are newer than the state's
+    first, second = (safetensors.numpy.load_file(file_of(path, p)) for p in (0, 1))
+    assert (set(first), set(second)) == ({"globals", "momentum"}, {"globals"})
+    np.testing.assert_array_equal(first["globals"], THETA[0])
+    np.testing.assert_array_equal(first["momentum"], MOMENTUM)
+    np.testing.assert_array_equal(second["globals"], THETA[1])
     state = json.loads((path / "state.json").read_text())
     assert state["fragments"][1]["version"] == 5
     assert state["fragments"][1]["digest"] == payload_digest(as_bytes(THETA[1]), 1024).hex()
     assert state["overwritten"] == 77
 
 
-def test_no_momentum_no_file(tmp_path):
-    """All zeros are not written, whether kept as zeros or not at all."""
+def test_a_momentum_of_zeros_is_not_written(tmp_path):
+    """Whether kept as zeros or not at all."""
     for n, momentum in enumerate((None, np.zeros_like(MOMENTUM))):
         (path,) = save(tmp_path / str(n), momentum=momentum)
-        assert not (path / "momentum.safetensors").exists()
-        assert load_checkpoint(path).outer_state == ({}, {})
+        assert set(safetensors.numpy.load_file(file_of(path, 0))) == {"globals"}
+        assert outer_of(load_checkpoint(path)) == [{}, {}]
 
 
 def test_what_was_saved_is_loaded(tmp_path):
@@ -111,16 +155,15 @@ def test_what_was_saved_is_loaded(tmp_path):
     (path,) = save(tmp_path / "checkpoints")
     for where in (path, tmp_path / "checkpoints", tmp_path):
         loaded = load_checkpoint(where)
-        assert loaded.path == path
+        assert Path(str(loaded.folder)) == path
         assert loaded.spec == samples.spec()
         assert loaded.state == samples.run_state(tokens=1000)
         assert [saved.merged_tokens for saved in loaded.fragments] == [800, 700]
         shards = [(Shard(epoch=0, index=i, start=10 * i, stop=10 * i + 10), 4 if i == 1 else 0) for i in (1, 2)]
         assert loaded.shards == ShardQueue(epochs=1, open=tuple(shards))
         assert loaded.data_order == ORDER
-        assert [t.tobytes() for t in loaded.globals] == [t.tobytes() for t in THETA]
-        assert loaded.outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
-        assert loaded.outer_state[1] == {}
+        assert globals_of(loaded) == [t.tobytes() for t in THETA]
+        assert outer_of(loaded) == [{"momentum": MOMENTUM.tobytes()}, {}]
 
 
 def test_a_run_without_clipping_is_one_after_its_checkpoint_too(tmp_path):
@@ -161,9 +204,9 @@ def test_saving_what_was_restored_changes_nothing(tmp_path):
     save(tmp_path / "one")
     first = load_checkpoint(tmp_path / "one")
     bus = restore(first, first.spec)
-    run_virtual(save_checkpoint(bus, first.spec, tmp_path / "two", VirtualClock(), here))
+    run_virtual(save_checkpoint(bus, first.spec, place_of(tmp_path / "two"), here))
     second = load_checkpoint(tmp_path / "two")
-    assert [t.tobytes() for t in second.globals] == [t.tobytes() for t in first.globals]
+    assert globals_of(second) == globals_of(first)
     assert (second.shards, second.data_order) == (first.shards, first.data_order)
     assert second.state.tokens == first.state.tokens
     assert [f.version for f in second.fragments] == [3, 5]
@@ -181,13 +224,14 @@ def test_kinds_of_lost_tokens_outlast_any_number_of_resumes(tmp_path):
             run_virtual(bus.write_report(samples.report(tokens=1000, overwritten=77)))
         for p, lost in ((0, 5), (1, 6)):
             run_virtual(lose(bus, p, lost))
-        run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), tmp_path, VirtualClock(), here))
+        run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), place_of(tmp_path), here))
     assert load_checkpoint(tmp_path).state.tokens == 3000
 
 
 def test_a_checkpoint_of_a_build_that_saved_no_data_order_leaves_it_to_the_learners(tmp_path):
     """It is loaded as before; the order that the first learner proposes stands."""
     (path,) = save(tmp_path)
+    as_earlier(path)
     state = json.loads((path / "state.json").read_text())
     del state["data_order"]
     (path / "state.json").write_text(json.dumps(state))
@@ -271,59 +315,28 @@ def test_a_used_run_or_budget_is_refused(tmp_path):
 def test_the_newest_three_are_kept_and_latest_names_the_newest(tmp_path):
     """Disk use is bounded; two checkpoints at the same tokens do not replace one another."""
     paths = save(tmp_path, times=5)
-    assert (tmp_path / "latest").read_text().strip() == paths[-1].name
+    assert (tmp_path / "latest").read_text().splitlines() == [path.name for path in reversed(paths[-3:])]
     assert {p.name for p in tmp_path.iterdir()} == {"latest", *(p.name for p in paths[-3:])}
-    assert load_checkpoint(tmp_path).path == paths[-1]
+    assert folder_of(tmp_path) == paths[-1]
 
 
-@pytest.mark.parametrize("broken", ["save_file", "rename"])
+@pytest.mark.parametrize("broken", ["fragment-0001", "SHA256SUMS", "state.json", "latest"])
 def test_a_failed_save_leaves_the_one_before(tmp_path, monkeypatch, broken):
-    """A full disk or a kill half-way: `latest` still names a whole checkpoint, and no half one is found."""
+    """A disk that is full at any file: `latest` still names a whole checkpoint, and nothing half is left."""
     (before,) = save(tmp_path)
+    write = Folder.write
 
-    def fail(*_):
-        raise OSError("no space left on device")
+    def fail(self, name, parts):
+        if name.startswith(broken):
+            raise OSError("no space left on device")
+        write(self, name, parts)
 
-    target = safetensors.numpy if broken == "save_file" else Path
     with monkeypatch.context() as patched:
-        patched.setattr(target, broken, fail)
+        patched.setattr(Folder, "write", fail)
         with pytest.raises(OSError, match="no space"):
             save(tmp_path)
-    assert load_checkpoint(tmp_path).path == before
+    assert folder_of(tmp_path) == before
     assert {p.name for p in tmp_path.iterdir()} == {"latest", before.name}
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from diloco.syncer.scratch import scratch_folder
-with scratch_folder(Path(sys.argv[1])) as folder:
-    (folder / "globals.safetensors").write_bytes(b"half")
-    print(folder.name, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(tmp_path):
-    """And what a writer that lives has begun, in the same folder, stays."""
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    try:
-        dead, living = (writer.stdout.readline().strip() for writer in writers)
-        writers[0].kill()
-        writers[0].wait()
-        assert {dead, living} == {path.name for path in tmp_path.iterdir()}
-        save(tmp_path)
-        assert {path.name for path in tmp_path.glob(".writing-*")} == {living}
-        assert (tmp_path / living / "globals.safetensors").read_bytes() == b"half"
-    finally:
-        for writer in writers:
-            writer.kill()
-            writer.communicate()
 
 
 def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
@@ -344,13 +357,13 @@ def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
             return heads
 
         bus.read_heads = read_then_move
-        return await save_checkpoint(bus, spec, tmp_path, VirtualClock(), here)
+        return await save_checkpoint(bus, spec, place_of(tmp_path), here)
 
     run_virtual(main())
     loaded = load_checkpoint(tmp_path)
     assert loaded.fragments[0].version == 4
-    assert loaded.globals[0].tobytes() == (-THETA[0]).tobytes()
-    assert loaded.outer_state[0]["momentum"].tobytes() == (-MOMENTUM).tobytes()
+    assert globals_of(loaded)[0] == (-THETA[0]).tobytes()
+    assert outer_of(loaded)[0] == {"momentum": (-MOMENTUM).tobytes()}
 
 
 def test_a_damaged_payload_is_no_endless_loop(tmp_path):
@@ -361,7 +374,7 @@ def test_a_damaged_payload_is_no_endless_loop(tmp_path):
         bus = await trained(spec)
         (head,) = await bus.read_heads([1])
         bus.store.delete(head.payload)
-        await save_checkpoint(bus, spec, tmp_path, VirtualClock(), here)
+        await save_checkpoint(bus, spec, place_of(tmp_path), here)
 
     with pytest.raises(BadPayload):
         run_virtual(main())
@@ -370,8 +383,12 @@ def test_a_damaged_payload_is_no_endless_loop(tmp_path):
 
 def test_a_run_without_a_version_cannot_be_saved(tmp_path):
     """Said in words."""
+    bus, place = MemoryBus("r", VirtualClock()), place_of(tmp_path)
+    with pytest.raises(UsageError, match="no state yet"):
+        run_virtual(save_checkpoint(bus, samples.spec(), place, here))
+    run_virtual(bus.write_state(samples.run_state()))
     with pytest.raises(UsageError, match="no version yet"):
-        run_virtual(save_checkpoint(MemoryBus("r", VirtualClock()), samples.spec(), tmp_path, VirtualClock(), here))
+        run_virtual(save_checkpoint(bus, samples.spec(), place, here))
 
 
 def rewrite(path: Path, change) -> None:
@@ -389,25 +406,42 @@ def retensor(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "complaint"),
     [
-        ("state.json", lambda s: s.update(format=3), "format"),
+        ("state.json", lambda s: s.update(format=4), "format"),
         ("state.json", lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
         ("state.json", lambda s: s["fragments"].pop(), "1 fragments, the spec has 2"),
         ("state.json", lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
         ("globals.safetensors", lambda t: t.pop("b"), "'b' is missing"),
         ("globals.safetensors", lambda t: t.update(x=np.zeros(2)), "'x' is not in the spec"),
-        ("globals.safetensors", lambda t: t.update(b=t["b"][:-1].copy()), r"\(149,\), the spec says float32 \(150,\)"),
-        ("globals.safetensors", lambda t: t.update(b=t["b"].astype(np.float64)), "float64"),
+        ("globals.safetensors", lambda t: t.update(b=t["b"][:-1].copy()), r"\(149,\), the spec says F32 \(150,\)"),
+        ("globals.safetensors", lambda t: t.update(b=t["b"].astype(np.float64)), "F64"),
         ("globals.safetensors", lambda t: t["b"].__setitem__(0, 9), "fragment 1 does not have the digest"),
         ("momentum.safetensors", lambda t: t.update(b=np.zeros(150, np.float32)), "'c' is missing"),
     ],
 )
-def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, file, change, complaint):
+def test_what_is_wrong_with_a_checkpoint_of_an_earlier_build_is_named(tmp_path, file, change, complaint):
     """File and field or tensor, so that a person can tell what happened to it."""
-    (path,) = save(tmp_path)
+    path = as_earlier(*save(tmp_path))
     (rewrite if file == "state.json" else retensor)(path / file, change)
     with pytest.raises(UsageError, match=complaint) as error:
         load_checkpoint(tmp_path)
     assert file in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda s: s.update(format=4), "format"),
+        (lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
+        (lambda s: s["fragments"][0].update(file="../secret.safetensors"), r"fragments\.0\.file"),
+        (lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
+    ],
+)
+def test_what_is_wrong_with_a_manifest_is_named(tmp_path, change, complaint):
+    """By its field."""
+    (path,) = save(tmp_path)
+    rewrite(path / "state.json", change)
+    with pytest.raises(UsageError, match=rf"state\.json: {complaint}"):
+        load_checkpoint(tmp_path)
 
 
 def flip(path: Path) -> None:
@@ -421,34 +455,43 @@ def poison(path: Path) -> None:
     retensor(path, lambda t: t["a"].__setitem__((0, 0), np.nan))
 
 
-def older(path: Path) -> None:
-    """As earlier builds wrote it."""
-    rewrite(path / "state.json", lambda s: s.update(format=1))
-    (path / "SHA256SUMS").unlink()
-
-
+@pytest.mark.parametrize("earlier", [False, True], ids=["fragments", "earlier"])
 @pytest.mark.parametrize(
     ("file", "damage", "complaint"),
     [
-        ("momentum.safetensors", flip, "does not have the digest"),
-        ("momentum.safetensors", poison, "not finite"),
-        ("momentum.safetensors", Path.unlink, "is missing"),
-        ("globals.safetensors", flip, "does not have the digest"),
+        ("momentum", flip, "does not have the digest"),
+        ("momentum", Path.unlink, "is missing"),
+        ("globals", flip, "does not have the digest"),
+        ("globals", Path.unlink, "is missing|cannot be read"),
+        ("globals", lambda path: path.write_bytes(path.read_bytes()[:-400]), "digest|cannot be read"),
         ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
         ("SHA256SUMS", Path.unlink, "is missing"),
         ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is no digest"),
-        ("SHA256SUMS", lambda path: path.write_text(""), "does not name globals"),
-        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name momentum"),
+        ("SHA256SUMS", lambda path: path.write_text(""), "does not name (globals|fragment)"),
+        ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name"),
         ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),
     ],
 )
-def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
-    """A flipped bit, a NaN, a missing file: the file is named, and what to do."""
+def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint, earlier):
+    """A flipped bit, a missing file, one cut short: the file is named, and what to do."""
     (path,) = save(tmp_path)
-    damage(path / file)
+    if earlier:
+        as_earlier(path)
+    if file in ("momentum", "globals"):
+        found = path / f"{file}.safetensors" if earlier else file_of(path, 0 if file == "momentum" else 1)
+    else:
+        found = path / file
+    damage(found)
     with pytest.raises(UsageError, match=complaint) as error:
         load_checkpoint(tmp_path)
-    assert file in str(error.value)
+    assert found.name in str(error.value) or found.name == "SHA256SUMS"
+
+
+def test_a_fragment_that_is_not_finite_is_found_in_a_checkpoint_of_an_earlier_build(tmp_path):
+    path = as_earlier(*save(tmp_path))
+    poison(path / "momentum.safetensors")
+    with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("named", [b"\xff\xfe", b"../elsewhere", b""])
@@ -475,15 +518,19 @@ def test_the_digests_are_those_of_sha256sum(tmp_path):
     assert done.stdout.count(": OK") == 3
 
 
-def test_a_checkpoint_of_an_earlier_build_is_loaded_with_what_can_be_checked(tmp_path, capsys):
-    """It has no digest of the momentum: that it is finite is checked, and the rest is said."""
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_checkpoint_of_an_earlier_build_is_loaded_and_goes_on(tmp_path, capsys, format):
+    """Bit for bit. Format 1 has no digest of the momentum: that it is finite is checked, and the rest is said."""
     (path,) = save(tmp_path)
-    older(path)
-    assert load_checkpoint(path).outer_state[0]["momentum"].tobytes() == MOMENTUM.tobytes()
-    assert "checkpoint_without_sums" in capsys.readouterr().out
-    poison(path / "momentum.safetensors")
-    with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):
-        load_checkpoint(path)
+    now = load_checkpoint(path)
+    due = globals_of(now), outer_of(now)
+    loaded = load_checkpoint(as_earlier(path, format))
+    assert (globals_of(loaded), outer_of(loaded)) == due
+    assert ("checkpoint_without_sums" in capsys.readouterr().out) == (format == 1)
+    bus = restore(loaded, samples.spec(tokens=20_000))
+    saved = run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), place_of(tmp_path), here))
+    again = load_checkpoint(str(saved))
+    assert (globals_of(again), outer_of(again)) == due
 
 
 def test_what_is_not_finite_is_not_saved(tmp_path):
@@ -491,7 +538,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     (before,) = save(tmp_path)
     with pytest.raises(BadPayload, match="fragment 0 version 3 is not finite"):
         save(tmp_path, momentum=np.full_like(MOMENTUM, np.nan))
-    assert load_checkpoint(tmp_path).path == before
+    assert folder_of(tmp_path) == before
 
 
 def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_path):
@@ -500,7 +547,7 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_names_those_that_are_there(tmp_p
     shutil.rmtree(second)
     with pytest.raises(UsageError, match=f"there are {first.name}: name one of them"):
         load_checkpoint(tmp_path)
-    assert load_checkpoint(first).path == first
+    assert folder_of(first) == first
 
 
 def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
@@ -511,8 +558,8 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     with pytest.raises(UsageError, match="checkpoint-7"):
         load_checkpoint(tmp_path)
     (path,) = save(tmp_path)
-    (path / "globals.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(UsageError, match="cannot read"):
+    file_of(path, 0).write_bytes(b"not safetensors")
+    with pytest.raises(UsageError, match="does not have the digest"):
         load_checkpoint(path)
     (path / "state.json").write_bytes(b"\xff{")
     with pytest.raises(UsageError, match="state"):

@@ -15,7 +15,9 @@ from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.syncer import algorithm
 from diloco.syncer.algorithm import merge_weights
+from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
+from tests import samples
 
 
 def layout(*tensors: tuple[int, str]) -> FragmentLayout:
@@ -264,3 +266,34 @@ def test_a_rows_length_is_summed_in_one_order_on_every_machine(columns: int) -> 
     """Or merges by rows would not replay bit for bit elsewhere. A numpy that sums otherwise is told here."""
     squares = np.square(np.random.default_rng(columns).standard_normal((6, columns)))
     assert np.add.reduce(squares, axis=1).tolist() == [in_pairs(row) for row in squares.tolist()]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+@pytest.mark.parametrize("rule", ["mean", "rda-row"])
+@pytest.mark.parametrize("cut", [1, 9, BLOCK // 16 + 1])
+def test_a_tensor_in_parts_is_merged_and_stepped_as_the_whole_one(cut, rule, momentum):
+    """Bit for bit, wherever it is cut, and so is what lies beside it: a layout says when rows travel, not where to."""
+    rows = BLOCK // 16 + 40
+    whole = samples.tensor("e", (rows, 17), rule=rule)
+    beside = samples.tensor("m", (5, 6), 1)
+    parts = (whole.model_copy(update={"rows": (0, cut)}), whole.model_copy(update={"rows": (cut, rows), "fragment": 1}))
+    rng, weights = np.random.default_rng(0), merge_weights([(4, 1000), (5, 2000), (6, 500)])
+    values = [{t.name: rng.standard_normal(t.shape).astype(np.float32) for t in (whole, beside)} for _ in range(5)]
+
+    def stepped(table: Sequence[TensorSpec]) -> list[dict[str, np.ndarray]]:
+        layout = layout_of(table)
+        theta, kept = [], []
+        for fragment in layout.fragments:
+            state, at, *deltas = (
+                np.concatenate([one[s.tensor.name].reshape(-1)[s.within] for s in fragment.slots]) for one in values
+            )
+            norms = [delta_norms(fragment, delta) for delta in deltas]
+            sync, outer = samples.sync_spec(outer_momentum=momentum), (0.9, momentum)
+            made = outer_step(fragment, sync, outer, at, {"momentum": state}, deltas, norms, list(weights))
+            theta.append(made.theta)
+            kept.append(made.outer_state.get("momentum", np.zeros_like(made.theta)))
+        return [layout.whole(theta), layout.whole(kept)]
+
+    for one, other in zip(stepped([whole, beside]), stepped([*parts, beside]), strict=True):
+        for name, value in one.items():
+            assert value.tobytes() == other[name].tobytes(), name

@@ -10,7 +10,7 @@ from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 BUDGET = 12_000
@@ -74,6 +74,27 @@ def test_a_resumed_run_goes_on_to_its_budget(tmp_path) -> None:
     """Versions continue, tokens continue, and what is left of the budget is trained."""
     stopped_run(tmp_path)
     run_virtual(go_on(new_world(), tmp_path))
+
+
+def test_a_run_that_is_resumed_again_and_again_knows_when_it_began(tmp_path) -> None:
+    """By that learners tell their own saved moments from another run's, whatever the name of the run."""
+    stopped_run(tmp_path)
+    origin = load_checkpoint(tmp_path).state.started_unix_s
+
+    async def part() -> None:
+        world = new_world()
+        world.start_syncer(resume=tmp_path, checkpoint_dir=tmp_path)
+        learner = VirtualLearner("again", world, incarnation="f" * 16).start()
+        await world.until_version(max(one.version for one in load_checkpoint(tmp_path).fragments) + 1)
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        await learner.kill()
+
+    for _ in range(2):
+        run_virtual(part())
+        state = load_checkpoint(tmp_path).state
+        assert state.origin_unix_s == origin
 
 
 def test_learners_that_came_first_do_not_start_the_run_anew(tmp_path) -> None:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,12 +16,14 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.messages.wire import GlobalCodec
+from diloco.pipeline.needs import Site, needs_of, pace_of
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
-from diloco.syncer.serving.start import RESERVE_BYTES, check_memory
+from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -55,23 +57,22 @@ def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(
-    ("elements_bytes", "enough"), [(4 * 4 + 4 * 2 + 2 * 8, True), (4 * 4 + 4 * 2 + 2 * 8 - 1, False)]
-)
-def test_a_redis_too_small_for_the_model_and_two_offers_of_moments_is_refused(
-    elements_bytes: int, enough: bool
+@pytest.mark.parametrize("global_codec", get_args(GlobalCodec))
+@pytest.mark.parametrize(("codec", "quorum", "learners"), [("bf16", 1, 4), ("int8", 4, 4), ("fp32", 6, 6)])
+def test_a_redis_is_refused_that_has_less_than_the_plan_says(
+    codec: str, quorum: int, learners: int, global_codec: str
 ) -> None:
-    """Bytes an element: globals and momenta, four deltas, two offers of two moments; told before the first step."""
+    """Of a run of four learners, or of a quorum, before its first step; to the byte."""
 
     async def main() -> None:
         layout = layout_of((samples.tensor("wide", (10**6,)),))
-        store = MemoryStore(maxmemory_bytes=elements_bytes * layout.elements + RESERVE_BYTES)
-        bus = MemoryBus("run", VirtualClock(), store)
-        if enough:
-            await check_memory(bus, layout)
-        else:
-            with pytest.raises(UsageError, match="2 offers of moments"):
-                await check_memory(bus, layout)
+        site = Site(params=float(layout.elements))
+        pace = pace_of(site, learners, 2, codec, global_codec, "nesterov")
+        planned = math.ceil(needs_of(site, pace, learners, 2, "nesterov").redis_memory_bytes)
+        sync = samples.sync_spec(codec=codec, global_codec=global_codec, quorum=quorum)
+        await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned)), layout, sync)
+        with pytest.raises(UsageError, match=rf"{learners} deltas, 2 offers of moments"):
+            await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned - 1)), layout, sync)
 
     run_virtual(main())
 

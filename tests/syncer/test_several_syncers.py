@@ -19,7 +19,7 @@ from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status import read_status
-from diloco.syncer.checkpoint import find_checkpoint, load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
@@ -740,22 +740,9 @@ def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
         assert len(saved(tmp_path)) == 2
         state = await world.bus.read_state()
         assert state is not None
-        assert load_checkpoint(find_checkpoint(tmp_path)).state == state
+        assert load_checkpoint(tmp_path).state == state
 
     run_virtual(main())
-
-
-def test_two_checkpoints_of_the_same_moment_do_not_get_into_each_others_way(tmp_path: Path) -> None:
-    """A name that another syncer has taken meanwhile is left alone."""
-    from diloco.syncer.checkpoint import _rename
-
-    for text in ("one", "two", "three"):
-        folder = tmp_path / f".writing-{text}"
-        folder.mkdir()
-        (folder / "state.json").write_text(text)
-        _rename(folder, tmp_path, "checkpoint-5")
-    found = {path.name: (path / "state.json").read_text() for path in tmp_path.iterdir()}
-    assert found == {"checkpoint-5": "one", "checkpoint-5.2": "two", "checkpoint-5.3": "three"}
 
 
 def test_no_record_of_the_tape_is_lost_with_a_syncer(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.checkpoint import load_checkpoint
 from diloco.workers.moments.state_folder import StateFolder
 from tests import samples
-from tests.syncer.test_checkpoint import save
+from tests.syncer.test_checkpoint import file_of, folder_of, save
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -74,17 +73,17 @@ def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_go
         learners = wide_learners(world)
         await world.until_version(3)
         await asyncio.sleep(6.0)
-        before = load_checkpoint(disk / "checkpoints").path
+        before = folder_of(disk / "checkpoints")
         fill(disk)
         versions = await world.versions()
         await asyncio.sleep(21.0)
         assert count(told, "checkpoint_failed") >= 4
         assert any("could not be saved" in warning for warning in (await service.status())["warnings"])
         assert all(now > was + 20 for now, was in zip(await world.versions(), versions, strict=True))
-        assert load_checkpoint(disk / "checkpoints").path == before
+        assert folder_of(disk / "checkpoints") == before
         empty(disk)
         await asyncio.sleep(6.0)
-        assert load_checkpoint(disk / "checkpoints").path != before
+        assert folder_of(disk / "checkpoints") != before
         assert (await service.status())["warnings"] == []
         assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
         world.stop.set()
@@ -177,10 +176,10 @@ def test_losses_of_a_learner_whose_disk_was_full_are_whole_lines(disk: Path) -> 
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    """Also where the damage is in a file that the export does not need: who else relies on it should know."""
+    """And nothing is left of what was written before the damage was met."""
     (path,) = save(tmp_path / "run")
-    (path / "momentum.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"momentum\.safetensors is missing"):
+    file_of(path, 1).unlink()
+    with pytest.raises(UsageError, match=r"fragment-0001-.*\.safetensors is missing"):
         export(tmp_path / "run", tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 

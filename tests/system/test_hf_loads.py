@@ -166,6 +166,6 @@ def _globals(folder: Path) -> dict[str, torch.Tensor]:
     """Of the run's last checkpoint, with the head's name for the embedding that it is tied to."""
     from safetensors.torch import load_file
 
-    saved = folder / "out" / "checkpoints"
-    found = load_file(saved / (saved / "latest").read_text().strip() / "globals.safetensors")
+    export(folder / "out", folder / "globals.safetensors")
+    found = load_file(folder / "globals.safetensors")
     return found | {"lm_head.weight": found["model.embed_tokens.weight"]}

@@ -7,8 +7,8 @@ import pytest
 
 from tests.way import BEGINS, ENDS, SCRIPTS, Way, trace, way_of
 
-MOST = 25
-"""Files: fewer are better, more want a reason."""
+MOST = 26
+"""Files: fewer are better, more want a reason. What carries payloads is apart from what decides, so that ranks can."""
 
 TEXT = (Path(__file__).resolve().parents[2] / "ARCHITECTURE.md").read_text()
 SECTION = TEXT.partition("\n## One delta's way\n")[2].partition("\n## ")[0]

@@ -22,7 +22,7 @@ from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import read_status
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -244,6 +244,9 @@ def test_a_stopped_run_ends_cleanly_and_can_be_resumed(tmp_path: Path) -> None:
     with started(tmp_path / "second", "--learners", 2, "--tokens", budget, "--resume", first.out) as second:
         second.end()
     after = second.report
+    for name in ("learner-0", "learner-1"):
+        said = (second.out / "logs" / f"{name}.log").read_text()
+        assert '"source": "checkpoint", "event": "moments_recovered"' in said, "its moments lay beside the checkpoints"
     assert after["resumed_from"]["tokens"] == before["tokens"]
     assert after["tokens"] >= budget
     assert before["tokens"] < after["evaluations"][0]["tokens"] + 30_000

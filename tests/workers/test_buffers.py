@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import nn
 
 from diloco.export import export
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
@@ -25,7 +24,9 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.syncer.admission import Offer
-from diloco.syncer.checkpoint import load_checkpoint, save_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.checkpoints.saving import save_checkpoint
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.replay import recording, replay
@@ -246,11 +247,11 @@ def test_two_learners_with_batch_norm_end_with_the_weighted_mean_of_its_buffers(
         assert np.array_equal(flat(one.model), last)
     final = on_bus(redis_server, run, lambda bus: exact(bus, spec))
     assert np.array_equal(final, last)
-    path = on_bus(redis_server, run, lambda bus: save_checkpoint(bus, spec, tmp_path / "saved", LoopClock()))
-    saved = load_checkpoint(path)
-    assert not saved.outer_state[1]
-    assert np.array_equal(saved.globals[1], last)
-    export(path, tmp_path / "model.safetensors")
+    folder = on_bus(redis_server, run, lambda bus: save_checkpoint(bus, spec, place_of(tmp_path / "saved")))
+    values, outer_state = load_checkpoint(str(folder)).fragment(1)
+    assert not outer_state
+    assert np.array_equal(values, last)
+    export(str(folder), tmp_path / "model.safetensors")
     plain = normed()
     plain.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     assert np.array_equal(flat(plain), last)

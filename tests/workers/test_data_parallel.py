@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from diloco.export import read_globals
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import RankProcess, load
 from diloco.workers.trainer.baselines import data_parallel
@@ -78,7 +79,8 @@ def test_two_ranks_train_one_model(pair: Path) -> None:
     last = json.loads((pair / "progress.jsonl").read_text().splitlines()[-1])
     assert last["val_loss"] == result["global_val_loss"]
     assert [row["step"] for row in last["learners"]] == [40, 40]
-    assert sample(load_model(pair / "checkpoint"), "line", 5, 1.0, 0, 0).startswith("line")
+    found = read_globals(pair)
+    assert sample(load_model(found.folder, found.trainer, found.tensors), "line", 5, 1.0, 0, 0).startswith("line")
 
 
 def test_two_ranks_are_one_with_twice_the_batch(

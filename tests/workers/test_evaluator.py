@@ -1,6 +1,5 @@
 """Promises about the evaluator, on the bus in memory, and about sampling from a checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from diloco.export import read_globals
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
@@ -23,7 +23,7 @@ from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.evaluator import built_in
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
-from diloco.workers.trainer.sample import load_model, sample
+from diloco.workers.trainer.sample import Loaded, load_model, sample
 from tests import samples
 
 
@@ -167,11 +167,16 @@ def test_a_foreign_models_run_is_refused(book: Path) -> None:
         built_in(run.spec.model_copy(update={"trainer": {}}), EvaluatorProcess())
 
 
+def loaded_from(folder: Path) -> Loaded:
+    found = read_globals(folder)
+    return load_model(found.folder, found.trainer, found.tensors)
+
+
 def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:
     """Parameters come back exactly; the same seed gives the same sample, which begins with its prompt."""
     model = build("tiny", 5)
     save(model, {"trainer": {"model": "tiny", "seed": 0, "seq_len": 16}}, tmp_path)
-    loaded = load_model(tmp_path)
+    loaded = loaded_from(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), model.parameters(), strict=True))
     texts = [sample(loaded, "naïve ", 20, 1.0, 40, seed) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
@@ -180,24 +185,23 @@ def test_a_checkpoint_gives_back_its_model_and_its_text(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A missing, damaged or unknown one is named in one line."""
-    with pytest.raises(UsageError, match="not a checkpoint"):
-        load_model(tmp_path)
+    with pytest.raises(UsageError, match="is no checkpoint"):
+        loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {"model": "small", "seed": 0}}, tmp_path)
     with pytest.raises(UsageError, match="does not fit model 'small'"):
-        load_model(tmp_path)
+        loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {}}, tmp_path)
     with pytest.raises(UsageError, match="not one of the built-in"):
-        load_model(tmp_path)
+        loaded_from(tmp_path)
     save(build("tiny", 0), {"trainer": {"model": "tiny", "seed": 0}}, tmp_path)
-    load_model(tmp_path)
+    loaded_from(tmp_path)
     whole = (tmp_path / "globals.safetensors").read_bytes()
     (tmp_path / "globals.safetensors").write_bytes(whole[:-4] + bytes([whole[-4] ^ 1]) + whole[-3:])
     with pytest.raises(UsageError, match=r"globals\.safetensors is damaged: it does not have the digest"):
-        load_model(tmp_path)
+        loaded_from(tmp_path)
     (tmp_path / "globals.safetensors").write_bytes(np.zeros(100, np.uint8).tobytes())
     with pytest.raises(UsageError, match="damaged"):
-        load_model(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps({"spec": 3}))
-    (tmp_path / "globals.safetensors").write_bytes(b"")
+        loaded_from(tmp_path)
+    save(build("tiny", 0), {"trainer": 3}, tmp_path)
     with pytest.raises(UsageError, match="not a checkpoint"):
-        load_model(tmp_path)
+        loaded_from(tmp_path)

@@ -15,7 +15,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.checkpoint import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.workers.checks import frozen_digests as module
 from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.exchange.agreement import compare

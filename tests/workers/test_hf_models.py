@@ -13,7 +13,7 @@ from torch import nn
 from diloco.cli import main
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, SyncSettings, load
+from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, LearnerSettings, SyncSettings, load
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer import optional, trainer
 from diloco.workers.trainer.data import tokenized
@@ -25,6 +25,7 @@ from diloco.workers.trainer.models import hf, hf_config
 from diloco.workers.trainer.models.hf import build_hf, weights_digest
 from diloco.workers.trainer.models.hf_config import check_same, read_hf
 from diloco.workers.trainer.models.named import build_model, check_model, model_of
+from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import add_gradients, forward_of, held_out_loss, loss_of, trainer_spec
 from diloco.workers.trainer.trainer import follow
 
@@ -444,3 +445,21 @@ def test_a_compiled_model_has_the_same_loss_and_names() -> None:
     assert loss_of(forward, batch).item() == pytest.approx(loss_of(model, batch).item(), rel=1e-5)
     sync = SyncSettings(fragments=2)
     assert tensor_table(forward, sync) == tensor_table(model, sync)
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("config", KINDS, ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_computed_again_and_bf16_are_for_all_models(config: dict[str, Any], precision: str) -> None:
+    """Gradients are the same to the last bit, dropout included, and arrive in fp32 parameters."""
+    found = []
+    for again in (False, True):
+        model = build_hf(named(config), 0)
+        told = load(LearnerSettings, {"precision": precision, "checkpoint_activations": again})
+        forward = training_forward(model, torch.device("cpu"), told)
+        torch.manual_seed(3)
+        batch = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
+        add_gradients(forward, [batch], 1)
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert found[0]
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*found, strict=True))

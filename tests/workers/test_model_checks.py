@@ -1,8 +1,6 @@
 """Promises about which models and optimizers a learner takes. Refusals come when it is made, before it is connected."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.errors import UsageError
@@ -35,57 +33,15 @@ def process_group(folder: Path) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-RANKS = """
-import sys
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-from diloco.pipeline.errors import UsageError
-from diloco.pipeline.settings import SyncSettings
-from diloco.workers.learner import Learner
-
-def join(model):
-    return Learner(model, redis_url="redis://127.0.0.1:1", sync=SyncSettings(fragments=1))
-
-early = join(nn.Linear(2, 2))
-distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-wrapped = DistributedDataParallel(nn.Linear(2, 2))
-nested, bare = nn.Sequential(wrapped), nn.Linear(2, 2)
-for ask in (lambda: join(bare), lambda: join(wrapped), lambda: join(nested), early.__enter__):
-    try:
-        ask()
-    except UsageError as error:
-        print(str(error).split(":")[0])
-distributed.barrier()
-distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_each_of_two_ranks_is_refused(tmp_path: Path) -> None:
-    """Not wrapped, wrapped, wrapped further inside, and joining only when the group was there."""
-    script = [sys.executable, "-c", RANKS]
-    ranks = [
-        subprocess.Popen([*script, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    bare, wrapped = "torch.distributed is initialised", "the model is wrapped in DistributedDataParallel"
-    expected = [f"{how}, with 2 ranks" for how in (bare, wrapped, wrapped, bare)]
-    assert [output.splitlines() for output in outputs] == [expected, expected]
-
-
-def test_several_ranks_are_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_nobody_says_are_one_learner_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain model beside a process group of several ranks, also where the group came after the learner was made."""
+    early = learner(nn.Linear(2, 2))
     with process_group(tmp_path):
-        wrapped = DistributedDataParallel(nn.Linear(2, 2))
         monkeypatch.setattr(distributed, "get_world_size", lambda *_: 2)
-        with pytest.raises(UsageError, match=r"DistributedDataParallel, with 2 ranks.*`wrapped\.module`"):
-            learner(nn.Sequential(wrapped))
-        with pytest.raises(UsageError, match="process of its own, without a process group"):
+        with pytest.raises(UsageError, match=r"has 2 ranks, and the model is neither .* nor sharded.*pass mesh="):
             learner(nn.Linear(2, 2))
+        with pytest.raises(UsageError, match="has 2 ranks"):
+            early.open()
 
 
 def test_one_rank_alone_is_taken(tmp_path: Path) -> None:
@@ -95,20 +51,32 @@ def test_one_rank_alone_is_taken(tmp_path: Path) -> None:
         learner(nn.DataParallel(nn.Linear(2, 2)))
 
 
-def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
-    """FSDP2, FSDP1, and DTensors of any other make; even where one rank has all of it."""
+def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
+    """FSDP2 is taken; tensor parallelism, shards of columns and what is plain beside shards are refused by name."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
 
     with process_group(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
-        with pytest.raises(UsageError, match=r"parameter 0.weight is a DTensor.*sharded models cannot be learners yet"):
-            learner(fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh))
-        frozen = nn.Linear(2, 2)
-        frozen.weight = nn.Parameter(distribute_tensor(frozen.weight, mesh, [Replicate()]), requires_grad=False)
-        assert isinstance(frozen.weight, DTensor)
-        with pytest.raises(UsageError, match="parameter weight is a DTensor"):
-            learner(frozen)
+        assert learner(nn.Linear(2, 2), mesh=mesh)._ranks == ()
+        assert learner(nn.Linear(2, 2), mesh=distributed.group.WORLD)._ranks == ()
+        assert learner(fully_shard(nn.Linear(2, 2), mesh=mesh))._ranks == (0,)
+        with pytest.raises(UsageError, match="mesh is a str: pass a DeviceMesh or a process group"):
+            learner(nn.Linear(2, 2), mesh="all")
+        assert learner(nn.Linear(2, 2), mesh="world")._ranks == ()
+        parallel = nn.Linear(2, 2)
+        parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Replicate()]))
+        with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not taken"):
+            learner(parallel)
+        columns = fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda one: Shard(one.dim() - 1))
+        with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*shards by rows"):
+            learner(columns)
+        mixed = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2))
+        with pytest.raises(UsageError, match=r"parameter 1.weight is trained beside sharded ones"):
+            learner(mixed)
+    with pytest.raises(UsageError, match="mesh= without a process group"):
+        learner(nn.Linear(2, 2), mesh=mesh)
 
 
 def test_a_model_of_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

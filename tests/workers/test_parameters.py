@@ -9,7 +9,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.payload import buffers
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import FragmentParameters, tensor_table, whole_tensors
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def test_the_table_lists_each_trained_tensor_once_with_its_rule() -> None:
 
 def test_a_tied_head_is_its_embedding() -> None:
     """A tied tensor is listed once and merges by mean."""
-    table = tensor_table(Net(tied=True), SyncSettings(fragments=2))
+    table = whole_tensors(Net(tied=True), SyncSettings(fragments=2))
     assert [(t.name, t.rule) for t in table if t.elements == 28] == [("table.weight", "mean")]
 
 
@@ -134,6 +134,73 @@ def test_snapshots_go_round_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(4):
             found.add(parameters.snapshot(0).numpy().__array_interface__["data"][0])
         assert len(found) == 1
+
+
+class Words(nn.Module):
+    """Mostly an embedding; its head is another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(101, 4), nn.Linear(4, 4), nn.Linear(4, 101, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(self.table(x)))
+        return out
+
+
+class TiedWords(Words):
+    """Its head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.01 * super().forward(x)  # SGD must not diverge
+
+
+def test_a_large_embedding_and_its_head_are_in_parts() -> None:
+    """An untied head as large is no longer orthogonalised as a whole, unless RDA of whole tensors was asked for."""
+    table = tensor_table(Words(), SyncSettings(fragments=3, merge="rda"))
+    assert {t.name: t.rule for t in table if t.rows} == {"table.weight": "mean", "head.weight": "rda-row"}
+    assert {t.name for t in table if t.matrix} == {"body.weight"}
+    asked = tensor_table(Words(), SyncSettings(fragments=3, merge="rda-all"))
+    assert asked == whole_tensors(Words(), SyncSettings(fragments=3, merge="rda-all"))
+
+
+def test_a_run_that_an_earlier_build_began_keeps_its_whole_tensors() -> None:
+    """Its spec has the layout; who joins it, or comes with its checkpoint, has the same. A run of any other has not."""
+    sync = SyncSettings(fragments=3)
+    whole, usual = whole_tensors(Words(), sync), tensor_table(Words(), sync)
+    assert usual == tensor_table(Words(), sync, usual) != whole
+    assert tensor_table(Words(), sync, whole) == whole
+    assert tensor_table(Words(), sync, whole[::-1]) == usual
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_copied_out_of_the_whole_tensor_and_into_it(dtype: torch.dtype, turned: bool) -> None:
+    """Each fragment has its rows, and changes no other; put together they are the model."""
+    torch.manual_seed(1)
+    source, target = Words().to(dtype), Words().to(dtype)
+    if turned:
+        source.table.weight.data = source.table.weight.data.t().contiguous().t()
+    layout = layout_of(tensor_table(source, SyncSettings(fragments=3)))
+    outgoing, incoming = FragmentParameters(source, layout), FragmentParameters(target, layout)
+    flats = [outgoing.snapshot(p).numpy() for p in range(3)]
+    for name, value in layout.whole(flats).items():
+        assert torch.equal(torch.from_numpy(value), dict(source.named_parameters())[name].float())
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.fill_(7.0)
+    place = target.table.weight.data_ptr()
+    for p in range(3):
+        untouched = [incoming.snapshot(other).numpy().copy() for other in range(p + 1, 3)]
+        assert all((flat == 7.0).all() for flat in untouched)
+        incoming.overwrite(p, flats[p])
+        assert torch.equal(incoming.on_device(p)(), torch.from_numpy(flats[p]))
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    assert target.table.weight.data_ptr() == place
 
 
 @pytest.mark.gpu

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import structlog
 import torch
+from torch import nn
 
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.sums import file_sha256
@@ -22,7 +24,7 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
-from diloco.workers.moments import state_folder
+from diloco.workers.moments import recovery, state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.own import RecoveryOptions, has_moments, own_moments
@@ -31,7 +33,8 @@ from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRe
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
 from tests import samples
-from tests.workers.test_optimizer_state import MAKERS, Net, step, taken
+from tests.workers.test_optimizer_state import MAKERS, step, taken
+from tests.workers.test_parameters import Net, TiedWords
 
 STATE = samples.run_state(started_unix_s=1234.5, tokens=100)
 
@@ -52,10 +55,16 @@ class Party:
     """A model, its optimizer and a `Recovery`, without a network."""
 
     def __init__(
-        self, folder: Path | None = None, optimizer: str = "AdamW", fragments: int = 2, steps: int = 0, **told: Any
+        self,
+        folder: Path | None = None,
+        optimizer: str = "AdamW",
+        fragments: int = 2,
+        steps: int = 0,
+        model: type[nn.Module] = Net,
+        **told: Any,
     ) -> None:
         """steps: made before."""
-        self.model = Net()
+        self.model = model()
         self.optimizer = MAKERS[optimizer]([p for p in self.model.parameters() if p.requires_grad])
         for _ in range(steps):
             step(self.model, self.optimizer)
@@ -64,8 +73,8 @@ class Party:
         self.rounds = Rounds(self.layout, sync.sync_spec())
         self.shared = Shared()
         self.shared.state = STATE
+        who = {"run": told.pop("run", "run"), "learner": "l0", "incarnation": "0" * 16}
         options = RecoveryOptions(**{"state_dir": folder, "state_every_s": 1000.0, **told})
-        who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
         self.own = own_moments(self.model, self.optimizer, self.layout, **who, options=options)
         self.recovery, self.keeper = Recovery(self.own), Keeper(self.own, self.rounds)
 
@@ -103,13 +112,17 @@ def same(a: Moments, b: Moments) -> bool:
     return a.numbers == b.numbers and all(np.array_equal(x[n], y[n]) for x, y in flats for n in a.kind.moments)
 
 
+@pytest.mark.parametrize("model", [Net, TiedWords])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum", "Adafactor"])
-def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(tmp_path: Path, optimizer: str) -> None:
+def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(
+    tmp_path: Path, optimizer: str, model: type[nn.Module]
+) -> None:
+    """Also of a model whose tensors lie in several fragments."""
     torch.manual_seed(7)
     random.seed(7)
-    first = left(tmp_path, optimizer=optimizer)
+    first = left(tmp_path, optimizer=optimizer, model=model)
     drawn = torch.rand(3), random.random()
-    again = Party(tmp_path, optimizer)
+    again = Party(tmp_path, optimizer, model=model)
     torch.manual_seed(1)
     random.seed(1)
     assert again.join() == "checkpoint"
@@ -119,10 +132,37 @@ def test_a_restarted_learner_has_its_moments_counters_and_random_numbers_again(t
     assert random.random() == drawn[1]
     again.train(2)
     again.leave()
-    third = Party(tmp_path, optimizer)
+    third = Party(tmp_path, optimizer, model=model)
     third.join()
     assert third.keeper.earlier_steps == 7
     assert len(list(tmp_path.glob("moments-*"))) == 1
+
+
+def test_moments_come_back_in_a_run_that_was_resumed_under_another_name(tmp_path: Path) -> None:
+    """It says when its first part began; a run that does not is another one."""
+    first = left(tmp_path)
+    resumed = STATE.model_copy(update={"started_unix_s": 99.0, "origin_unix_s": STATE.started_unix_s})
+    again = Party(tmp_path, run="other")
+    assert again.join(state=resumed) == "checkpoint"
+    assert same(again.moments(), first.moments())
+    again.train(1)
+    again.leave()
+    assert Party(tmp_path, run="third").join(state=resumed.model_copy(update={"started_unix_s": 100.0})) == "checkpoint"
+    assert Party(tmp_path).join(state=STATE.model_copy(update={"started_unix_s": 99.0})) == "fresh"
+
+
+def test_moments_of_more_than_a_peer_can_send_are_not_asked_of_one(tmp_path: Path, monkeypatch) -> None:
+    """The log says so, with their size; smaller ones are."""
+    party = Party(tmp_path)
+    elements = sum(fragment.elements for fragment in party.layout.fragments)
+    bus: Any = None
+    with structlog.testing.capture_logs() as log:
+        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements)
+        assert party.recovery.peers(bus, bus, 1024) is not None
+        assert log == []
+        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements - 1)
+        assert party.recovery.peers(bus, bus, 1024) is None
+    assert [(one["event"], one["bytes"]) for one in log] == [("moments_too_large_for_peers", 8 * elements)]
 
 
 def test_the_checkpoint_is_safetensors_and_json_with_the_shard_in_hand(tmp_path: Path) -> None:
@@ -224,8 +264,7 @@ def add(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (spoil(lambda told: told["identity"].update(run="other")), "another run"),
-        (spoil(lambda told: told["identity"].update(started_unix_s=9.0)), "another run"),
+        (spoil(lambda told: told["identity"].update(run="other", started_unix_s=9.0)), "another run, 'other'"),
         (spoil(lambda told: told.update(layout="00" * 16)), "another model"),
         (spoil(lambda told: told["kind"].update(optimizer="torch.Lion")), r"torch\.Lion.*AdamW"),
         (spoil(lambda told: told.update(moments_file="../../etc/passwd")), "moments_file"),

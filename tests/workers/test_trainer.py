@@ -293,6 +293,7 @@ def test_the_first_shard_is_waited_for_before_any_block_is_asked_for() -> None:
         exchange=SimpleNamespace(claims=SimpleNamespace(want=None, finish=None, agree=None), member=member),
         thread=SimpleNamespace(call=lambda what, *args: checked.append(what), ask=lambda order: agreed),
         training=SimpleNamespace(rounds=SimpleNamespace(steps=1), incarnation="00"),
+        together=False,
     )
     stopping = SimpleNamespace(leave_if_asked=look)
     learner: Any = SimpleNamespace(joined=joined, _stopping=stopping)

@@ -37,7 +37,7 @@ SHUTDOWN_S = 10.0
 INITIAL = 0.1
 """Value of every parameter at the start; around 0 a delta after long training would be taken for absurd."""
 LEARNING_RATE = np.float32(0.1)
-TARGETS = LEARNING_RATE * (1 + 0.5 * np.sin(np.arange(18) * np.linspace(1, 4, 64)[:, None])).astype(np.float32)
+TARGETS = LEARNING_RATE * (1 + 0.5 * np.sin(np.arange(20) * np.linspace(1, 4, 64)[:, None])).astype(np.float32)
 """Noisy targets (64, elements), all around 1: a step goes a tenth of the way to one of them."""
 
 

@@ -143,7 +143,10 @@ class Plan:
 
 
 def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
-    """Per fragment 1 to 3 tensors, 4 to 18 numbers together; those of the last are now and then average-only."""
+    """Per fragment 1 to 3 tensors, 4 to 18 numbers together; those of the last are now and then average-only.
+
+    Now and then each fragment has a row of one more tensor, 2 numbers.
+    """
     found, averaged = [], chance.share("averaged") < 0.2
     for p in range(FRAGMENTS):
         for t in range(chance.one_of((1, 2, 3), "tensors", p)):
@@ -156,6 +159,9 @@ def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
                 shape = chance.one_of(((2, 2), (2, 3), (3, 2)), "rows and columns", p, t)
             tensor = TensorSpec(name=f"t{p}.{t}", shape=shape, dtype="float32", rule=rule, fragment=p, matrix=matrix)
             found.append(tensor)
+    if not averaged and chance.share("parts") < 0.2:
+        part = TensorSpec(name="parts", shape=(FRAGMENTS, 2), dtype="float32", rule="mean", fragment=0)
+        found += [part.model_copy(update={"fragment": p, "rows": (p, p + 1)}) for p in range(FRAGMENTS)]
     return tuple(found)
 
 

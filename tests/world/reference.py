@@ -30,7 +30,7 @@ def has_lost_direction(slots: Iterable[Slot], published: Float64, rebased: Float
     """
     for slot in slots:
         if slot.tensor.rule in ("rda", "rda-row"):
-            rows = slot.tensor.shape[0] if slot.tensor.rule == "rda-row" and slot.tensor.shape else 1
+            rows = slot.shape[0] if slot.tensor.rule == "rda-row" and slot.shape else 1
             was, left = (
                 np.linalg.norm(delta[slot.start : slot.stop].reshape(rows, -1), axis=1)
                 for delta in (published, rebased)

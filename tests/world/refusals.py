@@ -18,7 +18,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 from diloco.pipeline.testing.virtual_time import UNIX_START_S
-from diloco.workers.exchange.publishing import DELTA_TTL_S
+from diloco.workers.exchange.carrier import DELTA_TTL_S
 from tests.world.link import Link
 from tests.world.surviving import Float64, Surviving
 

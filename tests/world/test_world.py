@@ -58,6 +58,13 @@ def test_the_worlds_have_average_only_fragments() -> None:
     assert {t.rule for spec in found for t in spec.tensors} >= {"average", "variance", "rda", "mean"}
 
 
+def test_the_worlds_have_tensors_that_lie_in_several_fragments() -> None:
+    """In any codec of globals, and beside matrices."""
+    found = [spec for spec in (plan(seed).spec for seed in range(SEEDS)) if any(t.rows for t in spec.tensors)]
+    assert {spec.sync.global_codec for spec in found} == set(get_args(GlobalCodec))
+    assert any(t.matrix for spec in found for t in spec.tensors)
+
+
 def averaged(seed: int) -> bool:
     return any(tensor.rule in AVERAGED for tensor in plan(seed).spec.tensors)
 

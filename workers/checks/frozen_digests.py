@@ -78,6 +78,8 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
     """Shape, precision and values; of a quantized tensor, those of all tensors that it is made of."""
+    if hasattr(tensor, "full_tensor"):  # sharded: all ranks are here, and gather it
+        tensor = tensor.full_tensor()
     digest.update(frozen_head(tuple(tensor.shape), str(tensor.dtype)))
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of torch's wrapper subclasses

@@ -1,42 +1,23 @@
 """Which models and optimizers a learner takes, judged before anything is connected.
 
-A learner is one process that holds the whole model, its trained tensors as plain dense ones on one device. Frozen
-parameters may be anything (quantized, elsewhere): they do not travel. Whatever else a model is made of would go wrong
-later, most of it without a word, so it is refused here with what was found and what to do.
+A process holds the trained tensors, or its shards of them, as plain dense ones on one device. Which processes are one
+learner is `ranks.found`'s. Frozen parameters may be anything (quantized, elsewhere): they do not travel. Whatever else
+a model is made of would go wrong later, most of it without a word, so it is refused here with what to do.
 """
 
-import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import trained_tensors
+from diloco.workers.parameters import local_of, trained_tensors
 
-ALONE = (
-    "a learner is one process with the whole model. Start each as a process of its own, without a process group and "
-    "with the unwrapped model (`wrapped.module`): the syncer merges what they learn, gradients need not be averaged"
-)
 WRAPS_AS = ("optimizer", "optim", "_optimizer")
 """Attributes in which wrappers of optimizers keep what they wrap."""
-
-
-def check_alone(model: nn.Module) -> None:
-    """Refuse a rank among several: each would publish and adopt at steps of its own, and their parameters drift apart.
-
-    Raises:
-        UsageError: torch.distributed has several ranks.
-    """
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    how = "the model is wrapped in DistributedDataParallel" if wrapped else "torch.distributed is initialised"
-    raise UsageError(f"{how}, with {distributed.get_world_size()} ranks: {ALONE}")
 
 
 def check_model(model: Any) -> torch.device:
@@ -47,24 +28,15 @@ def check_model(model: Any) -> torch.device:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that is trained")
-    check_alone(model)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
-    for name, module in model.named_modules():
-        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            raise UsageError(f"module {name or 'model'} is wrapped in FullyShardedDataParallel: {ALONE}")
     for name, parameter in named_parameters(model):
-        if hasattr(parameter, "device_mesh"):  # a DTensor: FSDP2 (fully_shard), tensor parallelism
-            raise UsageError(
-                f"parameter {name} is a DTensor, as fully_shard and tensor parallelism make them; sharded models "
-                f"cannot be learners yet: {ALONE}"
-            )
         if hasattr(parameter, "ds_id"):
             raise UsageError(
-                f"parameter {name} is partitioned by DeepSpeed ZeRO-3; sharded models cannot be learners yet: {ALONE}"
+                f"parameter {name} is partitioned by DeepSpeed ZeRO-3: shard the model with fully_shard instead, or "
+                "train it whole in each process"
             )
     trained = trained_tensors(model)
     for name, tensor in trained.items():
-        _check_tensor(name, tensor)
+        _check_tensor(name, local_of(tensor))
     first, device = next((name, tensor.device) for name, tensor in trained.items())
     for name, tensor in trained.items():
         if tensor.device != device:
@@ -72,7 +44,7 @@ def check_model(model: Any) -> torch.device:
                 f"trained parameters lie on several devices: {first} on {device}, {name} on {tensor.device}. Put all "
                 "that require a gradient on one device; frozen ones may be elsewhere"
             )
-    _check_memory(trained)
+    _check_memory({name: local_of(tensor) for name, tensor in trained.items()})
     return device
 
 
@@ -99,7 +71,8 @@ def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
         for name, tensor in trained.items()
-        if tensor.is_contiguous()  # of others, which may lie between one another, nothing can be said so simply
+        if tensor.is_contiguous()
+        and tensor.numel()  # of others, which may lie between one another, nothing can be said so simply
     )
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.checks.model_checks import check_alone
 from diloco.workers.names import named_buffers, named_parameters
 
 SHARE = 1e-3
@@ -39,10 +38,14 @@ class ModelWatch:
     """One model with the tensors that a learner synchronises."""
 
     def __init__(
-        self, model: nn.Module, names: Collection[str], clock: Callable[[], float] = time.perf_counter
+        self,
+        model: nn.Module,
+        names: Collection[str],
+        clock: Callable[[], float] = time.perf_counter,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
-        """names: of the parameters and buffers that are synchronised."""
-        self._model, self._clock = model, clock
+        """names: of the parameters and buffers that are synchronised. check: called at each look; may raise."""
+        self._model, self._clock, self._check = model, clock, check
         self._trained = {name: (one, _form(one)) for name, one in named_parameters(model) if name in names}
         self._averaged = {
             buffer.name: (buffer.owner, _form(tensor))
@@ -60,7 +63,7 @@ class ModelWatch:
         if now < self._next_s:
             return
         began = self._clock()
-        check_alone(self._model)
+        self._check()
         self._compare()
         ended = self._clock()
         self._next_s = ended + (ended - began) / SHARE

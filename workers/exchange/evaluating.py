@@ -146,10 +146,11 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
     """
     here = {buffer.name: tuple(buffer.tensor.shape) for buffer in named_buffers(model) if buffer.tensor is not None}
     here |= {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+    run = {one.name: one.shape for one in spec.tensors}
     lines = [
-        f"  tensor {one.name}: here {list(here[one.name]) if one.name in here else 'absent'}, the run {list(one.shape)}"
-        for one in spec.tensors
-        if here.get(one.name) != one.shape
+        f"  tensor {name}: here {list(here[name]) if name in here else 'absent'}, the run {list(shape)}"
+        for name, shape in run.items()
+        if here.get(name) != shape
     ]
     if lines:
         more = [f"  ... and {len(lines) - MOST_TOLD} more"] if len(lines) > MOST_TOLD else []

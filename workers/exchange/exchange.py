@@ -11,8 +11,8 @@ from contextlib import suppress
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Event
-from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.agreement import Agreement
+from diloco.workers.exchange.carrier import Carrier
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.pulling import Following, Pulling
@@ -31,7 +31,7 @@ class Exchange:
         member: Member,
         agreement: Agreement,
         version_0: Version0,
-        feedback: ErrorFeedback,
+        carrier: Carrier,
         pulling: Pulling,
         reporting: Reporting,
         claims: ShardClaims,
@@ -39,10 +39,10 @@ class Exchange:
         """pulling: has pulled every fragment."""
         self.member, self.shared = member, member.shared
         self._agreement = agreement
-        self.feedback = feedback
+        self.carrier, self.feedback = carrier, carrier.feedback
         self.claims, self.reporting, self.pulling = claims, reporting, pulling
-        self.publishing = Publishing(member, reporting, pulling.latest, feedback)
-        self.following = Following(member, pulling, self.publishing, version_0, feedback)
+        self.publishing = Publishing(member, reporting, pulling.latest, carrier)
+        self.following = Following(member, pulling, self.publishing, version_0, carrier.feedback)
 
     async def work(self) -> None:
         """All of it, until cancelled; ends early only by a bug, or where the learner has to end.

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import structlog
 
@@ -15,12 +15,13 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.view.status import live_learners
 from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice
-from diloco.workers.encoding import AT_ONCE, OnHost
+from diloco.workers.encoding import AT_ONCE, Float32, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining, meanwhile
 from diloco.workers.moments.recovery import Found
 from diloco.workers.rounds import Publication
+from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
 T = TypeVar("T")
@@ -36,14 +37,14 @@ class ExchangeThread:
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
         self._thread = OwnThread("exchange", self._work)
-        self._joined: Future[tuple[Exchange, Found]] = Future()
+        self._joined: Future[tuple[Any, Found]] = Future()
         self._abandoned = False
         """Nothing comes of having joined. Written by the training thread."""
         self.failure: BaseException | None = None
         """What the thread has ended by, if not by `end`. Written by it, once."""
 
-    def join_run(self, check: Callable[[], None]) -> tuple[Exchange, Found]:
-        """Begin, and wait until the learner has joined; what works in the thread, and the moments to begin with.
+    def join_run(self, check: Callable[[], None]) -> tuple["JoinedLearner", Found]:
+        """Begin, and wait until the learner has joined; what it has of its run, and the moments to begin with.
 
         check: called some times a second; may raise.
 
@@ -53,7 +54,12 @@ class ExchangeThread:
         self._thread.start()
         while not wait({self._joined}, LOOK_S).done:
             check()
-        return self._joined.result()
+        exchange, found = self._joined.result()
+        return self._entered(exchange), found
+
+    def _entered(self, exchange: Any) -> "JoinedLearner":
+        """exchange: what `_join_and_work` has given."""
+        return JoinedLearner(self._training, exchange, self)
 
     def call(self, what: Callable[..., None], *args: Any) -> None:
         """Have the thread call something. One that has failed meanwhile does no more: `failure` says why."""
@@ -85,6 +91,9 @@ class ExchangeThread:
     def works(self) -> bool:
         """It has neither ended nor failed."""
         return self._thread.is_alive() and self.failure is None
+
+    def notice(self) -> None:
+        """The training thread knows of the failure."""
 
     def abandon(self) -> None:
         """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
@@ -172,12 +181,20 @@ class ExchangeThread:
 class JoinedLearner:
     """A learner in its run. The training thread's."""
 
+    together: ClassVar = False
+    """It is a rank among several: they leave at the same step, or an error ends them all."""
+
     def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread) -> None:
         """exchange: works in `thread`, and is only told what to do there; `exchange.shared` is for both threads."""
-        self.training, self.exchange, self.thread = training, exchange, thread
-        self.shared = exchange.shared
+        self.training, self.thread, self.shared = training, thread, exchange.shared
+        self._exchange = exchange
         self.late = self.over
         """The run was over as it joined: what it trains is nobody's."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """What works in its thread."""
+        return self._exchange
 
     @property
     def over(self) -> bool:
@@ -191,6 +208,24 @@ class JoinedLearner:
         state = self.shared.state
         return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
 
+    def stepped(self, tokens: int) -> int:
+        """An inner step is done: count it, adopt what has arrived, publish what is due; the tokens to be reported.
+
+        tokens: trained in it.
+        """
+        training, shared = self.training, self.shared
+        training.rounds.trained(tokens)
+        adopted = self.adopt()
+        if shared.offer_again:
+            shared.offer_again = False
+            training.rounds.offer_again()
+        self.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
+        return tokens
+
+    def ended(self, stopping: Stopping) -> bool:
+        """The loop is to be left: the run is over, or the process was asked to end."""
+        return stopping.asked or self.over
+
     def adopt(self) -> bool:
         """Overwrite the fragments of which newer globals have arrived; whether there are any."""
         adoptions, training = self.shared.adoptions, self.training
@@ -200,6 +235,10 @@ class JoinedLearner:
             training.parameters.overwrite(p, base.values)
             training.rounds.adopt(base)
         return bool(arrived)
+
+    def own_of(self, p: int, flat: Float32) -> Float32:
+        """What this process holds of a fragment's values (elements,): all."""
+        return flat
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.
@@ -225,6 +264,8 @@ class JoinedLearner:
     def leave(self, within_s: float, save_state: bool) -> bool:
         """Publish what is unpublished, flush it, say goodbye; whether all of it was in time.
 
+        Where an error has ended the training too: what was trained until then counts.
+
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
         """
@@ -235,12 +276,16 @@ class JoinedLearner:
             except UsageError as error:  # the model has changed
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         leaving = self.thread.ask(self.exchange.leave(within_s))
-        training.keeper.close(self.shared, save_state and not over, within_s)
+        training.keeper.close(self.shared, save_state, within_s)
+        return self._left(leaving)
+
+    def _left(self, leaving: "Future[bool]") -> bool:
+        """Wait until it has; as `leave`."""
         try:
             in_order = self.thread.result_of(leaving)
         except CancelledError:  # the thread failed meanwhile
             self.thread.join()
             raise self.thread.failure or UsageError("the learner's own thread ended before it had left") from None
         if not in_order:
-            structlog.get_logger().warning("leave_overrun", learner=training.learner, safe="all that was uploaded")
+            structlog.get_logger().warning("leave_overrun", learner=self.training.learner, safe="all that was uploaded")
         return in_order

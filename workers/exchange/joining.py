@@ -20,8 +20,9 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.workers.background import offload
-from diloco.workers.encoding import Encoder, ErrorFeedback, Offload, OnHost
+from diloco.workers.encoding import Encoder, Offload, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
+from diloco.workers.exchange.carrier import Carrier, OwnCarrier
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.member import Member
@@ -63,12 +64,19 @@ class Joining:
         self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
 
     async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange:
+        """As `join_with`, as a learner that is one process.
+
+        initial: fragment -> flat float32 vector (elements,) of the initial parameters.
+        """
+        return await self.join_with(spec, layout, lambda member: OwnCarrier(member, initial))
+
+    async def join_with(self, spec: Spec, layout: Layout, make_carrier: Callable[[Member], Carrier]) -> Exchange:
         """Agree on the spec and fetch every fragment; upload version 0 if nobody has.
 
         Args:
             spec: this learner's proposal.
             layout: of its model.
-            initial: fragment -> flat float32 vector (elements,) of the initial parameters.
+            make_carrier: of the payloads.
 
         Raises:
             SpecMismatch: the run was set up otherwise.
@@ -93,15 +101,15 @@ class Joining:
             self._log,
         )
         agreement = Agreement(member)
-        version_0 = Version0(member, agreement)
-        feedback = ErrorFeedback(self._learner, self._incarnation, self._encoder.grown)
-        pulling = Pulling(member, feedback)
+        carrier = make_carrier(member)
+        version_0 = Version0(member, agreement, carrier)
+        pulling = Pulling(member, carrier)
         self._bus.use_groups(held.sync.groups)
         fragments = range(len(layout.fragments))
         await self._identity.acquire(self._reporting.write)
         reporting = self._outages.forever(self._reporting.keep_reporting)
         async with meanwhile(reporting, say_why(self._bus, fragments, self._log)):
-            await version_0.ensure(self._incarnation, initial, trained=False)
+            await version_0.ensure(self._incarnation, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
                 for head in await retry(self._bus.read_heads, missing):
                     if head is not None and not await retry(pulling.pull, head):
@@ -111,7 +119,7 @@ class Joining:
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
         await retry(self._bus.add_event, joined)
         self._outages.count = 0  # those until here lost nothing: nothing was published
-        return Exchange(member, agreement, version_0, feedback, pulling, self._reporting, self._claims)
+        return Exchange(member, agreement, version_0, carrier, pulling, self._reporting, self._claims)
 
     async def abandon(self) -> None:
         """Joining came to nothing: nobody must wait for this learner. Instead of `leave`, with nothing running."""

@@ -1,6 +1,7 @@
 """The newest globals of a run, read beside whatever a learner's own thread does, and after it has ended. asyncio."""
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,15 @@ PATIENCE_S = 60.0
 LOOK_S = 0.1
 
 
-async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: bool) -> list[Float32]:
+async def read_newest(
+    url: str, run: str, spec: Spec, layout: Layout, keep: Callable[[int, Float32], Float32], *, left: bool
+) -> list[Float32]:
     """The newest global (elements,) of each fragment, as learners pull it.
 
     Args:
         url, run: where.
         spec, layout: the run's, as the learner has joined it: payloads of other sizes are refused.
+        keep: fragment and its values -> what is returned of it.
         left: the learner has left. So a run that ends does not wait for it, and its last merges are waited for.
 
     Raises:
@@ -40,7 +44,7 @@ async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: b
     while True:
         try:
             async with open_bus(url, run) as bus:
-                return await _read(bus, spec, layout, left)
+                return await _read(bus, spec, layout, keep, left)
         except (BusError, BadPayload):  # the latter: replaced while it was read
             wait_s = next(waits)
             if LoopClock().now() + wait_s > until:
@@ -48,7 +52,9 @@ async def read_newest(url: str, run: str, spec: Spec, layout: Layout, *, left: b
             await asyncio.sleep(wait_s)
 
 
-async def _read(bus: Bus, spec: Spec, layout: Layout, left: bool) -> list[Float32]:
+async def _read(
+    bus: Bus, spec: Spec, layout: Layout, keep: Callable[[int, Float32], Float32], left: bool
+) -> list[Float32]:
     if (held := await read_run(bus)) is None:
         raise BadPayload("the run has no spec: the bus has lost it, and its learners put it back")
     compare(spec, held)
@@ -60,7 +66,7 @@ async def _read(bus: Bus, spec: Spec, layout: Layout, left: bool) -> list[Float3
         if head is None:
             raise BadPayload(f"fragment {fragment.id} has no head: the bus has lost it, and a syncer puts it back")
         sync = fragment.sync(spec.sync)
-        found.append(await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread))
+        found.append(keep(fragment.id, await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread)))
     return found
 
 

@@ -8,27 +8,23 @@ the model's size (one delta a fragment and base).
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from diloco.pipeline.errors import BusError, PayloadIncomplete
+from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
-from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.transfer.payloads import push_growing
-from diloco.workers.encoding import ErrorFeedback, apart
+from diloco.workers.exchange.carrier import Carrier, delta_key, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
 
-Values = Callable[[], Any]
-"""Gives a fragment's vector (elements,) as it was, of the encoder's kind, to be overwritten; may wait for a device."""
+Values = Any
+"""A fragment's values as they were, for the carrier; `OwnCarrier`'s: gives its vector (elements,), of the encoder's
+kind, to be overwritten, and may wait for a device."""
 
-DELTA_TTL_S = 600.0
-"""A delta that nobody merged or refused is gone after this."""
 RENEWED_TTL_S = 10.0
 """One that was renewed is; who is reading it still can end."""
 
@@ -41,12 +37,12 @@ class Publishing:
         member: Member,
         reporting: Reporting,
         latest: Mapping[int, tuple[int, bytes]],
-        feedback: ErrorFeedback,
+        carrier: Carrier,
     ) -> None:
         """latest: fragment -> (version, digest) last pulled."""
         self._member = member
         self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
-        self._reporting, self._latest, self._feedback = reporting, latest, feedback
+        self._reporting, self._latest, self._carrier = reporting, latest, carrier
         self.newest: dict[int, tuple[int, int]] = {}
         """Fragment -> (base version, attempt) of its last delta."""
         self._offered: dict[int, tuple[int, str]] = {}
@@ -54,7 +50,7 @@ class Publishing:
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._header_wake = asyncio.Event()
-        self._uploads: asyncio.Queue[tuple[Publication, Values]] = asyncio.Queue()
+        self._uploads: list[asyncio.Queue[tuple[Publication, Values]]] = [asyncio.Queue() for _ in range(carrier.lanes)]
         self.unsent = 0
         """Deltas queued and not uploaded."""
         self.all_sent = asyncio.Event()
@@ -80,10 +76,10 @@ class Publishing:
             await self._header_wake.wait()
 
     async def _offer_one(self, item: tuple[Publication, Values]) -> None:
-        """A call of its own, as `_upload_one`."""
+        """A call of its own, as `_send_one`."""
         if not item[0].renews:
             await self._member.outages.retry(self._send_header, item[0])
-        self._uploads.put_nowait(item)
+        self._uploads[item[0].base.fragment % self._carrier.lanes].put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
         member, base = self._member, publication.base
@@ -110,9 +106,12 @@ class Publishing:
         self._offered[base.fragment] = publication.serial, await member.bus.offer(header, renews)
 
     async def upload(self) -> None:
-        """Upload the payloads of headers that were sent."""
+        """Upload the payloads of headers that were sent, on all lanes."""
+        await on_all_lanes(self._upload_on, self._carrier.lanes)
+
+    async def _upload_on(self, lane: int) -> None:
         while True:
-            await self._send_one(*await self._uploads.get())
+            await self._send_one(*await self._uploads[lane].get())
             self.unsent -= 1
             if not self.unsent:
                 self.all_sent.set()
@@ -120,7 +119,7 @@ class Publishing:
     async def _send_one(self, publication: Publication, values: Values) -> None:
         """A call of its own, so that nothing of it is held while the next one is waited for."""
         member, p, renews = self._member, publication.base.fragment, publication.renews
-        whole = await self._upload_one(publication, values)
+        whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
         if takes_its_place:
             await member.outages.retry(self._send_header, publication)
@@ -128,50 +127,7 @@ class Publishing:
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:
             with suppress(BusError):  # else it expires later
-                await member.bus.expire_soon(self._key(p, renews), RENEWED_TTL_S)
-
-    def _key(self, fragment: int, serial: int) -> str:
-        return self._member.bus.keys.delta_payload(fragment, self._member.learner, self._member.incarnation, serial)
-
-    async def _upload_one(self, publication: Publication, values: Values) -> bool:
-        """Whether all of it is on the bus."""
-        if not self._is_of_use(publication):
-            return False
-        member, base, loop = self._member, publication.base, asyncio.get_running_loop()
-        sync = self._syncs[base.fragment]
-        wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
-        payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
-
-        async def encode() -> None:
-            residual = self._feedback.residual(base.fragment)
-            given = base.values, values, sync.codec, residual, wire, payload.grow_to
-            error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
-            if error is not None:
-                self._feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(encode())
-                return await self._push(publication, payload, more)
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _push(self, publication: Publication, payload: Payload, more: asyncio.Event) -> bool:
-        """For as long as it is of use; whether all of it is there."""
-        member, base, whole = self._member, publication.base, False
-
-        async def push() -> None:
-            nonlocal whole
-            if self._is_of_use(publication):
-                key = self._key(base.fragment, publication.serial)
-                await push_growing(member.bus, key, payload, self._syncs[base.fragment].chunk_bytes, DELTA_TTL_S, more)
-                told = {"fragment": base.fragment, "base": base.version, "tokens": publication.tokens}
-                member.log.debug("delta_published", **told)
-                whole = True
-
-        with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
-            await member.outages.retry(push, unless=PayloadIncomplete)
-        return whole
+                await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""

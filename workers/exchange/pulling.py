@@ -7,29 +7,18 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
 from diloco.pipeline.ema import Ema
-from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
-from diloco.pipeline.transfer.global_format import Held
-from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.payloads import pull_shown
-from diloco.workers.encoding import ErrorFeedback, apart
+from diloco.workers.exchange.carrier import Carrier, Feedback, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.rounds import Base, OpenWindow
 from diloco.workers.step_times import DECAY
 
-Float32 = npt.NDArray[np.float32]
-
 BACKOFF = Backoff(0.05, 2.0)
-SLOW_PULL_S = 60.0
-"""A payload that takes several reads is kept for so long from each one on."""
 
 
 class PullTimes:
@@ -60,24 +49,18 @@ class PullTimes:
 class Pulling:
     """What one learner knows of the heads, and has pulled."""
 
-    def __init__(self, member: Member, feedback: ErrorFeedback) -> None:
-        self._member, self._feedback = member, feedback
-        self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
+    def __init__(self, member: Member, carrier: Carrier) -> None:
+        self._member, self._carrier = member, carrier
         self.latest: dict[int, tuple[int, bytes]] = {}
         """Fragment -> (version, digest) last handed to the training side."""
-        self._bases: dict[int, Base] = {}
         self._wanted: dict[int, Head] = {}
         self._seen_s: dict[int, float] = {}
         """Fragment -> when its wanted head was first heard of; not known after an outage."""
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
-        self._wake = asyncio.Event()
+        self._wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self.looks = 0
         self._looked: dict[int, int] = {}
         """Fragment -> number of the look by which its head was last known."""
-
-    def values(self, fragment: int) -> Float32:
-        """(elements,) as last pulled."""
-        return self._member.encoder.read(self._bases[fragment].values)
 
     async def look(self, fragments: Iterable[int]) -> bool:
         """See what the heads say; False if one is not there.
@@ -93,7 +76,7 @@ class Pulling:
                 continue  # a look that began later was answered first
             p, window = head.fragment, head.window
             self._looked[p] = number
-            self._feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
+            self._carrier.feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
             if window.state in ("collecting", "grace"):
                 windows[p] = OpenWindow(head.version, window.attempt, self._member.learner in window.members)
             else:
@@ -103,26 +86,29 @@ class Pulling:
                 if before is None or (before.version, before.digest) != (head.version, head.digest):
                     self._seen_s[p] = began
                 self._wanted[p] = head
-                self._wake.set()
+                self._wakes[p % self._carrier.lanes].set()
             else:
                 self._wanted.pop(p, None)
         return None not in heads
 
     async def pull_wanted(self) -> None:
-        """Pull each global that is not here yet, one after the other.
+        """Pull each global that is not here yet, on each lane one after the other.
 
         Raises:
             BusError: call it again.
         """
-        retries, clock = Retries(BACKOFF), self._member.clock
         self._seen_s.clear()  # an outage is no part of a pull
+        await on_all_lanes(self._pull_wanted_on, self._carrier.lanes)
+
+    async def _pull_wanted_on(self, lane: int) -> None:
+        retries, clock, lanes, wake = Retries(BACKOFF), self._member.clock, self._carrier.lanes, self._wakes[lane]
         while True:
-            self._wake.clear()
-            p, wait_s = retries.choose(self._wanted, clock.now())
+            wake.clear()
+            p, wait_s = retries.choose([p for p in self._wanted if p % lanes == lane], clock.now())
             if p is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
-                        await self._wake.wait()
+                        await wake.wait()
                 continue
             head, seen_s = self._wanted[p], self._seen_s.get(p)
             pulled = await self.pull(head)
@@ -147,19 +133,13 @@ class Pulling:
             BusError: it cannot be read.
         """
         member, p = self._member, head.fragment
-        elements, sync, held = member.layout.fragments[p].elements, self._syncs[p], None
-        if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:
-            held = Held(base.version, base.digest, await member.offload(member.encoder.read, base.values))
-        try:
-            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S, held)
-        except BadPayload as error:
-            member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
+        values = await self._carrier.pull(head)
+        if values is None:
             return False
-        values = await apart(member.encoder, member.offload, elements, member.encoder.keep, pulled)
         if p in self.latest and head.version <= self.latest[p][0]:
-            self._feedback.reset(p)
+            self._carrier.feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
-        self._bases[p] = member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
+        member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
         member.log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
 
@@ -175,7 +155,7 @@ class Following:
     """How one learner comes to know that heads have moved or gone."""
 
     def __init__(
-        self, member: Member, pulling: Pulling, publishing: Publishing, version_0: Version0, feedback: ErrorFeedback
+        self, member: Member, pulling: Pulling, publishing: Publishing, version_0: Version0, feedback: Feedback
     ) -> None:
         self._member, self._shared = member, member.shared
         self._pulling, self._publishing = pulling, publishing
@@ -238,5 +218,5 @@ class Following:
             member.log.warning("heads_lost", detail=detail)
         elif now - lost >= LOST_HEADS_S:
             nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a fresh one: other values than at first
-            await self._version_0.ensure(nonce, pulling.values, trained=True)
+            await self._version_0.ensure(nonce, trained=True)
             self._look_at_all_s = now

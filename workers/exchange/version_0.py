@@ -4,21 +4,15 @@ Also of a run that has lost its heads for good: it begins again with what a lear
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
 from diloco.pipeline.agreement import PATIENCE_S
-from diloco.pipeline.errors import BusError, UsageError
+from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import InitialUpload
-from diloco.pipeline.transfer.payloads import push
 from diloco.workers.exchange.agreement import Agreement
+from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier
 from diloco.workers.exchange.member import Member
 
-Float32 = npt.NDArray[np.float32]
-INITIAL_TTL_S = 600.0
 CLAIM_TTL_S = 10.0
 POLL_S = 0.05
 
@@ -26,16 +20,15 @@ POLL_S = 0.05
 class Version0:
     """How one learner sees to it that its run has a version 0."""
 
-    def __init__(self, member: Member, agreement: Agreement) -> None:
-        self._bus, self._member, self._agreement = member.bus, member, agreement
+    def __init__(self, member: Member, agreement: Agreement, carrier: Carrier) -> None:
+        self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
 
-    async def ensure(self, nonce: str, values: Callable[[int], Float32], *, trained: bool) -> None:
+    async def ensure(self, nonce: str, *, trained: bool) -> None:
         """Wait until every fragment has a head; upload version 0 if nobody has.
 
         Args:
             nonce: for the upload: other values, another nonce.
-            values: fragment -> (elements,).
             trained: the run had heads, and this is what was adopted. Fresh values go to the bus only where no live
                 learner has such ones.
 
@@ -54,20 +47,15 @@ class Version0:
                 and (trained or not await retry(self._agreement.others_trained))
                 and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
             ):
-                await self._upload(nonce, values)
+                await self._upload(nonce)
             await asyncio.sleep(POLL_S)
 
-    async def _upload(self, nonce: str, values: Callable[[int], Float32]) -> None:
+    async def _upload(self, nonce: str) -> None:
         member, chunks = self._member, []
         member.log.info("initial_upload_started", fragments=len(self._fragments))
         with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
             for p in self._fragments:
-                flat = values(p)
-                if not np.isfinite(flat).all():
-                    raise UsageError("the model's initial parameters are not finite: check its initialisation")
-                key = self._bus.keys.initial_payload(p, nonce)
-                staged = await push(self._bus, key, flat, member.spec.sync.chunk_bytes, INITIAL_TTL_S)
-                chunks.append(staged.chunks)
+                chunks.append(await self._carrier.upload_initial(p, nonce))
                 await self._bus.claim_initial(nonce, CLAIM_TTL_S)
             upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(chunks))
             await self._bus.finish_initial(upload, INITIAL_TTL_S)

@@ -72,7 +72,7 @@ class Keeper:
                 self._save(self._own.state.kind, copy, shared)
 
     def close(self, shared: Shared, save: bool, within_s: float) -> None:
-        """Training has ended; save once more if this learner may come back, and wait a while for what is written."""
+        """Training has ended; save once more, since this learner may come back, in a resumed run too; wait a while."""
         if self._own.folder is None:
             return
         if self._own.options.log_losses:

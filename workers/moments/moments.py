@@ -54,6 +54,11 @@ def slots(layout: Layout) -> Iterator[tuple[int, Slot]]:
             yield fragment.id, slot
 
 
+def offered_bytes(layout: Layout, kind: OptimizerKind) -> int:
+    """What a peer's offer of such moments takes, in float32."""
+    return 4 * sum(of_moment(layout, name).elements for name in kind.moments)
+
+
 def check(moments: Moments, layout: Layout) -> None:
     """Refuse what an optimizer could not go on from.
 

@@ -25,7 +25,7 @@ from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot
+from diloco.workers.parameters import FragmentTensors, Snapshot, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
@@ -177,10 +177,13 @@ class OptimizerState:
         found: dict[str, set[str]] = {}
         for name, tensor in moments.others:
             found.setdefault(tensor, set()).add(name)
+        needed: dict[str, set[str]] = {}
         for at, (_, slot) in enumerate(slots(self.layout)):
             names = self._names(slot.tensor.name) if self._began(moments, slot.tensor.name, at) else set()
-            if found.pop(slot.tensor.name, set()) != names:
-                raise BadPayload(f"{slot.tensor.name} needs {sorted(names)} beside its moments, and no other tensors")
+            needed.setdefault(slot.tensor.name, set()).update(names)
+        for tensor, names in needed.items():
+            if found.pop(tensor, set()) != names:
+                raise BadPayload(f"{tensor} needs {sorted(names)} beside its moments, and no other tensors")
         if found:
             raise BadPayload(f"there are other tensors for {sorted(found)[:3]}, which this model does not train")
 
@@ -215,8 +218,12 @@ class OptimizerState:
             for p, slot in slots(of_moment(self.layout, name)):
                 if (state := states.get(slot.tensor.name)) is not None:
                     # a copy each: tensors of their own, aligned as torch's are
-                    flat = moments.flats[p][name][slot.start : slot.stop].copy()
-                    state[name] = torch.from_numpy(flat).reshape(slot.tensor.shape)
+                    here = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32))
+                    flat = torch.from_numpy(moments.flats[p][name][slot.start : slot.stop])
+                    here.view(-1)[slot.within] = flat
+            for tensor, state in states.items():
+                if name in state:
+                    state[name] = placed_as(self._parameters[tensor], state[name])
         for (name, tensor), array in moments.others.items():
             if (state := states.get(tensor)) is not None:
                 state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)

@@ -1,5 +1,6 @@
 """What both threads of a learner have of its moments. Nothing of it is replaced; each part says who may call it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -50,8 +51,10 @@ class OwnMoments:
     copies: CopyRequests = field(default_factory=CopyRequests)
 
     def identity(self, state: RunState | None) -> RunIdentity | None:
-        """Which run of that name; None: not known yet."""
-        return None if state is None else RunIdentity(run=self.run, started_unix_s=state.started_unix_s)
+        """Which run of that name; None: not known yet. A resumed one is that of its first part, under any name."""
+        if state is None:
+            return None
+        return RunIdentity(run=self.run, started_unix_s=state.origin_unix_s or state.started_unix_s)
 
 
 def own_moments(
@@ -63,10 +66,11 @@ def own_moments(
     learner: str,
     incarnation: str,
     options: RecoveryOptions,
+    make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
 ) -> OwnMoments:
     """Those of this model's inner optimizers, which forget what they have if they are to begin fresh.
 
-    layout: of the trained tensors.
+    layout: of the trained tensors. make_folder: called with where it is, and what is kept there.
 
     Raises:
         UsageError: some have stepped, are to begin fresh, and keep what cannot be emptied.
@@ -84,7 +88,7 @@ def own_moments(
             one.state.clear()
         held = False
     kept = layout if state is None else state.layout
-    folder = None if options.state_dir is None else StateFolder(options.state_dir, kept)
+    folder = None if options.state_dir is None else make_folder(options.state_dir, kept)
     return OwnMoments(run, learner, incarnation, kept, options, state, held, folder)
 
 

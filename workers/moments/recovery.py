@@ -1,5 +1,7 @@
 """How a learner comes back: the run's heads, then moments from its own checkpoint, else from a peer, else fresh.
 
+Those of more than `MOST_OFFERED_BYTES` are not asked of a peer.
+
 An optimizer that has moments already, as a trainer loads them with a checkpoint of its own, keeps them where there is
 no newer checkpoint of ours.
 
@@ -22,8 +24,9 @@ import torch
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.run import RunState
-from diloco.workers.moments.moments import Moments, check
+from diloco.workers.moments.moments import Moments, check, offered_bytes
 from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
 from diloco.workers.moments.own import OwnMoments
 from diloco.workers.moments.peers import Peers
@@ -78,9 +81,20 @@ class Recovery:
         return here if asked is None else Found("peer", asked)
 
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
-        """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it."""
+        """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it, or are
+        more than goes through the bus in the time that anybody waits.
+        """
         own = self._own
         if own.state is None or not own.state.for_peers:
+            return None
+        if (size := offered_bytes(own.layout, own.state.kind)) > MOST_OFFERED_BYTES:
+            structlog.get_logger().info(
+                "moments_too_large_for_peers",
+                learner=own.learner,
+                bytes=size,
+                most=MOST_OFFERED_BYTES,
+                instead="its own from --state-dir, else fresh with the ramp",
+            )
             return None
         return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes)
 

@@ -10,8 +10,7 @@ All writing is a thread's of its own, one file at a time; who saves never waits.
 import fcntl
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 
 from diloco.pipeline.errors import BadPayload, PeerError
 from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.files.replacing import TEMPORARY, digested, replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout
@@ -35,7 +35,6 @@ from diloco.workers.background import BackgroundThread
 from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
 
 STATE_FILE = "state.json"
-TEMPORARY = ".writing-"
 LOCK_FILE = ".lock"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
@@ -73,6 +72,11 @@ class SavedState(Message):
     """`torch.get_rng_state()`, of the CPU."""
     python_rng: tuple[int, tuple[int, ...], float | None]
     """`random.getstate()`."""
+    held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
+    """Elements [start, stop) of each flattened tensor that the file has, where a rank has saved it; a tensor that is
+    not named is whole."""
+    partition: Text = ""
+    """Says which of several ranks hold what: with what others of the same partition have saved it is whole."""
     shard: tuple[str, int] | None
     """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
     the rest of it out, to whoever comes first."""
@@ -81,9 +85,9 @@ class SavedState(Message):
 class StateFolder:
     """Where one learner saves its state."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        """The folder is made with the first thing that is written."""
-        self.path, self._layout = path, layout
+    def __init__(self, path: Path, layout: Layout, ranks: Mapping[str, Any] | None = None) -> None:
+        """The folder is made with the first thing that is written. ranks: fields of `SavedState` that tell of them."""
+        self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
 
@@ -142,14 +146,14 @@ class StateFolder:
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
         arrays = {
-            f"{name}/{slot.tensor.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.tensor.shape)
+            f"{name}/{slot.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.shape)
             for name in moments.kind.moments
             for p, slot in slots(of_moment(self._layout, name))
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
         digest = hashlib.sha256()
-        replace(self.path / state.moments_file, _digested(to_safetensors(arrays), digest.update))
-        state = state.model_copy(update={"moments_sha256": digest.hexdigest()})
+        replace(self.path / state.moments_file, digested(to_safetensors(arrays), digest.update))
+        state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
         replace(self.path / STATE_FILE, [state.model_dump_json().encode()])
         for old in self.path.glob("moments-*.safetensors"):
             if old.name != state.moments_file:
@@ -196,7 +200,7 @@ class StateFolder:
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         if identity is None:
             raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
-        if state.identity != identity:
+        if state.identity.started_unix_s != identity.started_unix_s:  # its parts may have several names
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
             raise StateRefused(f"{self.path} was saved for another model or another number of fragments")
@@ -219,9 +223,9 @@ class StateFolder:
             for flat, fragment in zip(flats, layout.fragments, strict=True):
                 flat[name] = np.empty(fragment.elements, np.float32)
             for p, slot in slots(layout):
-                array = arrays.get(f"{name}/{slot.tensor.name}")
-                if array is None or array.shape != slot.tensor.shape or array.dtype != np.float32:
-                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.tensor.name}")
+                array = arrays.get(f"{name}/{slot.name}")
+                if array is None or array.shape != slot.shape or array.dtype != np.float32:
+                    raise StateRefused(f"{self.path} lacks a sound {name} of {slot.name}")
                 flats[p][name][slot.start : slot.stop] = array.reshape(-1)
         others: dict[tuple[str, str], Any] = {}
         for key, array in arrays.items():
@@ -251,31 +255,3 @@ def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | m
     for _, array in widest_first:
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
-
-
-def _digested(
-    parts: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], None]
-) -> Iterator[bytes | memoryview]:
-    for part in parts:
-        update(part)
-        yield part
-
-
-def replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole or not at all: a temporary one beside it, synced, takes its place."""
-    descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -1,32 +1,21 @@
 """Text from a checkpoint's global parameters."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import safetensors.torch
-import structlog
+import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.files.sums import check_sums
+from diloco.pipeline.files.tensor_file import Tensor
 from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
 from diloco.workers.trainer.models.named import model_of
 from diloco.workers.trainer.recipe import TrainerSpec, logits_of
-
-
-class _RunSpec(BaseModel):
-    trainer: TrainerSpec
-
-
-class _State(BaseModel):
-    """The part of state.json that is needed here; the syncer reads the whole."""
-
-    spec: _RunSpec
 
 
 class Loaded(NamedTuple):
@@ -36,32 +25,41 @@ class Loaded(NamedTuple):
     spec: TrainerSpec
 
 
-def load_model(checkpoint: Path) -> Loaded:
-    """Read a checkpoint folder: `state.json` for the model's name, `globals.safetensors` for its parameters.
+_TRAINER: TypeAdapter[TrainerSpec] = TypeAdapter(TrainerSpec)
+
+
+def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Loaded:
+    """The model of a checkpoint.
+
+    Args:
+        where: it lies, for messages.
+        trainer: the trainer's part of its run's spec.
+        tensors: its global parameters, float32.
 
     Raises:
         UsageError: not a checkpoint, damaged, or of a model that is not built in.
     """
     try:
-        state = _State.model_validate_json((checkpoint / "state.json").read_bytes())
-        tensors = safetensors.torch.load_file(checkpoint / "globals.safetensors")
-    except OSError as error:
-        raise UsageError(f"{checkpoint} is not a checkpoint: {error}") from error
-    except (ValidationError, SafetensorError) as error:
-        raise UsageError(f"{checkpoint} is not a checkpoint, or damaged: {error}") from error
-    if strange := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
-        raise UsageError(f"{checkpoint} is damaged: {strange[0]} has elements that are not finite")
-    model = model_of(state.spec.trainer).eval()
-    misfit = f"{checkpoint} does not fit model {state.spec.trainer['model']!r}"
+        spec = _TRAINER.validate_python(trainer)
+    except ValidationError as error:
+        raise UsageError(f"{where} is not a checkpoint, or damaged: {error}") from error
+    values = {name: _values(tensor) for name, tensor in tensors.items()}
+    if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
+        raise UsageError(f"{where} is damaged: {broken[0]} has elements that are not finite")
+    model = model_of(spec).eval()
+    misfit = f"{where} does not fit model {spec['model']!r}"
     try:
-        strange = model.load_state_dict(tensors, strict=False).unexpected_keys  # it has one name of what is tied
+        strange = model.load_state_dict(values, strict=False).unexpected_keys  # it has one name of what is tied
     except RuntimeError as error:
         raise UsageError(f"{misfit}: {error}") from error
-    if wrong := strange or [name for name, _ in model.named_parameters() if name not in tensors]:
+    if wrong := strange or [name for name, _ in model.named_parameters() if name not in values]:
         raise UsageError(f"{misfit}: {'the model has no' if strange else 'it lacks'} {wrong[0]}")
-    if not check_sums(checkpoint):
-        structlog.get_logger().warning("checkpoint_without_sums", path=str(checkpoint), checked="no digest")
-    return Loaded(model, state.spec.trainer)
+    return Loaded(model, spec)
+
+
+def _values(tensor: Tensor) -> torch.Tensor:
+    flat = np.frombuffer(tensor.read(), np.float32).copy()
+    return torch.from_numpy(flat).reshape(tensor.shape)
 
 
 class Words(Protocol):

@@ -17,12 +17,12 @@ from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
 from diloco.workers.trainer.models.hf import weights_digest
 from diloco.workers.trainer.models.hf_config import lies_elsewhere, read_hf
 from diloco.workers.trainer.models.named import build_model, check_model
+from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import (
     StopFlag,
     add_gradients,
     check_text,
     choose_device,
-    forward_of,
     make_optimizer,
     read_batch,
     trainer_spec,
@@ -113,7 +113,7 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         agreed["weights"] = spec.trainer["weights"]
         wait_for_weights(partial(has_version_0, redis_url, settings.run), settings.learner_id)
     model = model.to(device)
-    forward = forward_of(model, device, settings.compile)
+    forward = training_forward(model, device, settings)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
     step_tokens = step_blocks * settings.seq_len

@@ -10,7 +10,8 @@ import typer
 
 from diloco.options import PANELS, takes
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.needs import CODECS, GLOBALS
+from diloco.pipeline.needs import GLOBALS
+from diloco.pipeline.redis_memory import CODECS
 from diloco.studies.goodput.commands.options import Files, Pictured, Sample, shares
 from diloco.studies.goodput.constants import Constants, Planned
 

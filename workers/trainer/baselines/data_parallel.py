@@ -27,18 +27,18 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.settings import RankProcess
-from diloco.workers.parameters import tensor_table
+from diloco.workers.parameters import whole_tensors
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import open_for
 from diloco.workers.trainer.data.tokens import Tokens
 from diloco.workers.trainer.models.hf_config import read_hf
 from diloco.workers.trainer.models.named import build_model
+from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import (
     StopFlag,
     TrainerSpec,
     add_gradients,
     choose_device,
-    forward_of,
     held_out_loss,
     make_optimizer,
     read_batch,
@@ -165,7 +165,7 @@ class Parts(NamedTuple):
     blocks: Blocks
     model: nn.Module
     forward: nn.Module
-    """The model as it is called in training."""
+    """Called in training, in the model's place."""
     optimizer: torch.optim.Optimizer
     validation: Tokens
     """Held-out blocks (N, T + 1)."""
@@ -187,7 +187,7 @@ def parts_of(settings: RankProcess) -> Parts:
         agreed=trainer_spec(settings, text, named),
         blocks=Blocks(text.train, settings.seq_len, settings.seed),
         model=model,
-        forward=forward_of(model, device, settings.compile),
+        forward=training_forward(model, device, settings),
         optimizer=make_optimizer(model, settings.lr, settings.weight_decay),
         validation=Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens),
     )
@@ -213,7 +213,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
-        "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
+        "tensors": [tensor.model_dump() for tensor in whole_tensors(model, settings)],
         "trainer": agreed,
     }
     order = block_order(blocks.count, rank, learners)

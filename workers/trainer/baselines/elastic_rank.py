@@ -21,7 +21,7 @@ from torch import nn
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.lifecycle import die_with_parent
 from diloco.pipeline.settings import RankProcess
-from diloco.workers.parameters import tensor_table
+from diloco.workers.parameters import whole_tensors
 from diloco.workers.trainer.baselines.data_parallel import (
     CONNECT_TIMEOUT,
     GradientMean,
@@ -148,7 +148,7 @@ def train_rank(settings: RankProcess, out: Path, learners: int, every_s: float) 
         spec: dict[str, Any] = {
             "format": 1,
             "sync": settings.sync_spec().model_dump(),
-            "tensors": [tensor.model_dump() for tensor in tensor_table(model, settings)],
+            "tensors": [tensor.model_dump() for tensor in whole_tensors(model, settings)],
             "trainer": agreed,
         }
         save(model, spec, out / "checkpoint")

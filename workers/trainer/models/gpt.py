@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D width, N heads, K = D / N head width, V vocabul
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.models.sizes import SIZES, Size, size_table
@@ -79,6 +80,8 @@ class GPT(nn.Module):
         self.size = size
         self.embedding = nn.Embedding(vocab_size, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.checkpoint_activations = False
+        """What a block computes on its way is computed again in the backward pass, rather than kept."""
         self._init(seed)
 
     @torch.no_grad()
@@ -96,5 +99,5 @@ class GPT(nn.Module):
         table = rotary_table(tokens.size(1), self.size.width // self.size.heads, tokens.device)
         x = rms_norm(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, table)
+            x = checkpoint(block, x, table, use_reentrant=False) if self.checkpoint_activations else block(x, table)
         return F.linear(rms_norm(x), self.embedding.weight)

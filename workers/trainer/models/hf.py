@@ -54,14 +54,15 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
     """
     config = config_of(given)
     transformers = library("transformers", EXTRA, "this run's model")
-    most = _MOST_REGISTERED * len(tensors)
+    run = {one.name: one.shape for one in tensors}
+    most = _MOST_REGISTERED * len(run)
     count = 0
 
     def counted(*_: Any) -> None:
         nonlocal count
         count += 1
         if count > most:
-            raise SpecMismatch(f"this run's model config is of more tensors than the {len(tensors)} that its spec has")
+            raise SpecMismatch(f"this run's model config is of more tensors than the {len(run)} that its spec has")
 
     hook = register_module_parameter_registration_hook(counted)
     try:
@@ -73,7 +74,6 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
         raise UsageError(f"model_type {given.config['model_type']!r} cannot be built: {first_line(error)}") from error
     finally:
         hook.remove()
-    run = {one.name: one.shape for one in tensors}
     trained = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if tensor.numel()}
     here = {name: tuple(tensor.shape) for name, tensor in model.named_buffers() if name in run} | trained
     if wrong := sorted(name for name in run.keys() | here.keys() if run.get(name) != here.get(name)):

@@ -27,10 +27,16 @@ SIZES: dict[str, Size] = {
     "nano": Size(layers=2, width=96, heads=3, hidden=256),
     "tiny": Size(layers=2, width=192, heads=3, hidden=512),
     "small": Size(layers=6, width=256, heads=4, hidden=704),
+    "10m": Size(layers=8, width=320, heads=5, hidden=864),
     "base": Size(layers=8, width=384, heads=6, hidden=1024),
+    "30m": Size(layers=10, width=512, heads=8, hidden=1280),
     "medium": Size(layers=10, width=640, heads=10, hidden=1728),
     "large": Size(layers=12, width=832, heads=13, hidden=2240),
+    "124m": Size(layers=12, width=896, heads=14, hidden=2640),
+    "350m": Size(layers=24, width=1088, heads=17, hidden=3008),
+    "1b": Size(layers=20, width=2048, heads=16, hidden=5376),
 }
+"""In the order of their numbers of parameters. A name that is a number counts them with a vocabulary of bytes."""
 
 
 def size_table(vocab_size: int = 256) -> str:

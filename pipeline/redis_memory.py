@@ -1,0 +1,46 @@
+"""What Redis holds for a run: one count for the planner, the syncer before it begins, and the docs. Pure."""
+
+from typing import get_args
+
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import payload_bytes
+from diloco.pipeline.settings import SyncSettings, defaults
+
+_MANY = 2**20
+CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
+"""Bytes of an element of a delta."""
+KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
+VERSIONS = 2
+"""Of each fragment, with its outer state: the present one, and the one that it replaced or that is being uploaded."""
+VALUE_BYTES = 4
+"""Of an element of a global, of the outer state and of the inner optimizer's moments: all are float32."""
+OFFERED_BYTES = 2 * 2 * VALUE_BYTES
+"""Of a parameter: Adam's two moments, in two offers of a peer."""
+RESERVE_BYTES = 32 * 2**20
+"""For everything that is not a payload."""
+
+
+def redis_bytes(
+    elements: float, learners: int, codec: str, global_codec: str, key_frame_interval: int = KEY_FRAMES
+) -> float:
+    """Memory of Redis (`redis_holds` in words), of all nodes of a cluster together.
+
+    All learners' deltas of all fragments are counted, as they are there when syncers have been away. Globals in two
+    parts count as one. Globals that are updates have those of two key frames beside them.
+
+    Args:
+        elements: of the whole model.
+        learners: whose deltas there may be.
+        codec: of deltas, one of `CODECS`.
+        global_codec: one of `wire.GlobalCodec`.
+        key_frame_interval: outer steps between two key frames; 8 as usual.
+    """
+    each = VERSIONS * (VALUE_BYTES + VALUE_BYTES) + CODECS[codec] * learners + OFFERED_BYTES
+    if global_codec == "int8":
+        each += 2 * key_frame_interval * CODECS["int8"]
+    return elements * each + RESERVE_BYTES
+
+
+def redis_holds(learners: int) -> str:
+    """What `redis_bytes` counts."""
+    return f"{VERSIONS} globals, {VERSIONS} momenta, {learners} deltas, 2 offers of moments, a reserve"

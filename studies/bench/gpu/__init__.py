@@ -1,0 +1,1 @@
+"""`diloco bench gpu`: all that needs a GPU, in pieces that can be interrupted."""

@@ -1,0 +1,148 @@
+"""When a syncer saves: while the run lasts, when it is told to stop, when the run is finished. asyncio.
+
+The lead begins a checkpoint by naming it in the run's state. Every syncer that sees the name saves the fragments that
+it serves. So does the lead; then it goes through all others, backwards, and saves those that nobody has saved yet: of
+a dead syncer, or of one that saves to a place of its own. Nobody waits for anybody. The lead writes the manifest.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import structlog
+
+from diloco.pipeline.errors import PeerError, UsageError
+from diloco.pipeline.messages.run import RunState
+from diloco.syncer.checkpoints.loading import is_saved
+from diloco.syncer.checkpoints.manifest import Leftovers
+from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.checkpoints.saving import (
+    checkpoint_name,
+    drop_leftovers,
+    finish_checkpoint,
+    run_state,
+    save_fragment,
+)
+from diloco.syncer.context import SyncerContext
+from diloco.syncer.serving.closing import POLL_S
+from diloco.syncer.serving.leases import holding
+
+
+class Checkpoints:
+    """One syncer's, in its place."""
+
+    def __init__(
+        self, context: SyncerContext, place: str, lease_s: float, served: Callable[[], Collection[int]]
+    ) -> None:
+        """served: the fragments that this syncer serves now.
+
+        Raises:
+            UsageError: the place is of a store that is not known here.
+        """
+        self._context, self._bus, self._lease_s, self._served = context, context.bus, lease_s, served
+        self._place = place_of(place)
+        self._leftovers = Leftovers()
+        self._seen: str | None = None
+        """The checkpoint that was last seen to be begun."""
+        self._wanted = asyncio.Event()
+        self.begun = self._own = ""
+        """The one that this syncer is saving as the lead, for the run's state; and the last one that it began."""
+        self.problem = ""
+        """Why the last one could not be saved, in words for the status."""
+        self.in_order = True
+        """False once the last one, on stopping or at the end, could not be saved."""
+        self._log = structlog.get_logger()
+
+    # --- while the run lasts ----------------------------------------------------------------------------
+
+    async def keep(self, every_s: float, leads: Callable[[], bool]) -> None:
+        """Save one every so often, while this syncer leads."""
+        while True:
+            await asyncio.sleep(every_s)
+            if leads():
+                await self._save(self._served())
+
+    def see(self, state: RunState | None) -> None:
+        """Look for a checkpoint that has begun. What has begun before the first look is no matter of ours."""
+        name = "" if state is None else state.checkpoint
+        if self._seen not in (None, name) and name != self._own:
+            self._wanted.set()
+        self._seen = name
+
+    async def help(self) -> None:
+        """Save what this syncer serves in each checkpoint that another one has begun."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self._help(self._served())
+
+    async def _help(self, fragments: Collection[int]) -> None:
+        name, context = self._seen or "", self._context
+        try:
+            for p in sorted(fragments):
+                await save_fragment(self._bus, context.agreed.spec, self._place.below(name), p, context.offload)
+            await context.offload(drop_leftovers, self._place, self._leftovers)
+        except (UsageError, PeerError, OSError) as error:  # whoever has begun it saves them too, or says why not
+            self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))
+
+    # --- at the end -------------------------------------------------------------------------------------
+
+    async def save_stopped(self, fragments: Collection[int]) -> None:
+        """The checkpoint of a syncer that is told to stop, if the run has begun. fragments: served until now."""
+        if all(await self._bus.read_heads(range(self._count))):
+            self.in_order = await self._save(fragments, told=True)
+
+    async def save_finished(self, state: RunState, fragments: Collection[int]) -> None:
+        """The last checkpoint, unless another syncer saved it there: one begins it, whoever is left helps."""
+        if len(state.manifest) < self._count:
+            return  # it was stopped before all fragments had a version
+        nonce = self._context.nonce
+        self.see(state)
+        while not await self._bus.acquire_lease(0, nonce, self._lease_s):
+            self.see(await self._bus.read_state())
+            if self._wanted.is_set():
+                self._wanted.clear()
+                await self._help(fragments)
+            await asyncio.sleep(min(POLL_S, self._lease_s / 3))
+        async with holding(self._bus, [0], nonce, self._lease_s):
+            if not await self._is_saved(state):
+                self.in_order = await self._save(fragments, told=True)
+        await self._bus.release_lease(0, nonce)
+
+    async def _is_saved(self, state: RunState) -> bool:
+        try:
+            saved: bool = await self._context.offload(is_saved, self._place, state)
+        except OSError:  # saving says what is wrong with the place
+            return False
+        return saved
+
+    # --- one checkpoint ---------------------------------------------------------------------------------
+
+    @property
+    def _count(self) -> int:
+        return len(self._context.layout.fragments)
+
+    async def _save(self, fragments: Collection[int], told: bool = False) -> bool:
+        """Save one; False, and said in log and status, if that fails. The run goes on, the next try comes by itself.
+
+        fragments: those that are this syncer's to save. told: the run's state is this syncer's to write.
+        """
+        context = self._context
+        try:
+            state = await run_state(self._bus)
+            self.begun = self._own = checkpoint_name(state.tokens, context.random_hex)
+            if told and 0 < len(fragments) < self._count:  # others have some, and may help
+                await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
+            order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
+            folder = await finish_checkpoint(
+                self._bus, context.agreed.spec, self._place, self._own, order, self._leftovers, context.offload
+            )
+        except (UsageError, PeerError, OSError) as error:  # not all fragments are there yet, or the disk is full
+            self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+            if not isinstance(error, UsageError):
+                self.problem = f"the last checkpoint could not be saved in {self._place}, and is tried again: {error}"
+            return False
+        finally:
+            self.begun = ""
+        self.problem = ""
+        self._log.info("checkpoint_saved", path=str(folder))
+        return True

@@ -1,0 +1,279 @@
+"""Loading: find a checkpoint, check all of it, read it fragment by fragment. What it raises names the file."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.sums import SUMS_FILE, damaged, parse_sums
+from diloco.pipeline.files.tensor_file import Tensor, tensors_in
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot, layout_of
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.shards import DataOrder, ShardQueue
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.transfer.global_format import OuterState
+from diloco.syncer.checkpoints.earlier import EarlierFiles
+from diloco.syncer.checkpoints.manifest import (
+    CHECKPOINT,
+    GLOBALS,
+    LATEST,
+    STATE_FILE,
+    Float32,
+    SavedFragment,
+    SavedState,
+    pieces,
+)
+from diloco.syncer.checkpoints.places import Folder, Place, place_of
+from diloco.syncer.checkpoints.saving import read_latest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, of which the manifest is in memory."""
+
+    folder: Place
+    saved: SavedState
+
+    @property
+    def folder_name(self) -> str:
+        """Without the place that it lies in."""
+        return str(self.folder).rpartition("/")[2]
+
+    @property
+    def spec(self) -> Spec:
+        """The run's."""
+        return self.saved.spec
+
+    @property
+    def state(self) -> RunState:
+        """The run's."""
+        return self.saved.run
+
+    @property
+    def fragments(self) -> tuple[SavedFragment, ...]:
+        """By id."""
+        return self.saved.fragments
+
+    @property
+    def shards(self) -> ShardQueue:
+        """The open ones."""
+        return self.saved.shards
+
+    @property
+    def data_order(self) -> DataOrder | None:
+        """As in `SavedState`."""
+        return self.saved.data_order
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the spec's tensors."""
+        return layout_of(self.spec.tensors)
+
+    @cached_property
+    def _earlier(self) -> EarlierFiles | None:
+        if self.saved.format > 2:
+            return None
+        if not isinstance(self.folder, Folder):
+            raise UsageError(f"{self.folder} is of an earlier build, whose checkpoints are read from folders only")
+        return EarlierFiles(self.folder.path, self.saved)
+
+    def fragment(self, p: int) -> tuple[Float32, OuterState]:
+        """Values (elements,) and outer state (what is absent: all zeros) of one fragment, checked.
+
+        Raises:
+            UsageError: naming the file and what is wrong with it.
+        """
+        if self._earlier is not None:
+            return self._earlier.fragment(self.layout.fragments[p])
+        saved, elements = self.fragments[p], self.layout.fragments[p].elements
+        file = f"{self.folder}/{saved.file}"
+        data = _read(self.folder, saved.file)
+        if hashlib.sha256(data).hexdigest() != saved.sha256:
+            raise damaged(file)
+        vectors = {name: _vector(tensor, elements, file) for name, tensor in _tensors(data, file).items()}
+        values = vectors.pop(GLOBALS, None)
+        if values is None or payload_digest(as_bytes(values), self.spec.sync.chunk_bytes) != saved.digest:
+            raise UsageError(f"{file}: fragment {p} does not have the digest that {STATE_FILE} says: of another run?")
+        return values, vectors
+
+    def check(self) -> None:
+        """Read all of it once, a fragment at a time.
+
+        Raises:
+            UsageError: as `fragment`.
+        """
+        if len(self.fragments) != len(self.layout.fragments):
+            raise UsageError(
+                f"{self.folder}/{STATE_FILE}: {len(self.fragments)} fragments, the spec has "
+                f"{len(self.layout.fragments)}"
+            )
+        for p in range(len(self.fragments)):
+            self.fragment(p)
+        if self._earlier is not None:
+            self._earlier.check_sums()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The global parameters by name, each read when asked for; the fragment that was read last stays in memory."""
+        last: dict[int, Float32] = {}
+
+        def values(p: int) -> Float32:
+            if p not in last:
+                last.clear()
+                last[p] = self.fragment(p)[0]
+            return last[p]
+
+        return {name: _tensor(parts, values) for name, parts in pieces(self.layout).items()}
+
+
+def _tensor(parts: list[tuple[FragmentLayout, Slot]], values: Callable[[int], Float32]) -> Tensor:
+    shape = parts[0][1].tensor.shape
+
+    def read() -> memoryview:
+        found = [values(fragment.id)[slot.start : slot.stop] for fragment, slot in parts]
+        return as_bytes(found[0] if len(found) == 1 else np.concatenate(found))
+
+    return Tensor("F32", shape, 4 * sum(slot.stop - slot.start for _, slot in parts), read)
+
+
+def load_checkpoint(place: str | Path) -> Checkpoint:
+    """Find and check a checkpoint (see `find_checkpoint` for what `place` may be).
+
+    Raises:
+        UsageError: naming the file and what is wrong with it.
+    """
+    checkpoint = open_checkpoint(find_checkpoint(place))
+    checkpoint.check()
+    return checkpoint
+
+
+def find_checkpoint(place: str | Path) -> Place:
+    """The checkpoint folder meant: itself, what its `latest` names first, or its checkpoints/latest.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = place_of(place)
+    try:
+        if STATE_FILE in given.names():
+            return given
+        for directory in (given, given.below("checkpoints")):
+            if LATEST in directory.names():
+                return _newest(directory)
+    except OSError as error:
+        raise UsageError(f"cannot look for a checkpoint: {error}") from error
+    raise UsageError(
+        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, with `{LATEST}`, or with checkpoints/{LATEST}"
+    )
+
+
+def _newest(directory: Place) -> Place:
+    name = next(iter(read_latest(directory)), "")
+    names = {one for one in directory.names() if one.startswith(CHECKPOINT)}
+    if name in names and STATE_FILE in directory.below(name).names():
+        return directory.below(name)
+    there = sorted(one for one in names if STATE_FILE in directory.below(one).names())
+    found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
+    raise UsageError(f"{directory}/{LATEST} names {name!r}, which is no checkpoint folder; {found}")
+
+
+def open_checkpoint(folder: Place) -> Checkpoint:
+    """The checkpoint in a folder, of which nothing is checked yet but the manifest.
+
+    Raises:
+        UsageError: there is none, or it is damaged.
+    """
+    data = _read(folder, STATE_FILE)
+    try:
+        saved = SavedState.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise UsageError(f"{folder}/{STATE_FILE}: {where}: {first['msg']}") from error
+    if saved.format > 2:
+        _check_manifest(folder, saved, data)
+    return Checkpoint(folder, saved)
+
+
+def _check_manifest(folder: Place, saved: SavedState, data: bytes) -> None:
+    where = f"{folder}/{SUMS_FILE}"
+    sums = parse_sums(_read(folder, SUMS_FILE).decode(errors="replace"), where)
+    for file, digest in {one.file: one.sha256 for one in saved.fragments}.items():
+        if file not in sums:
+            raise UsageError(f"{where} is damaged: it does not name {file}")
+        if digest != sums[file]:
+            raise damaged(f"{folder}/{STATE_FILE}")
+    if STATE_FILE not in sums:
+        raise UsageError(f"{where} is damaged: it does not name {STATE_FILE}")
+    if sums[STATE_FILE] != hashlib.sha256(data).hexdigest():
+        raise damaged(f"{folder}/{STATE_FILE}")
+
+
+def _read(folder: Place, name: str) -> bytes:
+    try:
+        return folder.read(name)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder}/{name} is missing: what is here is no whole checkpoint; take another one or another copy"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}/{name}: {error}") from error
+
+
+def _tensors(data: bytes, file: str) -> Mapping[str, Tensor]:
+    try:
+        return tensors_in(memoryview(data))
+    except ValueError as error:
+        raise UsageError(f"cannot read {file}: {error}") from error
+
+
+def _vector(tensor: Tensor, elements: int, file: str) -> Float32:
+    if (tensor.dtype, tensor.shape) != ("F32", (elements,)):
+        raise UsageError(f"{file} has {tensor.dtype} {tensor.shape} where the spec says F32 ({elements},)")
+    vector: Float32 = np.frombuffer(tensor.read(), "<f4")
+    return vector
+
+
+# --- what is asked of one ----------------------------------------------------------------------------
+
+
+def is_saved(place: Place, run: RunState) -> bool:
+    """Whether the newest checkpoint in a place is of this state's manifest.
+
+    Raises:
+        OSError: the place cannot be read.
+    """
+    if LATEST not in place.names():
+        return False
+    try:
+        saved = open_checkpoint(_newest(place)).state
+    except UsageError:
+        return False
+    return (saved.phase, saved.manifest) == (run.phase, run.manifest)
+
+
+def is_of(folder: Place, heads: Iterable[tuple[int, int, bytes]]) -> bool:
+    """Whether a checkpoint is of these heads (fragment, version, digest); True if it is no run's, or there are none.
+
+    Raises:
+        UsageError: its state cannot be read.
+    """
+    if not (known := {p: (version, digest) for p, version, digest in heads}):
+        return True
+    return {p: (one.version, one.digest) for p, one in enumerate(open_checkpoint(folder).fragments)} == known
+
+
+def known_elements(checkpoint: Checkpoint) -> tuple[int, int, int]:
+    """Token-elements merged, overwritten and rejected up to the checkpoint, in all parts of its run."""
+    state = checkpoint.state
+    parts = [(f.elements, one) for f, one in zip(checkpoint.layout.fragments, checkpoint.fragments, strict=True)]
+    return (
+        sum(elements * one.merged_tokens for elements, one in parts),
+        state.base_overwritten + checkpoint.saved.overwritten,
+        state.base_rejected + sum(elements * one.rejected_tokens for elements, one in parts),
+    )

@@ -1,0 +1,116 @@
+"""What a checkpoint consists of, and which of several are kept. Pure.
+
+    <place>/latest                              text: names of the kept checkpoints, one a line, the newest first
+    <place>/checkpoint-<tokens>-<nonce>/        one checkpoint
+        fragment-<id>-<version>-<digest>.safetensors   `globals`, and the vectors of the outer state that are not all
+                                                zeros: float32 (elements,), as the layout puts tensors into them
+        fragment-<id>-<version>-<digest>.json   `SavedFragment`: written after it, so it is whole
+        SHA256SUMS                              digests of the files of the checkpoint
+        state.json                              `SavedState`, the manifest, written last: it makes the files one
+
+A fragment's file is immutable, and named by what is in it. So any syncer may write any of them at any time, twice too,
+and the manifest picks one of each fragment. Formats 1 and 2 (`earlier`) had files of the whole model instead.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.shards import DataOrder, ShardQueue
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import Count, Digest, Message, Version
+
+KEPT = 3
+"""Checkpoints kept in a place."""
+LATEST, STATE_FILE = "latest", "state.json"
+GLOBALS = "globals"
+"""Name of the values; those of the outer state have its names."""
+CHECKPOINT = "checkpoint-"
+_FRAGMENT = re.compile(r"^(fragment-([0-9]{4,})-([0-9]+)-[0-9a-f]{16})\.json$")
+
+Float32 = npt.NDArray[np.float32]
+
+
+class SavedFragment(Message):
+    """A fragment's head at the time of the checkpoint."""
+
+    version: Version
+    digest: Digest
+    merged_deltas: Count
+    merged_tokens: Count
+    rejected_tokens: Count
+    file: Annotated[str, Field(pattern=r"^(fragment-[0-9]{4,}-[0-9]+-[0-9a-f]{16}\.safetensors)?$")] = ""
+    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Of that file; both are "" in formats 1 and 2."""
+
+
+class SavedState(Message):
+    """state.json (bytes as hex)."""
+
+    format: Literal[1, 2, 3] = 3
+    spec: Spec
+    run: RunState
+    overwritten: Count
+    """Sum of the learners' reports (token-elements), without what was resumed."""
+    fragments: tuple[SavedFragment, ...]
+    shards: ShardQueue
+    data_order: DataOrder | None = None
+    """What the shards are of; None: no learner has said, or an earlier build has not saved it."""
+
+
+def fragment_name(fragment: int, version: int, digest: bytes) -> str:
+    """Name of a fragment's files, without what comes after the dot."""
+    return f"fragment-{fragment:04d}-{version}-{digest.hex()[:16]}"
+
+
+def found_fragments(names: Iterable[str]) -> dict[int, str]:
+    """The newest version of each fragment of which all is written, by the names in a folder: id -> name."""
+    found: dict[int, tuple[int, str]] = {}
+    for name in names:
+        if match := _FRAGMENT.match(name):
+            p, one = int(match[2]), (int(match[3]), match[1])
+            found[p] = max(found.get(p, one), one)
+    return {p: name for p, (_, name) in found.items()}
+
+
+def kept_names(before: Sequence[str], new: str) -> tuple[list[str], list[str]]:
+    """The names to keep, newest first, and those to drop, once there is a new one."""
+    names = [new, *(name for name in before if name != new)]
+    return names[:KEPT], names[KEPT:]
+
+
+class Leftovers:
+    """Tells what killed writers left, by looks at a place: folders that are not kept, and do not grow any more.
+
+    No clock is asked. What is not kept, and was there with the same files at the look before, is a leftover. Whole
+    ones go too, but only when there are as many newer ones as are kept.
+    """
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, frozenset[str]] = {}
+
+    def look(self, others: Mapping[str, frozenset[str]], kept: int) -> list[str]:
+        """What may go.
+
+        Args:
+            others: names of what is not kept, with the names of the files in it.
+            kept: how many are.
+        """
+        same = [name for name, files in others.items() if self._before.get(name) == files]
+        self._before = others
+        return [name for name in same if kept >= KEPT or STATE_FILE not in others[name]]
+
+
+def pieces(layout: Layout) -> dict[str, list[tuple[FragmentLayout, Slot]]]:
+    """Where each tensor lies: its pieces by name, in their order."""
+    found: dict[str, list[tuple[FragmentLayout, Slot]]] = {}
+    for fragment in layout.fragments:
+        for slot in fragment.slots:
+            found.setdefault(slot.tensor.name, []).append((fragment, slot))
+    return found

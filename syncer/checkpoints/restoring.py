@@ -1,0 +1,127 @@
+"""Restoring: a checkpoint back onto an empty run, one fragment in memory at a time. asyncio."""
+
+import asyncio
+import secrets
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import FragmentLayout
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
+from diloco.pipeline.transfer.global_format import STATE_RULES
+from diloco.pipeline.transfer.payloads import Offload, push_global
+from diloco.syncer.checkpoints.loading import Checkpoint, known_elements
+
+STAGED_TTL_S = 120.0
+
+
+async def restore_checkpoint(
+    bus: Bus,
+    checkpoint: Checkpoint,
+    spec: Spec,
+    nonce: str,
+    syncer: str,
+    clock: Clock,
+    offload: Offload = asyncio.to_thread,
+) -> None:
+    """Put a checkpoint on an empty run: spec, run state, data, then every fragment at its saved version.
+
+    The heads come last, because learners wait for them: who reads a head finds the data's order and shards in place.
+    What an interrupted restore of the same checkpoint left is kept, so it can be called again.
+
+    Args:
+        bus: bound to the run, groups set.
+        checkpoint: what to restore.
+        spec: the saved spec, or one with another budget or other sync settings; the tensors must be the same.
+        nonce: under which the caller holds the leases of all fragments.
+        syncer: its name, for the tape.
+        clock: for the tape.
+        offload: reads files.
+
+    Raises:
+        UsageError: the run has another spec or data order, or was started before, or the budget is used up; a file is
+            damaged.
+        LeaseLost: another syncer took over.
+    """
+    if spec.tensors != checkpoint.spec.tensors:
+        raise UsageError(f"{checkpoint.folder} holds another model than the one to be trained")
+    if spec.sync.tokens <= checkpoint.state.tokens:
+        raise UsageError(
+            f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.tokens} already; "
+            "give a larger budget"
+        )
+    if decode(Spec, await bus.propose_spec(encode(spec))) != spec:
+        raise UsageError("the run already has another spec: resume under a --run name that is not in use")
+    fragments = checkpoint.layout.fragments
+    heads = await bus.read_heads([fragment.id for fragment in fragments])
+    for head, mine in zip(heads, checkpoint.fragments, strict=True):
+        if head is not None and head.version != mine.version:
+            raise UsageError("the run was started before: resume under a --run name that is not in use")
+    if not any(heads):
+        await bus.write_state(_restored_run(checkpoint, spec, clock))
+        order = checkpoint.data_order
+        if order is not None and await bus.propose_data_order(order) != order:
+            raise UsageError("the run already has another data order: resume under a --run name that is not in use")
+        if await bus.count_epochs() == 0:
+            await bus.restore_shards(checkpoint.shards)
+    for p, fragment in enumerate(fragments):
+        if heads[p] is None:
+            await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock, offload)
+
+
+def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
+    merged, overwritten, rejected = known_elements(checkpoint)
+    return RunState(
+        phase=Phase.RUNNING,
+        tokens=checkpoint.state.tokens,
+        base_tokens=checkpoint.state.tokens,
+        base_merged=min(checkpoint.state.tokens, merged // checkpoint.layout.elements),
+        base_overwritten=min(MOST_TOKENS, overwritten),
+        base_rejected=min(MOST_TOKENS, rejected),
+        budget_tokens=spec.sync.tokens,
+        started_unix_s=clock.unix(),
+        reason=f"resumed from {checkpoint.folder_name}",
+        manifest=(),
+        origin_unix_s=checkpoint.state.origin_unix_s or checkpoint.state.started_unix_s,
+    )
+
+
+async def _restore_fragment(
+    bus: Bus,
+    checkpoint: Checkpoint,
+    spec: Spec,
+    fragment: FragmentLayout,
+    nonce: str,
+    syncer: str,
+    clock: Clock,
+    offload: Offload,
+) -> None:
+    """Commit one fragment at its saved version (there is no head before)."""
+    p, sync = fragment.id, fragment.sync(spec.sync)
+    saved = checkpoint.fragments[p]
+    theta, outer_state = await offload(checkpoint.fragment, p)
+    names = STATE_RULES[sync.outer].names if sync.outer_momentum else ()
+    state = {name: vector for name, vector in outer_state.items() if name in names}
+    published = await push_global(bus, p, saved.version, secrets.token_hex(8), theta, sync, STAGED_TTL_S, state)
+    digest = payload_digest(as_bytes(theta), sync.chunk_bytes)
+    reason = f"restored from {checkpoint.folder_name}"
+    await bus.commit(
+        Commit(
+            nonce=nonce,
+            expected=None,
+            version=saved.version,
+            digest=digest,
+            payload=published.payload,
+            rest=published.rest,
+            momentum=published.outer_state,
+            window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
+            merged=(),
+            merged_tokens=saved.merged_tokens,
+            record=Committed.installed(p, saved.version, digest, reason=reason, syncer=syncer, unix_s=clock.unix()),
+        )
+    )

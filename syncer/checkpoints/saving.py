@@ -1,0 +1,235 @@
+"""Saving: each fragment by whoever is told to, then the manifest that makes them one. asyncio.
+
+Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut unless the
+run is finished. Each fragment is consistent in itself, and checked by its digest. In memory is one at a time.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.files.replacing import TEMPORARY, digested
+from diloco.pipeline.files.sums import SUMS_FILE
+from diloco.pipeline.files.tensor_file import Tensor, parts_of
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.transfer.global_format import OuterState
+from diloco.pipeline.transfer.payloads import Offload, pull_state
+from diloco.syncer.checkpoints.manifest import (
+    CHECKPOINT,
+    GLOBALS,
+    LATEST,
+    STATE_FILE,
+    Float32,
+    Leftovers,
+    SavedFragment,
+    SavedState,
+    found_fragments,
+    fragment_name,
+    kept_names,
+)
+from diloco.syncer.checkpoints.places import Place
+from diloco.syncer.merging.merge import all_finite
+
+RandomHex = Callable[[int], str]
+
+
+async def save_checkpoint(
+    bus: Bus, spec: Spec, place: Place, offload: Offload = asyncio.to_thread, random_hex: RandomHex = secrets.token_hex
+) -> Place:
+    """Write the run's present state as a new checkpoint in a place, without anybody's help; returns its folder.
+
+    Raises:
+        UsageError: the run has no state or no version 0 yet.
+        BadPayload: a payload on the bus is damaged, or not finite.
+        BusError, OSError: nothing was changed, `latest` names the one before.
+    """
+    name = checkpoint_name((await run_state(bus)).tokens, random_hex)
+    fragments = range(spec.sync.fragments)
+    return await finish_checkpoint(bus, spec, place, name, fragments, Leftovers(), offload)
+
+
+def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
+    """A folder's name that nobody else has. tokens: trained so far."""
+    return f"{CHECKPOINT}{tokens}-{random_hex(4)}"
+
+
+async def finish_checkpoint(
+    bus: Bus,
+    spec: Spec,
+    place: Place,
+    name: str,
+    fragments: Iterable[int],
+    leftovers: Leftovers,
+    offload: Offload,
+) -> Place:
+    """Save the fragments that nobody has saved in a checkpoint yet, in this order, and make it one.
+
+    Others may save theirs meanwhile: what they have saved when its turn comes is taken. leftovers: of looks at this
+    place before. Returns and raises as `save_checkpoint`.
+    """
+    folder = place.below(name)
+    try:
+        for p in fragments:
+            if p not in found_fragments(await offload(folder.names)):
+                await save_fragment(bus, spec, folder, p, offload)
+        state = await _saved_state(bus, spec, folder, offload)
+        dropped = await offload(_make_one, place, name, state)
+    except BaseException:
+        with suppress(OSError):
+            await offload(_unmake, place, name)
+        raise
+    with suppress(OSError):  # what is not dropped now is a leftover, and goes with a later one
+        await offload(_drop, place, dropped, leftovers)
+    return folder
+
+
+# --- a fragment --------------------------------------------------------------------------------------
+
+
+async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offload: Offload) -> None:
+    """Write a fragment's present version into a checkpoint; as `save_checkpoint`."""
+    layout = layout_of(spec.tensors).fragments[fragment]
+    head, values, outer_state = await _read_fragment(bus, layout, spec.sync, offload)
+    await offload(_write_fragment, folder, head, values, outer_state)
+
+
+async def _read_fragment(
+    bus: Bus, layout: FragmentLayout, sync: SyncSpec, offload: Offload
+) -> tuple[Head, Float32, OuterState]:
+    """Head, global and outer state of one version; starts again when the head moves meanwhile."""
+    seen: Head | None = None
+    while True:
+        (head,) = await bus.read_heads([layout.id])
+        if head is None:
+            raise UsageError(f"fragment {layout.id} has no version yet: there is nothing to save")
+        try:
+            return head, *await pull_state(bus, head, layout.elements, layout.sync(sync), offload)
+        except BadPayload:
+            if seen is not None and (seen.version, seen.digest, seen.payload) == (
+                head.version,
+                head.digest,
+                head.payload,
+            ):
+                raise  # twice the same head: it did not move, the payload is damaged
+            seen = head
+
+
+def _write_fragment(folder: Place, head: Head, values: Float32, outer_state: OuterState) -> None:
+    if not all(map(all_finite, (values, *outer_state.values()))):
+        raise BadPayload(
+            f"fragment {head.fragment} version {head.version} is not finite: the checkpoint saved before stays"
+        )
+    vectors = {GLOBALS: values} | {name: vector for name, vector in outer_state.items() if vector.any()}
+    name, digest = fragment_name(head.fragment, head.version, head.digest), hashlib.sha256()
+    folder.write(f"{name}.safetensors", digested(parts_of(_tensors(vectors)), digest.update))
+    saved = SavedFragment(
+        version=head.version,
+        digest=head.digest,
+        merged_deltas=head.merged_deltas,
+        merged_tokens=head.merged_tokens,
+        rejected_tokens=head.rejected_tokens,
+        file=f"{name}.safetensors",
+        sha256=digest.hexdigest(),
+    )
+    folder.write(f"{name}.json", [saved.model_dump_json(indent=1).encode()])
+
+
+def _tensors(vectors: Mapping[str, Float32]) -> dict[str, Tensor]:
+    """Flat float32 vectors as tensors of a file."""
+
+    def one(vector: Float32) -> Tensor:
+        return Tensor("F32", vector.shape, vector.nbytes, lambda: as_bytes(vector))
+
+    return {name: one(vector) for name, vector in vectors.items()}
+
+
+# --- the manifest ------------------------------------------------------------------------------------
+
+
+async def run_state(bus: Bus) -> RunState:
+    """The run's state with the tokens of now.
+
+    Raises:
+        UsageError: it has none yet.
+    """
+    run = await bus.read_state()
+    if run is None:
+        raise UsageError("the run has no state yet: there is nothing to save")
+    # The state is written a few times a second; the reports are newer.
+    reported = sum(seen.report.tokens for seen in await bus.read_reports())
+    return run.model_copy(update={"tokens": min(MOST_TOKENS, max(run.tokens, run.base_tokens + reported))})
+
+
+async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) -> SavedState:
+    """The manifest of what lies in a folder; read after the fragments, so that no tokens of theirs are missing."""
+    return SavedState(
+        spec=spec,
+        run=await run_state(bus),
+        overwritten=min(MOST_TOKENS, sum(seen.report.overwritten for seen in await bus.read_reports())),
+        fragments=await offload(_fragments, folder, spec.sync.fragments),
+        shards=await bus.read_shards(),
+        data_order=await bus.read_data_order(),  # after the shards: who queues them has agreed on it
+    )
+
+
+def _fragments(folder: Place, count: int) -> tuple[SavedFragment, ...]:
+    found = found_fragments(folder.names())
+    if missing := [p for p in range(count) if p not in found]:
+        raise OSError(f"{folder} has lost fragment {missing[0]} while it was saved")
+    return tuple(SavedFragment.model_validate_json(folder.read(f"{found[p]}.json")) for p in range(count))
+
+
+def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
+    """Write the manifest, then name it in `latest`; returns which ones are not kept any more."""
+    manifest, folder = state.model_dump_json(indent=1).encode(), place.below(name)
+    sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
+    folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
+    folder.write(STATE_FILE, [manifest])
+    there = place.names()
+    kept, dropped = kept_names([before for before in read_latest(place) if before in there], name)
+    place.write(LATEST, ["".join(f"{one}\n" for one in kept).encode()])
+    return dropped
+
+
+def _unmake(place: Place, name: str) -> None:
+    """A disk that is full must not be filled with what nothing names: but a store may have heard more than it said."""
+    if name not in read_latest(place):
+        place.remove(name)
+
+
+def _drop(place: Place, names: Iterable[str], leftovers: Leftovers) -> None:
+    for name in names:
+        place.remove(name)
+    drop_leftovers(place, leftovers)
+
+
+def read_latest(place: Place) -> list[str]:
+    """The names in `latest`, newest first, as they stand there; empty where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with suppress(FileNotFoundError):
+        return [line.strip() for line in place.read(LATEST).decode(errors="replace").splitlines() if line.strip()]
+    return []
+
+
+def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
+    """Remove what killed writers left, as far as it can be told by now.
+
+    Raises:
+        OSError: the place cannot be read, or not be changed.
+    """
+    kept = read_latest(place)
+    others = [name for name in place.names() if name.startswith((CHECKPOINT, TEMPORARY)) and name not in kept]
+    for name in leftovers.look({name: place.below(name).names() for name in others}, len(kept)):
+        place.remove(name)

@@ -1,0 +1,107 @@
+"""Promises about which learner of a run on one machine gets which device."""
+
+import pytest
+
+from diloco import cli
+from diloco.launcher import launch
+from diloco.launcher.devices import VISIBLE, Place, assign, told
+from diloco.options import RunSettings
+from diloco.pipeline.errors import UsageError
+from tests.diloco.test_run import flag, launched
+
+TWO, UNNAMED = ["0", "1"], ["GPU-aa", "GPU-bb"]
+C0, C1 = Place("cuda", "0", "cuda:0"), Place("cuda", "1", "cuda:1")
+CPU, MPS, FREE = Place("cpu", "", "cpu"), Place("mps", "", "mps"), Place("auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "learners", "gpus", "places"),
+    [
+        ("auto", 2, [], [FREE, FREE]),
+        ("auto", 2, TWO, [C0, C1]),
+        ("all", 2, TWO, [C0, C1]),
+        ("all", 5, TWO, [C0, C1, C0, C1, C0]),
+        ("all", 1, TWO, [C0]),
+        ("cuda:1,cuda:0", 2, TWO, [C1, C0]),
+        ("1,0", 2, TWO, [C1, C0]),
+        ("cuda:1", 3, TWO, [C1, C1, C1]),
+        ("cuda:1", 1, UNNAMED, [Place("cuda", "GPU-bb", "cuda:1")]),
+        ("cpu", 2, TWO, [CPU, CPU]),
+        ("cpu", 1, [], [CPU]),
+        ("mps", 1, [], [MPS]),
+        ("cuda:0,cpu", 3, TWO, [C0, CPU, C0]),
+    ],
+)
+def test_learners_take_the_devices_in_turn(asked: str, learners: int, gpus: list[str], places: list[Place]) -> None:
+    assert assign(asked, learners, gpus) == places
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "said"),
+    [
+        ("all", [], "no GPU that torch can use; --devices cpu"),
+        ("cuda:0", [], "cuda:0 is not on this machine: torch can use no GPU"),
+        ("cuda:0,cuda:2", TWO, "cuda:2 is not on this machine: there are cuda:0 to cuda:1"),
+        ("0+2", TWO, "cuda:2 is not on this machine"),
+        ("0+1", TWO, r"0\+1 is a set of GPUs for one learner, which is a single process as yet"),
+        ("0+0", TWO, "'0[+]0' is no device"),
+        ("0+cpu", TWO, "no device"),
+        ("cuda", TWO, "'cuda' is no device: give cuda:0,cuda:1 and so on, or all, cpu, mps or auto"),
+        ("cuda:-1", TWO, "no device"),
+        ("cuda:0,", TWO, "'' is no device"),
+        ("", TWO, "no device"),
+        ("all,cpu", TWO, "'all' is no device"),
+        ("gpu0", TWO, "'gpu0' is no device"),
+    ],
+)
+def test_what_is_not_here_or_no_device_is_refused_by_name(asked: str, gpus: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        assign(asked, 2, gpus)
+
+
+@pytest.mark.parametrize(
+    ("places", "line"),
+    [
+        ([FREE, FREE], ""),
+        ([CPU, CPU], ""),
+        ([C0, C1], "a device for each learner: cuda:0, cuda:1"),
+        ([C1], "a device for each learner: cuda:1"),
+        ([C0, C1, C0], "3 learners share 2 devices in turn: cuda:0, cuda:1"),
+        ([C0, C0], "2 learners share 1 device in turn: cuda:0"),
+    ],
+)
+def test_who_shares_is_said_in_a_line(places: list[Place], line: str) -> None:
+    assert told(places) == line
+
+
+def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:1 is the second one of CUDA_VISIBLE_DEVICES, whatever that calls it."""
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    asked = RunSettings(devices="all", learners=2)
+    for visible, names in ((None, ["0", "1"]), ("3,1", ["3", "1"]), ("GPU-x,GPU-y,GPU-lost", ["GPU-x", "GPU-y"])):
+        monkeypatch.delenv(VISIBLE, raising=False)
+        if visible is not None:
+            monkeypatch.setenv(VISIBLE, visible)
+        assert [place.visible for place in launch.places_of(asked)] == names
+
+
+async def test_a_learners_process_sees_its_own_device_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
+    _, children, screen, _ = launched(tmp_path, devices="all", learners=3)
+    learners = children.named("learner-")
+    assert [(flag(one, "--device"), one.environ["CUDA_VISIBLE_DEVICES"]) for one in learners] == [
+        ("cuda", "0"),
+        ("cuda", "1"),
+        ("cuda", "0"),
+    ]
+    assert "3 learners share 2 devices in turn: cuda:0, cuda:1" in screen.notes
+    assert "CUDA_VISIBLE_DEVICES" not in children["evaluator"].environ
+
+
+@pytest.mark.parametrize("command", ["run", "chaos"])
+def test_a_device_that_is_not_here_is_refused_before_anything_is_made(command, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    out = tmp_path / "out"
+    assert cli.main([command, "--devices", "cuda:0", "--out", str(out)]) == 2
+    assert "cuda:0 is not on this machine" in capsys.readouterr().err
+    assert not out.exists()

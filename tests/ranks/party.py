@@ -1,0 +1,83 @@
+"""A run whose learners have several ranks, as processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+
+ROOT = Path(__file__).parents[2]
+RANK = Path(__file__).with_name("rank.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Party:
+    """A Redis, a syncer and learners, ended with the block. Their output is in files of `folder`."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.folder, self._redis = folder, EmbeddedRedis(dies_with_us=True)
+        self._settings = {f"DILOCO_{name.upper()}": str(value) for name, value in settings.items()}
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self._redis.__enter__()
+        self.url = self._redis.url
+        self.start("syncer.log", {"DILOCO_HTTP_PORT": "0"}, "-m", "diloco", "syncer", "--run", "ranks")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+        self._redis.__exit__(None, None, None)
+
+    def start(self, log: str, extra: dict[str, str], *command: object) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": self.url}
+        environment |= self._settings | extra
+        with (self.folder / log).open("ab") as output:
+            started = subprocess.Popen(
+                [sys.executable, *map(str, command)], env=environment, stdout=output, stderr=output
+            )
+        self._started.append(started)
+        return started
+
+    def learner(self, kind: str, name: str, ranks: int = 1, **extra: str) -> list[subprocess.Popen[bytes]]:
+        """Start all ranks of one; what rank r says is in NAME-r.log."""
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return [
+            self.start(f"{name}-{rank}.log", group | {"RANK": str(rank)} | extra, RANK, kind, name, self.folder)
+            for rank in range(ranks)
+        ]
+
+    def said(self, log: str, what: str) -> list[str]:
+        """Lines that begin with a word; those of the log have it as their event."""
+        path, event = self.folder / f"{log}.log", f'"event": "{what}"'
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(what) or event in line]
+
+    def until(self, true: Callable[[], Any], limit_s: float = 150.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not true():
+            assert time.monotonic() < deadline, self.shown()
+            time.sleep(0.05)
+
+    def ended(self, *processes: subprocess.Popen[bytes], limit_s: float = 150.0) -> list[int]:
+        """Their statuses, once all have ended."""
+        self.until(lambda: all(process.poll() is not None for process in processes), limit_s)
+        return [process.returncode for process in processes]
+
+    def shown(self) -> str:
+        """The ends of all logs, for a test that failed."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-2500:]}" for path in sorted(self.folder.glob("*.log")))

@@ -1,0 +1,107 @@
+"""One rank of a learner, as a program: `python rank.py KIND NAME FOLDER`; the process group's variables say which.
+
+KIND is plain, ddp, fsdp or hsdp. The model has tensors that no number of ranks divides: a vocabulary of 257, a bias
+of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco import Learner
+from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size
+
+kind, name, folder = sys.argv[1:4]
+step_s = float(os.environ.get("TEST_STEP_S", "0.02"))
+dtype = getattr(torch, os.environ.get("TEST_DTYPE", "float32"))
+torch.set_num_threads(1)
+rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+torch.manual_seed(0)
+
+
+class Model(nn.Module):
+    """Predicts the next of 257 symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 16)
+        self.narrow, self.wide = nn.Linear(16, 2), nn.Linear(2, 16, bias=False)
+        self.head = nn.Linear(16, 257)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T) to (B, T, 257)."""
+        h = self.embedding(x)
+        return self.head(h + torch.tanh(self.wide(self.narrow(h))))
+
+
+class Counted:
+    """Bytes of the payloads that this process sends and reads."""
+
+    sent = read = 0
+
+
+def count(owner: type, name: str, field: str, size: Callable[[Any, Any], int]) -> None:
+    """Add up what calls of a method carry."""
+    before = getattr(owner, name)
+
+    def counting(self: Any, given: Any) -> Any:
+        answer = before(self, given)
+        setattr(Counted, field, getattr(Counted, field) + size(given, answer))
+        return answer
+
+    setattr(owner, name, counting)
+
+
+count(Payload, "encoded", "sent", lambda index, chunk: chunk_size(chunk))
+count(PayloadReader, "feed", "read", lambda chunk, _: chunk_size(chunk))
+even = [layer for _ in range(5) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())]
+model: nn.Module = nn.Sequential(nn.Embedding(64, 64), *even[:-1]) if os.environ.get("TEST_EVEN") else Model()
+model.to(dtype)
+symbols = 64 if os.environ.get("TEST_EVEN") else 257
+if size > 1 or kind != "plain":
+    torch.distributed.init_process_group("gloo")
+if kind == "ddp":
+    model = nn.parallel.DistributedDataParallel(model)
+elif kind in ("fsdp", "hsdp"):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((size,), ("shard",)) if kind == "fsdp" else ((2, size // 2), ("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for part in [child for child in model.children() if isinstance(child, (nn.Embedding, nn.Linear))]:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+generator = torch.Generator().manual_seed(1000 * len(name) + rank)
+state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
+with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, state_every_s=0.2) as learner:
+    print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
+    steps = 0
+    while not learner.finished:
+        x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(step_s)
+        learner.step(tokens=x.numel(), loss=loss)
+        steps += 1
+        if steps % 10 == 0:
+            print(f"step {steps} blocked {1000 * learner.times.blocked_s / steps:.3f} ms", flush=True)
+print(f"left {learner.left_in_order} {steps} {Counted.sent} {Counted.read}", flush=True)
+learner.load_globals()
+if kind in ("fsdp", "hsdp"):
+    whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
+else:
+    whole = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+heads = learner.globals()
+print(f"alike {all(torch.equal(whole[key], heads[key]) for key in heads)} {len(heads)}", flush=True)
+if rank == 0:
+    torch.save(whole, f"{folder}/{name}.pt")
+if size > 1 or kind != "plain":
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,46 @@
+"""What ranks tell each other at each step, and what rank 0 decides."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.workers.ranks.agreed import PARTS, Decided, UnderWay, numbers, read
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**40), min_size=1, max_size=9),
+    stops=st.lists(st.booleans(), min_size=9, max_size=9),
+    over=st.booleans(),
+    parts=st.integers(0, PARTS),
+    snapshots=st.frozensets(st.integers(0, 6)),
+    adoptions=st.dictionaries(st.integers(0, 6), st.integers(1, 2**40)),
+)
+def test_the_sum_tells_all_what_rank_0_decides_and_what_was_trained(tokens, stops, over, parts, snapshots, adoptions):
+    """However many ranks there are: decisions are rank 0's alone, tokens are of all, one that stops stops all."""
+    decided = Decided(over, parts / PARTS, snapshots, adoptions)
+    told = [
+        numbers(one, stop, 7, decided if rank == 0 else Decided())
+        for rank, (one, stop) in enumerate(zip(tokens, stops, strict=False))
+    ]
+    agreed = read([sum(column) for column in zip(*told, strict=True)])
+    assert agreed.decided == decided
+    assert agreed.tokens == sum(tokens)
+    assert agreed.stop == any(stops[: len(tokens)])
+
+
+def test_of_a_server_one_snapshot_is_under_way_at_a_time() -> None:
+    """So that it needs the room of one fragment; its next one waits until the first is uploaded."""
+    under_way = UnderWay(ranks=2)
+    assert under_way.choose([], [0, 1, 2, 3]) == ({0, 1}, set())
+    under_way.counted([0, 1])
+    assert under_way.choose([], [0, 1, 2, 3]) == (set(), set())
+    under_way.serving.discard(0)
+    assert under_way.choose([], [0, 1, 2, 3]) == ({0}, set())
+
+
+def test_with_a_fragment_one_thing_is_done_at_a_time() -> None:
+    """One that is to be adopted is not snapshot before that is counted, and the other way round."""
+    under_way = UnderWay(ranks=4)
+    assert under_way.choose([0], [0, 1]) == ({1}, {0})
+    assert under_way.choose([0, 1], [0, 1]) == (set(), set())
+    under_way.counted([0, 1])
+    assert under_way.choose([1], [0]) == ({0}, {1})

@@ -1,0 +1,94 @@
+"""Learners of one and several ranks in one run, as processes over gloo."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.party import Party
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def same(folder: Path, *names: str) -> bool:
+    """All learners have the same model, bit for bit."""
+    first, *others = (torch.load(folder / f"{name}.pt") for name in names)
+    return all(one.keys() == first.keys() and all(torch.equal(one[k], first[k]) for k in first) for one in others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_learners_of_one_two_and_three_ranks_end_alike(tmp_path: Path, dtype: str) -> None:
+    """Plain, DDP and FSDP2, of a model that no number of ranks divides: all end with the run's model, bit for bit."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=40_000) as party:
+        learners = [party.learner(*one, TEST_DTYPE=dtype) for one in [("plain", "solo", 1), ("ddp", "duo", 2)]]
+        learners.append(party.learner("fsdp", "trio", 3, TEST_DTYPE=dtype))
+        ranks = [rank for learner in learners for rank in learner]
+        assert party.ended(*ranks) == [0] * 6, party.shown()
+        assert same(tmp_path, "solo", "duo", "trio")
+        for log in ("solo-0", "duo-0", "duo-1", "trio-0", "trio-1", "trio-2"):
+            assert party.said(log, "left True"), party.shown()
+            assert party.said(log, "alike True"), party.shown()
+        steps = {party.said(f"trio-{rank}", "left True")[0].split()[2] for rank in range(3)}
+        assert len(steps) == 1, "ranks of one learner leave after the same step"
+
+
+def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) -> None:
+    """The others of its learner say that it is gone and end with an error; the other learner trains on.
+
+    Started again with another number of ranks, under its own name, the learner takes part again.
+    """
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
+        (solo,) = party.learner("plain", "solo")
+        trio = party.learner("fsdp", "trio", 3)
+        party.until(lambda: party.said("trio-0", "step 30") and party.said("solo-0", "step 30"))
+        trio[1].kill()
+        began = time.monotonic()
+        statuses = party.ended(*trio, limit_s=60)
+        print(f"the others have ended after {time.monotonic() - began:.1f} s with {statuses}")
+        assert all(statuses), party.shown()
+        for rank in (0, 2):
+            assert party.said(f"trio-{rank}", "rank_gone"), party.shown()
+        assert solo.poll() is None
+        seen = len(party.said("solo-0", "step"))
+        again = party.learner("fsdp", "trio", 2)
+        party.until(lambda: len(party.said("trio-0", "joined ")) == 2 and len(party.said("solo-0", "step")) > seen + 2)
+        assert all(rank.poll() is None for rank in (solo, *again)), party.shown()
+
+
+def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
+    """FSDP2 of 3, then of 2, then DDP of 2, then of 3 again: each goes on from what the ones before have saved."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
+        party.learner("plain", "solo")
+        earlier = 0
+        for life, (kind, ranks) in enumerate([("fsdp", 3), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)]):
+            learner = party.learner(kind, "them", ranks, TEST_STATE="1")
+            party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
+            source, steps = party.said("them-0", "joined ")[-1].split()[1:]
+            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
+            earlier = int(steps)
+            stepped = len(party.said("them-0", "step "))
+            party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
+            for rank in learner:
+                rank.terminate()
+            assert party.ended(*learner) == [0] * ranks, party.shown()
+
+
+def test_replicated_shards_end_on_the_heads(tmp_path: Path) -> None:
+    """HSDP of 2 x 2 ranks: both replicas of each shard have the run's values at the end."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10_000) as party:
+        assert party.ended(*party.learner("hsdp", "quad", 4)) == [0] * 4, party.shown()
+        assert all(party.said(f"quad-{rank}", "alike True") for rank in range(4)), party.shown()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_rank_carries_its_share_of_the_bytes(tmp_path: Path, kind: str) -> None:
+    """Of six fragments of equal size each of three ranks serves two: sent and read, within 5 % of a third."""
+    with Party(tmp_path, sync_interval=6, fragments=6, tokens=150_000, first_interval=0) as party:
+        ranks = party.learner(kind, "trio", 3, TEST_EVEN="1", TEST_STEP_S="0.005")
+        assert party.ended(*ranks, limit_s=300) == [0] * 3, party.shown()
+        said = [party.said(f"trio-{rank}", "left True")[0].split() for rank in range(3)]
+        for column in (3, 4):
+            carried = [int(words[column]) for words in said]
+            print(kind, ("sent", "read")[column - 3], carried)
+            assert max(carried) / (sum(carried) / 3) <= 1.05, carried

@@ -1,0 +1,131 @@
+"""Which elements each rank holds, and who sends what: tables and random models."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.workers.ranks.shares import Piece, Shares, elements, server_of, sources
+
+
+def tensor(name: str, shape: tuple[int, ...], fragment: int = 0, rule: str = "rda") -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype="float32", rule=rule, fragment=fragment)
+
+
+def in_parts(table: list[TensorSpec], fragments: int) -> list[TensorSpec]:
+    """Rows of every tensor in as many fragments as there are, or as it has rows."""
+    found = []
+    for one in table:
+        cuts = np.linspace(0, one.shape[0], min(fragments, one.shape[0]) + 1).astype(int).tolist()
+        for p, ends in enumerate(itertools.pairwise(cuts)):
+            update = {"rows": ends if len(cuts) > 2 else None, "fragment": p if len(cuts) > 2 else one.fragment}
+            found.append(one.model_copy(update=update))
+    return found
+
+
+def sharded(layout: Layout, ranks: int, replicas: int = 1) -> list[dict[str, tuple[int, int]]]:
+    """As `fully_shard` gives rows to ranks: as many to each as to the first; the last ones get the rest, or none."""
+    held: list[dict[str, tuple[int, int]]] = []
+    shards = ranks // replicas
+    for rank in range(ranks):
+        held.append({})
+        for fragment in layout.fragments:
+            for slot in fragment.slots:
+                rows = slot.tensor.shape[0]
+                row, most = slot.tensor.whole.elements // rows, -(-rows // shards)
+                start = min(rows, most * (rank % shards))
+                stop = min(rows, start + most)
+                held[-1][slot.tensor.name] = (start * row, stop * row) if start < stop else (0, 0)
+    return held
+
+
+def test_a_vocabulary_of_257_over_three_ranks() -> None:
+    """Uneven shards of the embedding, and an empty one of a bias of 2, lie where they belong."""
+    layout = layout_of([tensor("embedding", (257, 4)), tensor("bias", (2,))])
+    shares = Shares(layout, sharded(layout, 3))
+    assert [shares.pieces(rank, 0) for rank in range(3)] == [
+        (Piece(0, 0, 344), Piece(1028, 344, 1)),
+        (Piece(344, 0, 344), Piece(1029, 344, 1)),
+        (Piece(688, 0, 340),),
+    ]
+    local = shares.local(2).fragments[0]
+    assert [(slot.tensor.name, slot.tensor.shape) for slot in local.slots] == [("embedding", (85, 4))]
+    assert shares.local(2).digest == layout.digest
+
+
+def test_replicas_are_sent_by_the_server_and_buffers_by_rank_0() -> None:
+    """DDP: no byte goes between ranks for weights; the statistics that are the learner's are rank 0's."""
+    layout = layout_of([tensor("a", (3, 2), 0), tensor("b", (2,), 1), tensor("running_mean", (2,), 2, "average")])
+    shares = Shares(layout, [{"a": (0, 6), "b": (0, 2), "running_mean": (0, 2)}] * 2)
+    sent = [[elements(shares.sent(rank, p)) for rank in range(2)] for p in range(3)]
+    assert sent == [[6, 0], [0, 2], [2, 0]]
+    assert [server_of(p, 2) for p in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "first", "expected"),
+    [
+        ([(0, 6)], 0, {0}),
+        ([(0, 6), (0, 6), (0, 6)], 1, {1}),
+        ([(0, 4), (4, 6), (0, 0)], 2, {0, 1}),
+        ([(0, 3), (3, 6), (0, 3), (3, 6)], 2, {2, 3}),
+        ([(0, 3), (3, 6), (0, 3), (3, 6)], 1, {1, 2}),
+        ([(0, 3), (4, 6)], 0, None),
+        ([(0, 4), (3, 6)], 0, None),
+        ([(0, 3), (3, 6), (0, 3)], 0, None),
+        ([(0, 3), (3, 5)], 0, None),
+        ([(0, 0), (0, 0)], 0, None),
+    ],
+)
+def test_each_element_is_sent_once_or_the_model_is_refused(ranges, first, expected) -> None:
+    """Shards, replicas and replicated shards; a gap, an overlap, and what only some hold twice are refused."""
+    if expected is None:
+        with pytest.raises(UsageError, match="do not hold parameter w as shards or replicas"):
+            sources(ranges, 6, "w", first)
+    else:
+        assert sources(ranges, 6, "w", first) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=8),
+    fragments=st.integers(1, 3),
+    shards=st.integers(1, 5),
+    replicas=st.integers(1, 3),
+    cut=st.booleans(),
+)
+def test_what_is_gathered_and_handed_out_is_the_fragment(rows, fragments, shards, replicas, cut) -> None:
+    """Of any model over any number of ranks: pieces sent cover each fragment once, and come back where they were.
+
+    Also where the rows of tensors lie in several fragments.
+    """
+    table = [tensor(f"t{i}", shape, i % fragments) for i, shape in enumerate(rows)]
+    layout = layout_of(in_parts(table, fragments) if cut else table)
+    ranks, held = shards * replicas, sharded(layout, shards * replicas, replicas)
+    shares = Shares(layout, held)
+    whole = layout.whole(np.arange(f.elements, dtype=np.float32) + 1000 * f.id for f in layout.fragments)
+    for rank in range(ranks):
+        for p, fragment in enumerate(shares.local(rank).fragments):
+            wanted, here = [one.start + 1000 * p + np.arange(one.elements) for one in shares.pieces(rank, p)], []
+            for slot in fragment.slots:
+                shard = whole[slot.tensor.name].reshape(-1)[slice(*held[rank][slot.tensor.name])]
+                assert len(shard) == slot.tensor.whole.elements
+                here.append(shard[slot.within])
+            assert np.array_equal(np.concatenate([*here, []]), np.concatenate([*wanted, []]))
+    for p, fragment in enumerate(layout.fragments):
+        flat = np.arange(fragment.elements)
+        covered = np.zeros(fragment.elements, int)
+        for rank in range(ranks):
+            own = np.full(shares.local(rank).fragments[p].elements, -1)
+            for piece in shares.pieces(rank, p):
+                own[piece.at : piece.at + piece.elements] = flat[piece.start : piece.start + piece.elements]
+            assert (own >= 0).all()
+            for piece in shares.sent(rank, p):
+                assert piece in shares.pieces(rank, p)
+                covered[piece.start : piece.start + piece.elements] += 1
+        assert (covered == 1).all()

@@ -1,0 +1,88 @@
+"""Connections between ranks, in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.errors import RankGone, UsageError
+from diloco.workers.ranks.wires import Wires, listen
+
+TOKEN = bytes(32)
+
+
+@asynccontextmanager
+async def wired(ranks: int) -> AsyncIterator[list[Wires]]:
+    listeners = [listen("127.0.0.1") for _ in range(ranks)]
+    addresses = [one.getsockname()[:2] for one in listeners]
+    made = [Wires(rank, addresses, listener, TOKEN) for rank, listener in enumerate(listeners)]
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
+        await asyncio.gather(*(stack.enter_async_context(one) for one in made))
+        yield made
+
+
+async def test_each_asks_each_with_vectors_of_any_size() -> None:
+    """Itself too; an empty vector is one, and large ones arrive whole while others are on their way."""
+    async with wired(3) as wires:
+
+        async def double(rank: int, factor: int, vector: np.ndarray) -> list[float]:
+            return [rank, len(vector), float(factor * vector.sum(dtype=np.float64))]
+
+        for one in wires:
+            one.handle(double=double)
+        for size in (0, 1, 3_000_000):
+            vector = np.ones(size, np.float32)
+            asked = [one.ask(other, "double", 2, vector=vector) for one in wires for other in range(3)]
+            answers = await asyncio.gather(*asked)
+            assert answers == [[one.rank, size, 2.0 * size] for one in wires for _ in range(3)]
+
+
+async def test_a_refusal_is_raised_where_it_was_asked() -> None:
+    """With its words; the connection goes on."""
+    async with wired(2) as wires:
+
+        async def refuse(rank: int) -> None:
+            raise UsageError("not finite")
+
+        wires[1].handle(refuse=refuse)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="not finite"):
+                await wires[0].ask(1, "refuse")
+
+
+async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
+    """At once, and naming it; one that has said goodbye is not missed."""
+    async with wired(3) as wires:
+
+        async def never(rank: int) -> None:
+            await asyncio.Event().wait()
+
+        wires[1].handle(never=never)
+        wires[2].leaving = True
+        asked = asyncio.create_task(wires[0].ask(1, "never"))
+        while not wires[1]._tasks:
+            await asyncio.sleep(0)
+        wires[1]._writers[0].transport.abort()
+        wires[1]._writers[2].transport.abort()
+        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+            await wires[0].watch()
+        with pytest.raises(RankGone):
+            await asked
+        assert not wires[2]._broken.done()
+
+
+async def test_who_does_not_know_the_token_is_no_rank() -> None:
+    """It is hung up on, and the ranks go on."""
+    async with wired(2) as wires:
+
+        async def echo(rank: int, what: str) -> str:
+            return what
+
+        wires[0].handle(echo=echo)
+        reader, writer = await asyncio.open_connection(*wires[0]._addresses[0])
+        writer.write(bytes([1]) * 36)
+        assert await reader.read() == b""
+        writer.close()
+        assert await wires[1].ask(0, "echo", "here") == "here"

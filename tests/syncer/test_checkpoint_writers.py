@@ -1,0 +1,236 @@
+"""Writers of checkpoints that are killed, or several in one folder: what is named is whole, and no more stays."""
+
+import asyncio
+import secrets
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.testing.virtual_time import inline, run_virtual
+from diloco.syncer.checkpoints import keeping, saving
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
+from diloco.syncer.checkpoints.places import Folder, place_of
+from diloco.syncer.checkpoints.saving import checkpoint_name, finish_checkpoint
+from tests import samples
+from tests.syncer.test_checkpoint import folder_of, save, trained
+from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
+from tests.virtual_run import VirtualRun, sync_spec
+
+KILLED = """
+import sys
+from pathlib import Path
+from diloco.syncer.checkpoints.places import Folder
+from tests.syncer.test_checkpoint import save
+
+whole = Folder.write
+
+def write(self, name, parts):
+    def begun():
+        for part in parts:
+            yield part[:7]
+            print(name, flush=True)
+            sys.stdin.read()
+    whole(self, name, begun() if name.startswith(sys.argv[2]) else parts)
+
+Folder.write = write
+save(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("point", ["fragment-0000", "fragment-0001", "SHA256SUMS", "state.json", "latest"])
+def test_a_syncer_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path, point: str) -> None:
+    """SIGKILL in the midst of each kind of file: nothing half is named, and what is left goes as others are saved."""
+    (before,) = save(tmp_path)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), point], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline().startswith(point)
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait() == -signal.SIGKILL
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert folder_of(tmp_path) == before
+    (left,) = [folder for folder in tmp_path.glob("checkpoint-*") if folder != before]
+    assert (left / STATE_FILE).exists() == (point == "latest")
+    names = save_with(tmp_path, Leftovers(), times=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", *names}
+
+
+def save_with(directory: Path, leftovers: Leftovers, times: int) -> list[str]:
+    """As one syncer saves in the course of time: it remembers what it has seen there."""
+
+    async def main() -> list[str]:
+        spec, place = samples.spec(), place_of(directory)
+        bus = await trained(spec)
+        names = [checkpoint_name(7, secrets.token_hex) for _ in range(times)]
+        for name in names:
+            await finish_checkpoint(bus, spec, place, name, range(2), leftovers, inline)
+        return names
+
+    return run_virtual(main())
+
+
+def test_what_another_one_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    """It grows from look to look."""
+    leftovers, folder = Leftovers(), tmp_path / "checkpoint-1-others"
+    folder.mkdir(parents=True)
+    for n in range(4):
+        (folder / f"fragment-{n}").write_bytes(b"")
+        save_with(tmp_path, leftovers, times=1)
+        assert len(list(folder.iterdir())) == n + 1
+    save_with(tmp_path, leftovers, times=1)
+    assert not folder.exists()
+
+
+def test_what_cannot_be_removed_takes_no_new_checkpoint_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest one stays for now, and goes with a later one."""
+    leftovers = Leftovers()
+    first, *_ = save_with(tmp_path, leftovers, times=3)
+    with monkeypatch.context() as patched:
+
+        def refused(self: Folder, name: str) -> None:
+            raise OSError("not permitted")
+
+        patched.setattr(Folder, "remove", refused)
+        (newest,) = save(tmp_path)
+    assert folder_of(tmp_path) == newest
+    assert (tmp_path / first).exists()
+    save_with(tmp_path, leftovers, times=2)
+    assert not (tmp_path / first).exists()
+
+
+def test_an_answer_that_is_lost_takes_no_named_checkpoint_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has written `latest`, and the writer has not heard of it: what is named there is whole."""
+    save(tmp_path)
+    write = Folder.write
+
+    def unanswered(self: Folder, name: str, parts: Any) -> None:
+        write(self, name, parts)
+        if name == "latest":
+            raise OSError("the store does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "write", unanswered)
+        with pytest.raises(OSError, match="answer"):
+            save(tmp_path)
+    name = (tmp_path / "latest").read_text().splitlines()[0]
+    assert folder_of(tmp_path).name == name
+
+
+def test_two_that_save_to_one_folder_at_once_leave_whole_checkpoints(tmp_path: Path) -> None:
+    """Two runs by mistake, or a lead that was paused: `latest` names a whole one whenever it is looked at."""
+    with ThreadPoolExecutor() as pool:
+        saving_ = [pool.submit(save, tmp_path, 20) for _ in range(2)]
+        while not all(one.done() for one in saving_):
+            if (tmp_path / "latest").exists():
+                name = (tmp_path / "latest").read_text().splitlines()[0]
+                assert (tmp_path / name / STATE_FILE).exists()
+        for one in saving_:
+            one.result()
+    load_checkpoint(tmp_path)
+
+
+class Slowly:
+    """Saves a fragment a second, and tells whose bus it was read from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by: list[tuple[str, int, Any]] = []
+        self._save = saving.save_fragment
+        for module in (saving, keeping):
+            monkeypatch.setattr(module, "save_fragment", self.save)
+
+    async def save(self, bus: Any, spec: Any, folder: Any, fragment: int, offload: Any) -> None:
+        await asyncio.sleep(1.0)
+        await self._save(bus, spec, folder, fragment, offload)
+        self.by.append((str(folder), fragment, bus))
+
+
+def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same time, and the lead writes the manifest: in half of the time that it would take alone.
+
+    What the lead saves for others is at most what they are at when it comes there.
+    """
+
+    async def main() -> None:
+        slowly = Slowly(monkeypatch)
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+        syncers = [Syncer(world, name) for name in "abc"]
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+        held = {p: s.bus for s in syncers for p in s.held}
+        took = await until(lambda: (tmp_path / "latest").exists(), 30.0)
+        assert all((p, bus) in {(p, bus) for _, p, bus in slowly.by} for p, bus in held.items())
+        assert len(slowly.by) <= P + 2
+        assert took < 20.0 + P / 2 + 0.5
+        assert load_checkpoint(tmp_path).state.tokens > 0
+        for party in learners:
+            await party.kill()
+        for one in syncers:
+            await one.kill()
+
+    run_virtual(main())
+
+
+def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is whole all the same."""
+
+    async def main() -> None:
+        slowly = Slowly(monkeypatch)
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+        syncers = [Syncer(world, name) for name in "abc"]
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+        (lead,) = [s for s in syncers if 0 in s.held]
+        dead = next(s for s in syncers if s is not lead)
+        lost = set(dead.held)
+        await until(lambda: bool(slowly.by), 30.0)
+        await dead.kill()
+        await until(lambda: (tmp_path / "latest").exists(), 20.0)
+        load_checkpoint(tmp_path)
+        assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
+        for party in learners:
+            await party.kill()
+        for one in syncers:
+            if one is not dead:
+                await one.kill()
+
+    run_virtual(main())
+
+
+def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others save in vain does not pile up."""
+
+    async def main() -> None:
+        Slowly(monkeypatch)
+        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_every=20.0)
+        syncers = [Syncer(world, name, checkpoint_dir=tmp_path / name) for name in "ab"]
+        learners = learners_of(world)
+        await until(lambda: [len(s.held) for s in syncers] == [3, 3], 2 * LEASE_S)
+        lead, other = ("a", "b") if 0 in syncers[0].held else ("b", "a")
+        await asyncio.sleep(150.0)
+        checkpoint = load_checkpoint(tmp_path / lead)
+        assert len(found_fragments(checkpoint.folder.names())) == P
+        assert len(list((tmp_path / other).iterdir())) <= 2
+        for party in learners:
+            await party.kill()
+        for one in syncers:
+            await one.kill()
+
+    run_virtual(main())

@@ -1,0 +1,106 @@
+"""What the ranks of a learner tell each other at each step, so that all do the same at the same step. Pure.
+
+Each step every rank puts a few whole numbers into a sum over all ranks, which goes on beside the training. `LAG` steps
+later it is read, on all ranks alike. What it says is done then: fragments are adopted and snapshot, the loop ends.
+
+| step | |
+|---|---|
+| t | rank 0 decides, and puts it into the sum of step t, with the tokens that it has trained in it |
+| t + LAG | all ranks read that sum, and do it |
+| t + 2 LAG | rank 0 reads the tokens of step t + LAG: it knows what the snapshots of that step have trained |
+
+So rank 0 counts (`Rounds`) in the order of the steps, `LAG` of them behind.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+LAG = 2
+"""Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
+gradients. So after two it is there, and nobody waits."""
+AHEAD = 2 * LAG
+"""Steps between what rank 0 has counted as it decides, and the doing of it."""
+PARTS = 2**40
+"""Of the run's progress, as a whole number."""
+_HEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What all ranks are to do at one step."""
+
+    over: bool = False
+    """The run is over."""
+    progress: float = 0.0
+    """Of the run, 0..1."""
+    snapshots: frozenset[int] = frozenset()
+    """Fragments."""
+    adoptions: Mapping[int, int] = field(default_factory=dict)
+    """Fragment -> number of the pulled global, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A sum as it is read."""
+
+    tokens: int
+    """Trained in its step by all ranks."""
+    stop: bool
+    """A rank was asked to end."""
+    decided: Decided
+
+
+def numbers(tokens: int, stop: bool, fragments: int, decided: Decided = Decided()) -> list[int]:
+    """What a rank puts in.
+
+    Args:
+        tokens: that it has trained in this step.
+        stop: it was asked to end.
+        fragments: of the layout.
+        decided: rank 0's; the others decide nothing.
+    """
+    told = [tokens, int(stop), int(decided.over), int(PARTS * decided.progress)]
+    told += [int(p in decided.snapshots) for p in range(fragments)]
+    return told + [decided.adoptions.get(p, 0) for p in range(fragments)]
+
+
+def read(sums: Sequence[int]) -> Agreed:
+    """The sum of what all ranks have put in."""
+    tokens, stop, over, parts = sums[:_HEAD]
+    fragments = (len(sums) - _HEAD) // 2
+    snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p])
+    adoptions = {p: number for p in range(fragments) if (number := sums[_HEAD + fragments + p])}
+    return Agreed(tokens, stop > 0, Decided(over > 0, parts / PARTS, snapshots, adoptions))
+
+
+class UnderWay:
+    """What rank 0 has decided and not counted yet, and whose uploads are under way.
+
+    With a fragment one thing is done at a time. Of the fragments of one server one snapshot is under way at a time, so
+    that a server has the room of one fragment.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._fragments: set[int] = set()
+        self.serving: set[int] = set()
+        """Servers with a snapshot that is not uploaded. What ends an upload takes its server out."""
+
+    def choose(self, pulled: Iterable[int], due: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Fragments to be snapshot, and to be adopted, by what is decided now.
+
+        pulled: those of which all ranks have a newer global. due: those to be published.
+        """
+        adoptions = frozenset(pulled) - self._fragments
+        snapshots = set()
+        for p in due:
+            server = p % self._ranks
+            if p not in self._fragments and p not in adoptions and server not in self.serving:
+                snapshots.add(p)
+                self.serving.add(server)
+        self._fragments |= snapshots | adoptions
+        return frozenset(snapshots), adoptions
+
+    def counted(self, fragments: Iterable[int]) -> None:
+        """What was decided of these is done and counted."""
+        self._fragments.difference_update(fragments)

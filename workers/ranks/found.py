@@ -1,0 +1,244 @@
+"""Which ranks are one learner, and how they meet. The training thread's; the one file here that knows DTensors.
+
+| model | its ranks |
+|---|---|
+| plain, one process | none: it is a learner by itself |
+| in DistributedDataParallel | those of its process group |
+| sharded by `fully_shard` (FSDP2, HSDP) | those of its mesh |
+| plain, and a mesh or a process group is passed | those of it: the loop averages gradients itself |
+
+Anything else that spans several processes is refused, with the reason.
+"""
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco.pipeline.agreement import differences
+from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload import codec
+from diloco.workers.averaged import averaged_buffers
+from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.ranks.shares import Range
+from diloco.workers.ranks.wires import TOKEN_BYTES, listen
+
+WAIT = timedelta(hours=1)
+"""For a rank that does not come; one that dies is noticed at once."""
+WORLD = "world"
+"""As `mesh`: all ranks of torch.distributed, if it has several."""
+LOOPBACK = "127.0.0.1"
+NO_RANKS = (
+    "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
+    "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
+    "own, without a process group"
+)
+SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
+
+
+def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
+    """The global ranks that are one learner with this process; empty: it is a learner by itself.
+
+    Args:
+        model: what is trained.
+        mesh: a DeviceMesh, a process group, `WORLD`, or None.
+
+    Raises:
+        UsageError: its ranks cannot be one learner, with the reason.
+    """
+    found = _given(mesh)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
+    for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise UsageError(
+                f"module {name or 'model'} is wrapped in FullyShardedDataParallel (FSDP1), which hides parameters in "
+                f"flat ones: use fully_shard. {SHARDS_ONLY}"
+            )
+        if isinstance(module, DistributedDataParallel):
+            found = _same(found, tuple(distributed.get_process_group_ranks(module.process_group)), "the model's DDP")
+    trained = trained_tensors(model)
+    sharded = {name: tensor for name, tensor in trained.items() if hasattr(tensor, "device_mesh")}
+    for name, tensor in sharded.items():
+        _check_sharded(name, tensor, model)
+        found = _same(found, tuple(tensor.device_mesh.mesh.flatten().tolist()), f"parameter {name}")
+    if sharded and len(sharded) < len(trained):
+        plain = next(name for name in trained if name not in sharded)
+        raise UsageError(f"parameter {plain} is trained beside sharded ones and is none: shard it, or freeze it")
+    if not found and (size := _world_size()) > 1:
+        raise UsageError(NO_RANKS.format(size))
+    if found and distributed.get_rank() not in found:
+        raise UsageError(f"this process is rank {distributed.get_rank()}, which is none of the learner's: {found}")
+    return () if len(found) == 1 and not sharded else found
+
+
+def _world_size() -> int:
+    here = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if here else 1
+
+
+def _given(mesh: Any) -> tuple[int, ...]:
+    if mesh is None or (mesh == WORLD and _world_size() == 1):
+        return ()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise UsageError("mesh= without a process group: call torch.distributed.init_process_group before")
+    if mesh == WORLD:
+        return tuple(range(_world_size()))
+    if isinstance(mesh, distributed.ProcessGroup):
+        return tuple(distributed.get_process_group_ranks(mesh))
+    if isinstance(mesh, distributed.device_mesh.DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    raise UsageError(
+        f'mesh is a {type(mesh).__name__}: pass a DeviceMesh or a process group of the learner\'s ranks, or "world"'
+    )
+
+
+def _same(found: tuple[int, ...], ranks: tuple[int, ...], whose: str) -> tuple[int, ...]:
+    if found and sorted(found) != sorted(ranks):
+        raise UsageError(f"{whose} is of ranks {sorted(ranks)}, and not of the learner's {sorted(found)}")
+    return found or ranks
+
+
+def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UsageError(
+            f"parameter {name} is a DTensor, but no module was given to fully_shard: tensor parallelism is not taken. "
+            f"{SHARDS_ONLY}"
+        )
+    placements = tensor.placements
+    shards = [one for one in placements if not isinstance(one, Replicate)]
+    if len(shards) > 1 or any(type(one) is not Shard or one.dim != 0 for one in shards):
+        raise UsageError(f"parameter {name} is placed as {placements}: {SHARDS_ONLY}")
+
+
+def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Range]:
+    """The elements of each tensor that this rank holds."""
+    return {name: _range(tensor) for name, tensor in tensors.items()}
+
+
+def _range(tensor: Any) -> Range:
+    if not hasattr(tensor, "device_mesh"):
+        return 0, tensor.numel()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    elements, row = local_of(tensor).numel(), tensor.numel() // tensor.shape[0]
+    if elements != row * (shape[0] if shape else 1):
+        raise UsageError(f"a shard of shape {tuple(local_of(tensor).shape)} where {tuple(shape)} was expected")
+    return (offset[0] * row, offset[0] * row + elements) if elements else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The ranks of one learner that have met. The training thread's."""
+
+    group: Any
+    """A gloo group of their own."""
+    rank: int
+    """In it; rank 0 speaks for the learner."""
+    learner: tuple[str, str]
+    """Id and incarnation: rank 0's."""
+    spec: Spec
+    """As rank 0 would have it."""
+    held: tuple[dict[str, Range], ...]
+    """What each rank holds."""
+    addresses: tuple[tuple[str, int], ...]
+    """Where the exchange thread of each can be called."""
+    listener: socket.socket
+    token: bytes
+
+    def start_sum(self, vector: torch.Tensor) -> Any:
+        """Begin to sum whole numbers (n,) over all ranks, in place; `wait` waits for it."""
+        return distributed.all_reduce(vector, group=self.group, async_op=True)
+
+    def abort(self) -> None:
+        """Break off what any process group has under way with a rank that is gone.
+
+        Else a training thread that waits for it goes on doing so, and so does the process as it ends.
+        """
+        self.listener.close()
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            with suppress(RuntimeError):  # a backend that cannot be aborted
+                group.abort()
+
+    def close(self) -> None:
+        """No sum is under way."""
+        self.listener.close()
+        distributed.destroy_process_group(self.group)
+
+
+def wait(work: Any, within: timedelta | None = None) -> None:
+    """Until a sum is there.
+
+    Raises:
+        RankGone: it never will be, or not within that time.
+    """
+    try:
+        work.wait() if within is None else work.wait(within)
+    except RuntimeError as error:
+        raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
+
+
+def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str]) -> Meeting:
+    """Wait for all ranks of a learner, and learn what each holds.
+
+    Args:
+        ranks: global ones.
+        model: this rank's.
+        spec, learner: as it would be by itself.
+
+    Raises:
+        UsageError: they have different models.
+        RankGone: one is gone.
+    """
+    try:
+        group = distributed.new_group(sorted(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
+        rank, gather = distributed.get_rank(group), partial(_gather, group, len(ranks))
+        hosts = gather(socket.gethostname())
+        alone = len(set(hosts)) == 1
+        listener = listen(LOOPBACK if alone else "")
+        host = LOOPBACK if alone else _own_address(hosts[rank] == hosts[0])
+        own = codec.encode(spec), learner, held(_synchronised(model)), (host, listener.getsockname()[1])
+        told = gather((*own, secrets.token_bytes(TOKEN_BYTES)))
+    except RuntimeError as error:
+        raise RankGone(f"the ranks of this learner have not met: {error}") from error
+    specs, learners, holds, addresses, tokens = zip(*told, strict=True)
+    agreed = codec.decode(Spec, specs[0])
+    if agreed.tensors != spec.tensors:
+        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed)}")
+    return Meeting(group, rank, learners[0], agreed, holds, addresses, listener, tokens[0])
+
+
+def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
+    trained = trained_tensors(model)
+    buffers = averaged_buffers(model, map(local_of, trained.values()))
+    return trained | {name: tensor for name, buffer in buffers.items() if (tensor := buffer.tensor) is not None}
+
+
+def _gather(group: Any, size: int, told: Any) -> list[Any]:
+    found: list[Any] = [None] * size
+    distributed.all_gather_object(found, told, group=group)
+    return found
+
+
+def _own_address(beside_rank_0: bool) -> str:
+    """An address of this machine that the other ranks' machines reach: that by which torch's own store is reached."""
+    master = os.environ.get("MASTER_ADDR", socket.gethostname())
+    if beside_rank_0:
+        return master
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((master, 9))
+        return str(probe.getsockname()[0])

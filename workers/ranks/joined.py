@@ -1,0 +1,281 @@
+"""A rank in its learner's run: what its training thread does at each step, and as it leaves (`agreed`)."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.payload import codec
+from diloco.workers.exchange.exchange import Exchange
+from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.moments.recovery import Found, Source
+from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
+from diloco.workers.ranks.found import Meeting, wait
+from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
+from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.wires import Wires
+from diloco.workers.rounds import Base, Publication
+from diloco.workers.stopping import Stopping
+from diloco.workers.training import Training
+
+BYE_S = 30.0
+"""Beyond what leaving may take, until ranks that have not all come to leave give up."""
+
+
+class Rank:
+    """A rank's side in its exchange thread."""
+
+    def __init__(
+        self,
+        wires: Wires,
+        part: Part,
+        training: Training,
+        shared: Shared,
+        joined: "Future[tuple[Any, Found]]",
+        exchange: Exchange | None = None,
+        under_way: UnderWay | None = None,
+    ) -> None:
+        """exchange, under_way: rank 0's. joined: is told of this rank, and the moments to begin with."""
+        self.part, self.shared, self.exchange, self.under_way = part, shared, exchange, under_way
+        self._wires, self._training, self._joined = wires, training, joined
+        self._found = Found("start")
+        self.begin: Mapping[int, int] = {}
+        """Fragment -> number of the global that training begins with."""
+        self.bases: dict[int, Base] = {}
+        """Rank 0's: the same as bases."""
+        self.late = False
+        """The run was over as all joined."""
+        self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
+
+    def begin_with(self) -> list[tuple[int, int]]:
+        """Rank 0's: (fragment, number) of all."""
+        adoptions = self.shared.adoptions
+        self.bases = {p: adoptions.pop(p) for p in sorted(adoptions)}
+        return [(p, base.values) for p, base in self.bases.items()]
+
+    async def _recover(self, _: int, versions: list[int], encoded: bytes | None) -> Source:
+        state = None if encoded is None else codec.decode(RunState, encoded)
+        self.late = state is not None and state.phase is not Phase.RUNNING
+        if self.exchange is None:
+            self.shared.state = state
+        self._found = await self._training.recovery.find(None, tuple(versions), state)
+        return self._found.source
+
+    async def _know(self, _: int, encoded: bytes) -> None:
+        self.shared.state = codec.decode(RunState, encoded)
+
+    async def _enter(self, _: int, source: Source, begin: list[tuple[int, int]]) -> None:
+        self.begin = dict(begin)
+        self.part.still.clear()
+        self._joined.set_result((self, self._found if self._found.source == source else Found(source)))
+
+    async def say_bye(self, in_order: bool) -> None:
+        """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
+        for what in "bye", "go":
+            await asyncio.gather(*(self._wires.ask(rank, what, in_order) for rank in range(self._wires.ranks)))
+
+    async def _take_bye(self, _: int, in_order: bool) -> None:
+        self._wires.leaving = True
+
+    async def _go(self, _: int, in_order: bool) -> None:
+        self._bye.set_result(in_order)
+
+    async def hear_bye(self, within_s: float) -> bool:
+        """Wait for rank 0's; whether the learner left in order.
+
+        Raises:
+            RankGone: it did not come.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._bye
+        except TimeoutError:
+            raise RankGone("rank 0 of this learner has not left in time: do all ranks end at the same step?") from None
+
+
+@dataclass(slots=True)
+class _Done:
+    """What was done at a step, until it is counted."""
+
+    adopted: list[Base] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
+
+
+class JoinedRank(JoinedLearner):
+    """A rank of a learner in its run. The training thread's."""
+
+    together = True
+
+    def __init__(
+        self,
+        training: Training,
+        rank: Rank,
+        thread: ExchangeThread,
+        meeting: Meeting,
+        shares: Shares,
+        stopping: Stopping,
+    ) -> None:
+        self.training, self.thread, self.shared = training, thread, rank.shared
+        self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
+        self._number = meeting.rank
+        self.late = self._over = rank.late
+        self._progress = 0.0
+        self._steps = 0
+        self._sums: deque[tuple[int, torch.Tensor, Any]] = deque()
+        """Those under way: of which step, what, and what it can be waited for by."""
+        self._bases: dict[int, Base] = {}
+        """Fragment -> what is decided to be adopted. Rank 0's, as all of the following."""
+        self._done: dict[int, _Done] = {}
+
+    @property
+    def exchange(self) -> Exchange:
+        """Rank 0's, which speaks for all.
+
+        Raises:
+            UsageError: this is another rank.
+        """
+        if self._rank.exchange is None:
+            raise UsageError("rank 0 has the learner's exchange")
+        return self._rank.exchange
+
+    @property
+    def over(self) -> bool:
+        """As all ranks know it at this step."""
+        return self._over
+
+    @property
+    def progress(self) -> float:
+        """As all ranks know it at this step."""
+        return self._progress
+
+    def ended(self, stopping: Stopping) -> bool:
+        """As `JoinedLearner`, on all ranks at the same step."""
+        return stopping.asked or self._over
+
+    def own_of(self, p: int, flat: Float32) -> Float32:
+        """As `JoinedLearner`: this rank's shards."""
+        return own_of(flat, self._shares.pieces(self._number, p))
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    def adopt(self) -> bool:
+        """What training begins with."""
+        for p, number in sorted(self._rank.begin.items()):
+            self._adopt(p, number)
+        for base in self._rank.bases.values():
+            self.training.rounds.adopt(base)
+        return True
+
+    def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
+        """Tell others of what was adopted as training begins."""
+        if self._rank.exchange is not None:
+            self.thread.call(self._told, [], adopted)
+
+    def stepped(self, tokens: int) -> int:
+        """As `JoinedLearner`, of this rank's tokens; those that are returned are all ranks', `LAG` steps before."""
+        self._steps += 1
+        fragments = len(self.training.layout.fragments)
+        said = numbers(tokens, self._stopping.heard > 0, fragments, self._decide())
+        vector = torch.tensor(said, dtype=torch.int64)
+        self._sums.append((self._steps, vector, self._meeting.start_sum(vector)))
+        return self._settle() if len(self._sums) > LAG else 0
+
+    def _decide(self) -> Decided:
+        under_way, shared = self._rank.under_way, self.shared
+        if under_way is None:
+            return Decided()
+        due = self.training.rounds.wanted(shared.windows, shared.uploaded, AHEAD)
+        snapshots, adoptions = under_way.choose(list(shared.adoptions), due)
+        bases = {p: shared.adoptions.pop(p) for p in adoptions}
+        self._bases |= bases
+        over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
+        return Decided(over, progress, snapshots, {p: base.values for p, base in bases.items()})
+
+    def _settle(self, within: timedelta | None = None) -> int:
+        """Read the oldest sum, and do what it says; the tokens of its step."""
+        step, vector, work = self._sums.popleft()
+        wait(work, within)
+        agreed = read(vector.tolist())
+        self._do(agreed.decided)
+        if agreed.stop:
+            self._stopping.agree()
+        if self._rank.exchange is not None:
+            self._count(step, agreed.tokens)
+        else:  # of what is counted, its saved state has the steps
+            self.training.rounds.trained(agreed.tokens)
+        return agreed.tokens
+
+    def _do(self, decided: Decided) -> None:
+        done = self._done.setdefault(self._steps, _Done())
+        for p, number in sorted(decided.adoptions.items()):
+            self._adopt(p, number)
+            if p in self._bases:
+                done.adopted.append(self._bases.pop(p))
+        done.snapshots += sorted(decided.snapshots)
+        if decided.snapshots:
+            items = [(p, self._steps, self._own_snapshot(p)) for p in sorted(decided.snapshots)]
+            self.thread.call(self._rank.part.send, items)
+        self._progress, self._over = decided.progress, self._over or decided.over
+
+    def _adopt(self, p: int, number: int) -> None:
+        self.training.parameters.overwrite(p, self._rank.part.pulled.pop((p, number)))
+        self.thread.call(self._rank.part.adopted, p, number)
+
+    def _own_snapshot(self, p: int) -> Snapshot | None:
+        return self.training.parameters.snapshot(p).numpy if self._shares.sent(self._number, p) else None
+
+    def _count(self, step: int, tokens: int) -> None:
+        """Count a step in the order of the steps, with what was done at its end."""
+        rounds, shared, done = self.training.rounds, self.shared, self._done.pop(step, _Done())
+        rounds.trained(tokens)
+        for base in done.adopted:
+            rounds.adopt(base)
+        if shared.offer_again:
+            shared.offer_again = False
+            rounds.offer_again()
+        items, exchange = [], self.exchange
+        for p in done.snapshots:
+            publication = rounds.publication(p, shared.windows)
+            if publication is None:
+                self.thread.call(exchange.carrier.forget, p, step)
+            else:
+                items.append((publication, step))
+        if self._rank.under_way is not None:
+            self._rank.under_way.counted([*done.snapshots, *(base.fragment for base in done.adopted)])
+        if items or done.adopted:
+            self.thread.call(self._told, items, bool(done.adopted))
+
+    # --- leaving ------------------------------------------------------------------------------------------
+
+    def leave(self, within_s: float, save_state: bool) -> bool:
+        """As `JoinedLearner`; all ranks come here after the same step.
+
+        Raises:
+            RankGone: they do not.
+        """
+        training, rank = self.training, self._rank
+        while self._sums:
+            self._settle(timedelta(seconds=within_s + BYE_S))
+        self.thread.call(rank.part.still.set)
+        if rank.exchange is None:
+            leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))
+        else:
+            for publication in training.rounds.last(self.shared.windows, due=self.over):
+                self.thread.call(self._told, [(publication, None)], False)
+            leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
+        training.keeper.close(self.shared, save_state and not self.over, within_s)
+        return self._left(leaving)
+
+    async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:
+        in_order = await exchange.leave(within_s)
+        await self._rank.say_bye(in_order)
+        return in_order

@@ -1,0 +1,125 @@
+"""The state folder of a learner of several ranks: each rank saves what it holds, and any number of ranks read it again.
+
+    <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; of replicas the first one saves
+    <folder>/                   what the learner saved as one process
+
+What is read is the set that has gone furthest, of those that are whole. Where it is of other ranks, each rank takes
+from all of its files what it holds now.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import structlog
+import torch
+from pydantic import ValidationError
+
+from diloco.pipeline.fragments import Layout, Slot
+from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.payload.codec import digest_of
+from diloco.workers.moments.moments import KeptLayout, Moments, slots
+from diloco.workers.moments.state_folder import STATE_FILE, RunIdentity, SavedState, StateFolder, StateRefused
+from diloco.workers.ranks.shares import Range, Ranges, local_layout
+
+Parts = dict[Path, SavedState]
+"""Of one saved set: by where they are."""
+
+
+class RankFolder(StateFolder):
+    """One rank's."""
+
+    def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Ranges], rank: int) -> None:
+        """path: of the learner. kept: what this rank saves. whole: of the model's trained tensors. held: by rank."""
+        self._all, self._whole, self._held, self._rank = path, whole, held, rank
+        first = held.index(held[rank])
+        self._saves = first == rank
+        told = {
+            "held": dict(held[rank]),
+            "partition": digest_of(msgpack.packb([sorted(one.items()) for one in held])).hex(),
+        }
+        super().__init__(path / f"rank-{first}-of-{len(held)}", kept, told)
+
+    def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        """As `StateFolder`; replicas but the first have nothing of their own to save."""
+        if self._saves:
+            super().save(make)
+
+    def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
+        """As `StateFolder`, of what this rank holds."""
+        parts = self._newest(identity)
+        same = self.path in parts and parts[self.path].partition == self._ranks["partition"]
+        if not parts or same:
+            found = super().load(identity, kind)
+            return found if found is None or self._saves else (_with_own_chance(found[0]), found[1])
+        if isinstance(self._layout, KeptLayout):
+            raise StateRefused(f"{self._all} was saved by other ranks, and not all tensors keep the same moments")
+        return self._gathered(parts, identity, kind)
+
+    def _newest(self, identity: RunIdentity | None) -> Parts:
+        """The whole set of this run that has gone furthest, its first rank first; empty: there is none."""
+        sets: dict[str, Parts] = defaultdict(dict)
+        for path in [self._all, *sorted(self._all.glob("rank-*-of-*"))]:
+            with suppress(OSError, ValidationError):  # there is none, or a damaged one
+                state = SavedState.model_validate_json((path / STATE_FILE).read_bytes())
+                if state.identity == identity:
+                    sets[state.partition][path] = state
+        whole = [parts for parts in sets.values() if self._covers(parts.values())]
+        return max(whole, key=lambda parts: min(state.steps for state in parts.values()), default={})
+
+    def _covers(self, states: Collection[SavedState]) -> bool:
+        """All elements are there."""
+        for _, slot in slots(self._whole):
+            ranges = {_range(state, slot.tensor) for state in states}
+            if sum(stop - start for start, stop in ranges) != slot.tensor.whole.elements:
+                return False
+        return True
+
+    def _gathered(self, parts: Parts, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments]:
+        own = [{name: np.zeros(f.elements, np.float32) for name in kind.moments} for f in self._layout.fragments]
+        places = list(slots(self._layout))
+        numbers = {name: [0.0] * len(places) for name in kind.numbers}
+        missing = self._layout.elements
+        for path, saved in parts.items():
+            ranges = {slot.tensor.name: _range(saved, slot.tensor) for _, slot in slots(self._whole)}
+            layout = local_layout(self._whole, ranges)
+            loaded = StateFolder(path, layout).load(identity, kind)
+            if loaded is None or loaded[1].others:
+                raise StateRefused(f"{path} was saved by other ranks, and holds what cannot be shared out anew")
+            saved_here: dict[str, list[tuple[int, int, Slot]]] = defaultdict(list)
+            for there, (q, slot) in enumerate(slots(layout)):
+                saved_here[slot.tensor.name].append((there, q, slot))
+            for at, (p, mine) in enumerate(places):
+                first = self._held[self._rank][mine.tensor.name][0] + mine.within.start
+                for there, q, slot in saved_here[mine.tensor.name]:
+                    for name in kind.numbers:
+                        numbers[name][at] = loaded[1].numbers[name][there]
+                    start = ranges[slot.tensor.name][0] + slot.within.start
+                    low, high = max(start, first), min(start + slot.tensor.elements, first + mine.tensor.elements)
+                    if low < high:
+                        to = slice(mine.start + low - first, mine.start + high - first)
+                        of = slice(slot.start + low - start, slot.start + high - start)
+                        for name in kind.moments:
+                            own[p][name][to] = loaded[1].flats[q][name][of]
+                        missing -= high - low
+        if missing:
+            raise StateRefused(f"{self._all} does not hold once what this rank holds: {missing} elements are left over")
+        state = _with_own_chance(next(iter(parts.values())))
+        structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
+        return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
+
+
+def _with_own_chance(state: SavedState) -> SavedState:
+    """With the random states that this process has: another rank's would have it draw that one's data."""
+    here = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
+    return state.model_copy(update=here)
+
+
+def _range(state: SavedState, tensor: TensorSpec) -> Range:
+    start, stop = state.held.get(tensor.name, (0, tensor.whole.elements))
+    return start, stop

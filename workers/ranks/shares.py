@@ -1,0 +1,138 @@
+"""Which elements of a model each rank of a learner holds, and who sends what when a fragment is gathered. Pure.
+
+A rank holds whole rows of a tensor, one range of them: its shard (`fully_shard`), or all of it (a replica). Ranges are
+told in elements of the flattened tensor. A shard may be empty, and ranks' shards may differ in size.
+
+A rank's own flat vector of a fragment has what it holds of each of the fragment's tensors, in the layout's order. A
+piece is what lies in one row both there and in the fragment's flat vector.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.messages.wire import AVERAGED
+
+Range = tuple[int, int]
+"""Elements [start, stop) of a flattened tensor."""
+Ranges = Mapping[str, Range]
+"""Of all tensors of a layout, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements that lie in a row in a fragment's flat vector, and in a rank's own."""
+
+    start: int
+    """In the fragment's."""
+    at: int
+    """In the rank's own."""
+    elements: int
+
+
+def server_of(fragment: int, ranks: int) -> int:
+    """The rank that serves a fragment: it gathers, encodes, uploads and pulls it, and has its base and residual."""
+    return fragment % ranks
+
+
+def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> frozenset[int]:
+    """The ranks that send what they hold of a tensor, so that each element is sent once.
+
+    Args:
+        ranges: what each rank holds.
+        elements: of the tensor.
+        name: for the error.
+        first: the rank that sends where several hold the same; else the one of them that comes next after it.
+
+    Raises:
+        UsageError: they do not hold the tensor once, or several times, in the same ranges.
+    """
+    holders: dict[Range, list[int]] = {}
+    for rank, one in enumerate(ranges):
+        if one[0] < one[1]:
+            holders.setdefault(one, []).append(rank)
+    end = 0
+    for start, stop in sorted(holders):
+        if start != end:
+            break
+        end = stop
+    if end != elements or len({len(ranks) for ranks in holders.values()}) != 1:
+        held = ", ".join(f"rank {rank}: {start}..{stop}" for rank, (start, stop) in enumerate(ranges))
+        raise UsageError(f"the ranks do not hold parameter {name} as shards or replicas of each other ({held})")
+    return frozenset(min(ranks, key=lambda rank: (rank - first) % len(ranges)) for ranks in holders.values())
+
+
+def local_layout(layout: Layout, ranges: Ranges) -> Layout:
+    """As `Shares.local`, of what holds these ranges."""
+    fragments = []
+    for fragment in layout.fragments:
+        slots: list[Slot] = []
+        for slot in fragment.slots:
+            start, stop = ranges[slot.tensor.name]
+            first, last = _both((start, stop), slot)
+            if first < last:
+                at, tensor, row = slots[-1].stop if slots else 0, slot.tensor, math.prod(slot.tensor.shape[1:])
+                if stop - start < tensor.whole.elements:
+                    tensor = tensor.model_copy(update={"shape": ((stop - start) // row, *tensor.shape[1:])})
+                if tensor.rows is not None:
+                    rows = (first - start) // row, (last - start) // row
+                    tensor = tensor.model_copy(update={"rows": None if rows == (0, tensor.shape[0]) else rows})
+                slots.append(Slot(tensor, at, at + last - first))
+        fragments.append(FragmentLayout(fragment.id, tuple(slots)))
+    return Layout(tuple(fragments), layout.digest)
+
+
+def _both(held: Range, slot: Slot) -> Range:
+    """What a rank holds of what lies in a slot, in elements of the whole tensor; may be empty."""
+    return max(held[0], slot.within.start), min(held[1], slot.within.stop)
+
+
+class Shares:
+    """What the ranks of one learner hold of its layout."""
+
+    def __init__(self, layout: Layout, held: Sequence[Ranges]) -> None:
+        """held: by rank.
+
+        Raises:
+            UsageError: it is not the whole model, once or several times.
+        """
+        self.layout, self.ranks = layout, len(held)
+        self._held = held
+        self._sources = {
+            (fragment.id, slot.tensor.name): sources(
+                [ranges[slot.tensor.name] for ranges in held],
+                slot.tensor.whole.elements,
+                slot.tensor.name,
+                # A buffer is each rank's own: rank 0's is the learner's, as in DDP.
+                0 if slot.tensor.rule in AVERAGED else server_of(fragment.id, self.ranks),
+            )
+            for fragment in layout.fragments
+            for slot in fragment.slots
+        }
+
+    def local(self, rank: int) -> Layout:
+        """The layout of a rank's own flat vectors, with the digest of the whole one; a fragment may be empty there."""
+        return local_layout(self.layout, self._held[rank])
+
+    def pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
+        """All that a rank holds of a fragment: its own flat vector."""
+        return tuple(piece for _, piece in self._pieces(rank, fragment))
+
+    def sent(self, rank: int, fragment: int) -> tuple[Piece, ...]:
+        """What it sends when the fragment is gathered."""
+        return tuple(piece for name, piece in self._pieces(rank, fragment) if rank in self._sources[fragment, name])
+
+    def _pieces(self, rank: int, fragment: int) -> Iterable[tuple[str, Piece]]:
+        at = 0
+        for slot in self.layout.fragments[fragment].slots:
+            first, last = _both(self._held[rank][slot.tensor.name], slot)
+            if first < last:
+                yield slot.tensor.name, Piece(slot.start + first - slot.within.start, at, last - first)
+                at += last - first
+
+
+def elements(pieces: Iterable[Piece]) -> int:
+    """Of all of them."""
+    return sum(piece.elements for piece in pieces)

@@ -1,0 +1,246 @@
+"""Connections between the exchange threads of a learner's ranks: each has one to each other. asyncio.
+
+A message has a head (msgpack: what is asked, of which question) and may have a vector's bytes. Whoever asks gets one
+answer. What one rank asks another is begun there in the order in which it was asked.
+
+A rank whose process is killed is noticed at once, since the system closes its connections; one whose machine is gone,
+after `SILENT_S`. Then this rank's learner is broken: `watch` raises.
+"""
+
+import asyncio
+import hmac
+import itertools
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from diloco.pipeline.errors import DilocoError, RankGone, UsageError
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import as_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+Handler = Callable[..., Awaitable[Any]]
+"""Called with the rank that asks, then what it says; a vector comes last. What it returns must be msgpack's."""
+
+SILENT_S = 20
+CONNECT_S = 60.0
+SLICE_BYTES = 2**20
+"""Written and read at a time."""
+MAX_HEAD_BYTES = 16 * 2**20
+TOKEN_BYTES = 32
+_SIZES = struct.Struct("<IQ")
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
+
+
+def listen(host: str) -> socket.socket:
+    """A socket on which other ranks will call."""
+    return socket.create_server((host, 0))
+
+
+class Wires:
+    """One rank's. Use in `async with`: until then nothing is connected."""
+
+    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes) -> None:
+        """addresses: of all ranks. token: shows that who calls is one of them."""
+        self.rank, self.ranks = rank, len(addresses)
+        self._addresses, self._listener, self._token = addresses, listener, token
+        self._handlers: dict[str, Handler] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._locks = [asyncio.Lock() for _ in addresses]
+        self._questions = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks = set[asyncio.Task[Any]]()
+        self._all_here = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.leaving = False
+        """From now on the others may go."""
+
+    def handle(self, **handlers: Handler) -> None:
+        """What is done when it is asked here."""
+        self._handlers |= handlers
+
+    async def __aenter__(self) -> Self:
+        """Connect to all: to lower ranks by calling them.
+
+        Raises:
+            RankGone: one does not answer in time.
+        """
+        self._server = await asyncio.start_server(self._called, sock=self._listener)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                for other in range(self.rank):
+                    reader, writer = await asyncio.open_connection(*self._addresses[other])
+                    writer.write(_HELLO.pack(self._token, self.rank))
+                    self._connected(other, reader, writer)
+                if self.ranks > 1:
+                    await self._all_here.wait()
+        except (OSError, TimeoutError) as error:
+            await self.__aexit__()
+            missing = [r for r in range(self.ranks) if r != self.rank and r not in self._writers]
+            raise RankGone(f"rank {self.rank} of this learner cannot reach ranks {missing}: {error!r}") from error
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leaving = True
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers.values():
+            writer.close()
+        for writer in self._writers.values():
+            with suppress(OSError):
+                await writer.wait_closed()
+        if self._broken.done():
+            self._broken.exception()  # it was told, or nobody was there to be told
+
+    async def watch(self) -> None:
+        """Until a rank is gone.
+
+        Raises:
+            RankGone: naming it.
+            DilocoError: what a handler that nobody waits for has failed by.
+        """
+        await self._broken
+
+    async def ask(self, rank: int, what: str, *said: Any, vector: Float32 | None = None) -> Any:
+        """Have a rank do something; its answer.
+
+        Raises:
+            UsageError: as it did there.
+            RankGone: it is gone.
+        """
+        if rank == self.rank:
+            return await self._handlers[what](rank, *said, *([] if vector is None else [vector]))
+        number, answer = next(self._questions), asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            await self._write(rank, [number, what, *said], vector)
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    def tell(self, rank: int, what: str, *said: Any) -> None:
+        """Have a rank do something, and wait for nothing."""
+        self.go_on(self.ask(rank, what, *said))
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def go_on(self, work: Any) -> None:
+        """Begin a task; if it fails, all is broken."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self._broken.done() and not self.leaving:
+            self._broken.set_exception(error)
+
+    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                token, other = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            token, other = b"", 0
+        if not hmac.compare_digest(token, self._token) or not self.rank < other < self.ranks or other in self._writers:
+            writer.close()
+            return
+        self._connected(other, reader, writer)
+
+    def _connected(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = writer.get_extra_info("socket")
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in ("TCP_KEEPIDLE", SILENT_S // 4), ("TCP_KEEPINTVL", SILENT_S // 4), ("TCP_KEEPCNT", 3):
+            if hasattr(socket, name):
+                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+        self._writers[other] = writer
+        self.go_on(self._hear(other, reader))
+        if len(self._writers) == self.ranks - 1:
+            self._all_here.set()
+
+    async def _write(self, rank: int, head: list[Any], vector: Float32 | None = None) -> None:
+        packed: bytes = msgpack.packb([vector is not None, *head])
+        data = memoryview(b"") if vector is None else as_bytes(vector)
+        try:
+            async with self._locks[rank]:
+                writer = self._writers[rank]
+                writer.write(_SIZES.pack(len(packed), len(data)) + packed)
+                for start in range(0, len(data), SLICE_BYTES):
+                    writer.write(data[start : start + SLICE_BYTES])
+                    await writer.drain()
+                await writer.drain()
+        except OSError as error:
+            raise self._gone(rank, error) from error
+
+    def _gone(self, rank: int, error: BaseException) -> RankGone:
+        return RankGone(f"rank {rank} of this learner is gone, and the learner with it: start all of its ranks again")
+
+    async def _hear(self, rank: int, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
+                if size > MAX_HEAD_BYTES:
+                    raise ConnectionError(f"a head of {size} bytes")
+                has_vector, number, what, *said = msgpack.unpackb(await reader.readexactly(size))
+                if has_vector:
+                    said.append(await _read_vector(reader, nbytes))
+                self._take(rank, number, what, said)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            gone = self._gone(rank, error)
+            self._break(gone)
+            for answer in self._asked.values():
+                if not answer.done() and not self.leaving:
+                    answer.set_exception(gone)
+                    answer.exception()
+
+    def _take(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
+        if what is not None:
+            self.go_on(self._answer(rank, number, what, said))
+        elif (answer := self._asked.get(number)) is not None and not answer.done():
+            refused, found = said
+            if refused is None:
+                answer.set_result(found)
+            else:
+                answer.set_exception(UsageError(refused))
+
+    async def _answer(self, rank: int, number: int, what: str, said: list[Any]) -> None:
+        refused = found = None
+        try:
+            found = await self._handlers[what](rank, *said)
+        except RankGone:
+            raise
+        except DilocoError as error:
+            structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
+            refused = str(error)
+        await self._write(rank, [number, None, refused, found])
+
+
+async def _read_vector(reader: asyncio.StreamReader, nbytes: int) -> Float32:
+    vector = pooled(nbytes // 4, np.float32)
+    data, done = as_bytes(vector), 0
+    while done < nbytes:
+        piece = await reader.read(min(SLICE_BYTES, nbytes - done))
+        if not piece:
+            raise ConnectionError("the connection was closed in mid-vector")
+        data[done : done + len(piece)] = piece
+        done += len(piece)
+    return vector
