@@ -27,6 +27,7 @@ OTHER_MEANING = {
     ("studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/bench/stepping.py", "fragments"): "of the measurement",
     ("studies/bench/command.py", "fragments"): "of the measurement",
+    ("studies/bench/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""
 USUAL = defaults(DemoProcess) | defaults(RankProcess)

@@ -51,7 +51,7 @@ def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() ->
         assert slowed > 4
         assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
         assert await rises(world, 30.0)
-        assert max(learner.exchange.publishing._uploads.qsize() for learner in learners) <= 4
+        assert max(learner.exchange.publishing._uploads[0].qsize() for learner in learners) <= 4
         for party in learners:
             await party.kill()
 

@@ -320,7 +320,7 @@ async def held_up(run: RealRun, seconds: float) -> None:
     await run.until(trained, "each learner has made 20 steps")
     for learner in run.learners:
         assert len(learner.exchange.publishing._headers) <= 2 * run.spec.sync.fragments
-        assert learner.exchange.publishing._uploads.qsize() <= 2 * run.spec.sync.fragments
+        assert learner.exchange.publishing._uploads[0].qsize() <= 2 * run.spec.sync.fragments
 
 
 async def test_a_server_whose_memory_is_full_stops_no_learner_and_says_what_to_do(

@@ -179,7 +179,7 @@ def test_a_loop_that_is_not_changed_counts_publishes_and_adopts(redis_server: st
             model(torch.ones(2, 4)).square().sum().backward()
             inner.step()
             if version() > before:  # adopted within: the model is its base
-                base = learner.joined.exchange.pulling.values(0)
+                base = learner.joined.exchange.carrier._bases[0].values
                 seen = torch.cat([one.detach().flatten() for one in model.parameters()])
                 assert learner.joined.exchange.pulling.latest[0][0] > version() or seen.tolist() == base.tolist()
             scheduler.step()
