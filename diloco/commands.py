@@ -208,6 +208,7 @@ def sample(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
-    found = checkpoints.read_globals(checkpoint)
-    loaded = sampler.load_model(found.folder, found.trainer, found.tensors)
+    loaded = checkpoints.make_of_globals(
+        checkpoint, lambda found: sampler.load_model(found.folder, found.trainer, found.tensors)
+    )
     typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data)))

@@ -2,9 +2,10 @@
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import typer
 
@@ -13,10 +14,11 @@ from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.sums import check_sums
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.syncer.checkpoints.loading import find_checkpoint as find_of_run
-from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint, read_newest
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, Place
 
+T = TypeVar("T")
 BASELINE = "checkpoint"
 """Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""
 
@@ -58,7 +60,19 @@ def read_globals(place: str | Path) -> Globals:
     Raises:
         UsageError: it is no sound checkpoint.
     """
-    folder = find_checkpoint(place)
+    return make_of_globals(place, lambda found: found)
+
+
+def make_of_globals(place: str | Path, make: Callable[[Globals], T]) -> T:
+    """What is made of them; of a newer checkpoint's, if a run that goes on drops this one while it is read.
+
+    Raises:
+        UsageError: as `read_globals` and `make`.
+    """
+    return read_newest(partial(find_checkpoint, place), lambda folder: make(_globals_in(folder)))
+
+
+def _globals_in(folder: Place) -> Globals:
     if isinstance(folder, Folder) and "fragments" not in (state := _read_state(folder.path)):
         return _of_baseline(folder.path, state)
     saved = load_checkpoint(str(folder))
@@ -96,7 +110,12 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     """
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or give --overwrite")
-    found = read_globals(checkpoint)
+    found = make_of_globals(checkpoint, partial(_written, out=out))
+    elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
+    typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")
+
+
+def _written(found: Globals, out: Path) -> Globals:
     make_folder(out.parent)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
@@ -106,5 +125,4 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
         raise UsageError(f"cannot write {out}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
-    elements = sum(tensor.nbytes for tensor in found.tensors.values()) // 4
-    typer.echo(f"{out}: {len(found.tensors)} tensors, {elements} elements, {found.origin}")
+    return found

@@ -4,6 +4,7 @@ The user's folder has what a checkpoint has not: config, tokenizer, and the valu
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import typer
 import xxhash
 
-from diloco.export import Globals, make_folder, read_globals
+from diloco.export import Globals, make_folder, make_of_globals
 from diloco.hf_names import adapter_names, has_adapter, names_in, some
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
@@ -47,7 +48,10 @@ def export_hf(checkpoint: str | Path, out: Path, config: Path, overwrite: bool =
     Raises:
         UsageError: no sound checkpoint, no such config, weights of another model, or values that are nowhere.
     """
-    found = read_globals(checkpoint)
+    make_of_globals(checkpoint, partial(_export, out=out, config=config, overwrite=overwrite))
+
+
+def _export(found: Globals, out: Path, config: Path, overwrite: bool) -> None:
     adapter = (config / ADAPTER_CONFIG).is_file() and (has_adapter(found.tensors) or not (config / CONFIG).is_file())
     name, dtype, tensors = _adapter(found, config) if adapter else _model(found, config)
     _check_out(out, config, name, overwrite)

@@ -4,6 +4,7 @@ A file is the length of its header (8 bytes, little-endian), the header as JSON,
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
@@ -19,6 +20,12 @@ MOST_HEADER_BYTES = 100_000_000
 """As the format's own library has it."""
 METADATA = "__metadata__"
 _LENGTH = 8
+_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+"""Of an element, by type; a type that is newer than this is taken as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,9 @@ def _mapped(data: memoryview, entry: _Entry) -> Tensor:
     begin, end = entry.data_offsets
     if not 0 <= begin <= end <= len(data):
         raise ValueError("a tensor lies beyond its end")
+    bits = _BITS.get(entry.dtype)
+    if min(entry.shape, default=0) < 0 or (bits and 8 * (end - begin) != bits * math.prod(entry.shape)):
+        raise ValueError(f"{end - begin} bytes are no {entry.dtype} {entry.shape}")
     return Tensor(entry.dtype, entry.shape, end - begin, lambda: data[begin:end])
 
 

@@ -13,7 +13,7 @@ import structlog
 from diloco.pipeline.errors import PeerError, UsageError
 from diloco.pipeline.messages.run import RunState
 from diloco.syncer.checkpoints.loading import is_saved
-from diloco.syncer.checkpoints.manifest import Leftovers
+from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import (
     checkpoint_name,
@@ -42,7 +42,7 @@ class Checkpoints:
         self._place = place_of(place)
         self._leftovers = Leftovers()
         self._seen: str | None = None
-        """The checkpoint that was last seen to be begun."""
+        """The checkpoint that was last seen to be begun; "": none by the first look."""
         self._wanted = asyncio.Event()
         self.begun = self._own = ""
         """The one that this syncer is saving as the lead, for the run's state; and the last one that it began."""
@@ -64,6 +64,8 @@ class Checkpoints:
     def see(self, state: RunState | None) -> None:
         """Look for a checkpoint that has begun. What has begun before the first look is no matter of ours."""
         name = "" if state is None else state.checkpoint
+        if not name and self._seen is not None:
+            return  # the run's state was lost, and is told anew
         if self._seen not in (None, name) and name != self._own:
             self._wanted.set()
         self._seen = name
@@ -76,10 +78,18 @@ class Checkpoints:
             await self._help(self._served())
 
     async def _help(self, fragments: Collection[int]) -> None:
-        name, context = self._seen or "", self._context
+        """Save those of these fragments that nobody has saved yet in the checkpoint that was seen last."""
+        name, context = self._seen, self._context
+        if not name:
+            return
+        folder = self._place.below(name)
         try:
             for p in sorted(fragments):
-                await save_fragment(self._bus, context.agreed.spec, self._place.below(name), p, context.offload)
+                names = await context.offload(folder.names)
+                if STATE_FILE in names:
+                    break  # it is whole without us
+                if p not in found_fragments(names):
+                    await save_fragment(self._bus, context.agreed.spec, folder, p, context.offload)
             await context.offload(drop_leftovers, self._place, self._leftovers)
         except (UsageError, PeerError, OSError) as error:  # whoever has begun it saves them too, or says why not
             self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))

@@ -2,11 +2,14 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+import structlog
 from pydantic import ValidationError
 
 from diloco.pipeline.errors import UsageError
@@ -31,6 +34,10 @@ from diloco.syncer.checkpoints.manifest import (
 )
 from diloco.syncer.checkpoints.places import Folder, Place, place_of
 from diloco.syncer.checkpoints.saving import read_latest
+
+READS = 3
+"""Newer checkpoints that are tried in the place of one that was dropped as it was read."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,9 +154,37 @@ def load_checkpoint(place: str | Path) -> Checkpoint:
     Raises:
         UsageError: naming the file and what is wrong with it.
     """
-    checkpoint = open_checkpoint(find_checkpoint(place))
+    return read_newest(partial(find_checkpoint, place), _checked)
+
+
+def _checked(folder: Place) -> Checkpoint:
+    checkpoint = open_checkpoint(folder)
     checkpoint.check()
     return checkpoint
+
+
+def read_newest(find: Callable[[], Place], read: Callable[[Place], T]) -> T:
+    """What is read of the folder that is found; of a newer one, where a run that goes on has dropped it meanwhile.
+
+    Raises:
+        UsageError: as `find` and `read`; also if the run drops checkpoints faster than they can be read.
+    """
+    folder = find()
+    for _ in range(READS):
+        try:
+            return read(folder)
+        except UsageError:
+            if _is_there(folder):
+                raise
+            before, folder = folder, find()
+            structlog.get_logger().warning("checkpoint_dropped_meanwhile", path=str(before), newer=str(folder))
+    return read(folder)
+
+
+def _is_there(folder: Place) -> bool:
+    with suppress(OSError):
+        return STATE_FILE in folder.names()
+    return True
 
 
 def find_checkpoint(place: str | Path) -> Place:
@@ -173,10 +208,13 @@ def find_checkpoint(place: str | Path) -> Place:
 
 
 def _newest(directory: Place) -> Place:
-    name = next(iter(read_latest(directory)), "")
-    names = {one for one in directory.names() if one.startswith(CHECKPOINT)}
-    if name in names and STATE_FILE in directory.below(name).names():
-        return directory.below(name)
+    latest, before = read_latest(directory), None
+    while latest != before:  # else others have been saved meanwhile, and this one was dropped
+        name = next(iter(latest), "")
+        names = {one for one in directory.names() if one.startswith(CHECKPOINT)}
+        if name in names and STATE_FILE in directory.below(name).names():
+            return directory.below(name)
+        latest, before = read_latest(directory), latest
     there = sorted(one for one in names if STATE_FILE in directory.below(one).names())
     found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
     raise UsageError(f"{directory}/{LATEST} names {name!r}, which is no checkpoint folder; {found}")

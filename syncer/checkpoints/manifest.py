@@ -108,9 +108,11 @@ class Leftovers:
 
 
 def pieces(layout: Layout) -> dict[str, list[tuple[FragmentLayout, Slot]]]:
-    """Where each tensor lies: its pieces by name, in their order."""
+    """Where each tensor lies: its pieces by name, in the order of their rows."""
     found: dict[str, list[tuple[FragmentLayout, Slot]]] = {}
     for fragment in layout.fragments:
         for slot in fragment.slots:
             found.setdefault(slot.tensor.name, []).append((fragment, slot))
+    for parts in found.values():
+        parts.sort(key=lambda part: part[1].within.start)
     return found

@@ -1,7 +1,8 @@
 """Where checkpoints lie: a folder, or an address of an object store (`s3://bucket/path`), by fsspec.
 
-A file is whole or not there in both: on a disk by a rename, in a store because its last request makes the object.
-Credentials and endpoints come from the environment, as each store's own tools have them, and from nowhere else.
+A file is whole or not there in both: on a disk by a rename, in a store because its last request makes the object. That
+is not so in all that fsspec knows (sftp, ftp, hdfs), so other stores are refused. Credentials and endpoints come from
+the environment, as each store's own tools have them, and from nowhere else.
 """
 
 import importlib
@@ -21,7 +22,11 @@ OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
 }
 """Of a store's client, by protocol: a network that is away is said within a minute or so, and tried again later."""
-EXTRAS: Final[Mapping[str, tuple[str, str]]] = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
+STORES: Final[Mapping[str, tuple[str, str]]] = {
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gs"),
+    "memory": ("fsspec", "s3"),  # of the process, for tests: what is killed leaves nothing there
+}
 """Protocol -> package, and the extra of this project that brings it."""
 WORDS: Final[Mapping[str, str]] = {
     "NoCredentialsError": "there are no credentials in the environment",
@@ -64,19 +69,22 @@ def place_of(place: str | Path) -> Place:
     """The place that people mean.
 
     Raises:
-        UsageError: its store is not known here; says what to install.
+        UsageError: its store is not one of `STORES`, or its package is missing; says what to give or to install.
     """
     if isinstance(place, Path) or not is_address(place):
         return Folder(Path(str(place).removeprefix("file://")))
     protocol = place.partition("://")[0]
-    package, extra = EXTRAS.get(protocol, ("fsspec", "s3"))
+    if protocol not in STORES:
+        raise UsageError(
+            f"{place}: a killed syncer might leave half a file in a store of this kind; "
+            "give a folder, s3://bucket/path or gs://bucket/path"
+        )
+    package, extra = STORES[protocol]
     try:
         fsspec = importlib.import_module("fsspec")
         files = fsspec.filesystem(protocol, **OPTIONS.get(protocol, {}))
     except ImportError as error:
         raise UsageError(missing(package, extra, place)) from error
-    except ValueError as error:
-        raise UsageError(f"{place}: {error}; known are folders, s3://, gs:// and what else fsspec has here") from error
     except Exception as error:  # of the store's client: its settings in the environment
         raise UsageError(f"{place}: {error}") from error
     return Store(files, place.rstrip("/"))
@@ -112,7 +120,7 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """As `Place`."""
-        with suppress(FileNotFoundError):  # another syncer removes it too
+        with suppress(FileNotFoundError, NotADirectoryError):  # another syncer removes it too
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
             else:

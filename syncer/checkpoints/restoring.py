@@ -59,8 +59,10 @@ async def restore_checkpoint(
         raise UsageError("the run already has another spec: resume under a --run name that is not in use")
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
-    for head, mine in zip(heads, checkpoint.fragments, strict=True):
-        if head is not None and head.version != mine.version:
+    for p, (head, mine) in enumerate(zip(heads, checkpoint.fragments, strict=True)):
+        if head is None:
+            continue
+        if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
             raise UsageError("the run was started before: resume under a --run name that is not in use")
     if not any(heads):
         await bus.write_state(_restored_run(checkpoint, spec, clock))
@@ -72,6 +74,11 @@ async def restore_checkpoint(
     for p, fragment in enumerate(fragments):
         if heads[p] is None:
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock, offload)
+
+
+def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:
+    """Of a fragment's values, in the chunks of the run that they are put into."""
+    return payload_digest(as_bytes(checkpoint.fragment(p)[0]), spec.sync.chunk_bytes)
 
 
 def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:

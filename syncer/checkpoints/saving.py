@@ -9,6 +9,10 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import TypeVar
+
+import structlog
+from pydantic import ValidationError
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload, UsageError
@@ -40,6 +44,8 @@ from diloco.syncer.checkpoints.places import Place
 from diloco.syncer.merging.merge import all_finite
 
 RandomHex = Callable[[int], str]
+T = TypeVar("T")
+_log = structlog.get_logger
 
 
 async def save_checkpoint(
@@ -82,14 +88,25 @@ async def finish_checkpoint(
             if p not in found_fragments(await offload(folder.names)):
                 await save_fragment(bus, spec, folder, p, offload)
         state = await _saved_state(bus, spec, folder, offload)
-        dropped = await offload(_make_one, place, name, state)
+        dropped = await _to_its_end(offload, _make_one, place, name, state)
     except BaseException:
         with suppress(OSError):
-            await offload(_unmake, place, name)
+            await _to_its_end(offload, _unmake, place, name)
         raise
-    with suppress(OSError):  # what is not dropped now is a leftover, and goes with a later one
-        await offload(_drop, place, dropped, leftovers)
+    await _to_its_end(offload, _drop, place, dropped, leftovers)
     return folder
+
+
+async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) -> T:
+    """Offload what writes. A thread cannot be cancelled: whoever is, waits for it, and knows then what it left."""
+    writing = asyncio.ensure_future(offload(write, *args))
+    try:
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        while not writing.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([writing])
+        raise
 
 
 # --- a fragment --------------------------------------------------------------------------------------
@@ -99,7 +116,7 @@ async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offl
     """Write a fragment's present version into a checkpoint; as `save_checkpoint`."""
     layout = layout_of(spec.tensors).fragments[fragment]
     head, values, outer_state = await _read_fragment(bus, layout, spec.sync, offload)
-    await offload(_write_fragment, folder, head, values, outer_state)
+    await _to_its_end(offload, _write_fragment, folder, head, values, outer_state)
 
 
 async def _read_fragment(
@@ -185,17 +202,31 @@ def _fragments(folder: Place, count: int) -> tuple[SavedFragment, ...]:
     found = found_fragments(folder.names())
     if missing := [p for p in range(count) if p not in found]:
         raise OSError(f"{folder} has lost fragment {missing[0]} while it was saved")
-    return tuple(SavedFragment.model_validate_json(folder.read(f"{found[p]}.json")) for p in range(count))
+    return tuple(_fragment(folder, f"{found[p]}.json") for p in range(count))
+
+
+def _fragment(folder: Place, file: str) -> SavedFragment:
+    try:
+        return SavedFragment.model_validate_json(folder.read(file))
+    except ValidationError as error:
+        raise OSError(f"{folder}/{file} is damaged: {error.errors()[0]['msg']}") from error
 
 
 def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
-    """Write the manifest, then name it in `latest`; returns which ones are not kept any more."""
+    """Write the manifest, then name it in `latest`; returns which ones are not kept any more.
+
+    Raises:
+        OSError: also if others took this one for a leftover, since its writer stood still, and have removed it.
+    """
     manifest, folder = state.model_dump_json(indent=1).encode(), place.below(name)
     sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
     folder.write(STATE_FILE, [manifest])
+    if lost := {*sums, SUMS_FILE} - folder.names():
+        raise OSError(f"{folder} has lost {min(lost)} while it was saved")
     there = place.names()
-    kept, dropped = kept_names([before for before in read_latest(place) if before in there], name)
+    whole = [one for one in read_latest(place) if one in there and STATE_FILE in place.below(one).names()]
+    kept, dropped = kept_names(whole, name)
     place.write(LATEST, ["".join(f"{one}\n" for one in kept).encode()])
     return dropped
 
@@ -203,13 +234,25 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
 def _unmake(place: Place, name: str) -> None:
     """A disk that is full must not be filled with what nothing names: but a store may have heard more than it said."""
     if name not in read_latest(place):
-        place.remove(name)
+        _remove(place, name)
 
 
 def _drop(place: Place, names: Iterable[str], leftovers: Leftovers) -> None:
     for name in names:
+        _remove(place, name)
+    try:
+        drop_leftovers(place, leftovers)
+    except OSError as error:
+        _log().warning("leftovers_not_removed", path=str(place), error=str(error))
+
+
+def _remove(place: Place, name: str) -> None:
+    """The manifest first: what is left of a checkpoint, should that break off, is none. A leftover goes later."""
+    try:
+        place.below(name).remove(STATE_FILE)
         place.remove(name)
-    drop_leftovers(place, leftovers)
+    except OSError as error:
+        _log().warning("checkpoint_not_removed", path=str(place.below(name)), error=str(error))
 
 
 def read_latest(place: Place) -> list[str]:
@@ -227,9 +270,10 @@ def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
     """Remove what killed writers left, as far as it can be told by now.
 
     Raises:
-        OSError: the place cannot be read, or not be changed.
+        OSError: the place cannot be read.
     """
-    kept = read_latest(place)
-    others = [name for name in place.names() if name.startswith((CHECKPOINT, TEMPORARY)) and name not in kept]
+    there = place.names()
+    kept = there & {*read_latest(place)}
+    others = [name for name in there - kept if name.startswith((CHECKPOINT, TEMPORARY))]
     for name in leftovers.look({name: place.below(name).names() for name in others}, len(kept)):
-        place.remove(name)
+        _remove(place, name)

@@ -14,6 +14,7 @@ import xxhash
 from safetensors import safe_open
 
 from diloco import cli
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
@@ -318,3 +319,17 @@ def test_a_tensor_file_is_what_the_formats_own_library_reads(tmp_path: Path) -> 
         assert set(file.keys()) == {*arrays, "e"}
         for name, values in arrays.items():
             np.testing.assert_array_equal(file.get_tensor(name), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", [2, 4]), ("F32", [3]), ("BF16", [-4, -2]), ("F4", [1]), ("BOOL", [])]
+)
+def test_a_tensor_of_another_size_than_its_shape_has_is_refused(tmp_path: Path, dtype: str, shape: list[int]) -> None:
+    """Read by its shape, it would be another tensor's bytes, or too few. A type that is not known here is taken."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, 16]}
+    for name, kind in (("known", dtype), ("new", "F5")):
+        header = json.dumps({"a": entry | {"dtype": kind, "shape": shape if kind == dtype else [5]}}).encode()
+        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(UsageError, match=f"known cannot be read .*16 bytes are no {dtype}"):
+        read_tensors(tmp_path / "known")
+    assert read_tensors(tmp_path / "new")["a"].nbytes == 16

@@ -212,6 +212,29 @@ def test_saving_what_was_restored_changes_nothing(tmp_path):
     assert [f.version for f in second.fragments] == [3, 5]
 
 
+def test_a_restore_onto_another_runs_values_of_the_same_version_is_refused(tmp_path):
+    """An interrupted restore of this checkpoint is gone on with, also in other chunks."""
+    save(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    for chunk_bytes in (1024, 512):
+        spec = samples.spec(tokens=20_000, chunk_bytes=chunk_bytes)
+        bus = restore(checkpoint, spec)
+        restore(checkpoint, spec, bus)
+    others = MemoryBus("again", VirtualClock())
+    run_virtual(samples.commit(others, 1, 5, -THETA[1]))
+    with pytest.raises(UsageError, match="the run was started before"):
+        restore(checkpoint, samples.spec(tokens=20_000), others)
+
+
+def test_parts_of_a_tensor_are_joined_by_their_rows(tmp_path):
+    """Whatever the ids of the fragments that they lie in."""
+    whole = samples.tensor("e", (40, 20), rule="mean")
+    parts = [whole.model_copy(update={"rows": rows, "fragment": p}) for p, rows in ((1, (0, 10)), (0, (10, 40)))]
+    save(tmp_path, spec=samples.spec(tensors=tuple(parts)))
+    found = load_checkpoint(tmp_path).tensors()["e"]
+    assert (found.shape, bytes(found.read())) == ((40, 20), THETA[1].tobytes() + THETA[0].tobytes())
+
+
 def test_kinds_of_lost_tokens_outlast_any_number_of_resumes(tmp_path):
     """What was overwritten and what was rejected is summed up over the parts, in token-elements."""
     for part in range(3):

@@ -204,10 +204,11 @@ def test_missing_credentials_are_said(s3: str, monkeypatch: pytest.MonkeyPatch, 
     assert "there are no credentials in the environment" in warning
 
 
-def test_a_store_that_nobody_knows_is_refused_at_once() -> None:
-    """With what there is, or what to install."""
-    with pytest.raises(UsageError, match=r"nonsense://x: .*known are folders, s3://"):
-        place_of("nonsense://x")
+@pytest.mark.parametrize("address", ["nonsense://x", "sftp://host/x", "local://x", "simplecache::s3://bucket/x"])
+def test_a_store_where_half_a_file_might_lie_is_refused_at_once(address: str) -> None:
+    """fsspec knows some of these; with what to give in their place."""
+    with pytest.raises(UsageError, match=rf"{address}: .*give a folder, s3://bucket/path or gs://"):
+        place_of(address)
 
 
 def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
