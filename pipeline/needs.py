@@ -155,7 +155,7 @@ def outer_operations(site: Site, outer: OuterName) -> float:
     return transformer_operations(*shape_of(site), outer)
 
 
-def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
+def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName, syncers: int = 1) -> float:
     """Memory of all syncers together: values, those of the version before, by which stale deltas are rebased, momentum,
     what a merge makes, and two windows of M + 2 fragments."""
     windows = 2 * (learners + 2) + (outer in ORTHOGONALISES)

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.settings import SyncSettings, defaults
@@ -14,8 +15,10 @@ VERSIONS = 2
 """Of each fragment, with its outer state: the present one, and the one that it replaced or that is being uploaded."""
 VALUE_BYTES = 4
 """Of an element of a global, of the outer state and of the inner optimizer's moments: all are float32."""
-OFFERED_BYTES = 2 * 2 * VALUE_BYTES
-"""Of a parameter: Adam's two moments, in two offers of a peer."""
+OFFERS = 2
+"""Of moments, that lie on the bus at a time."""
+MOMENTS = 2
+"""Of Adam, which keeps as many as any usual optimizer."""
 RESERVE_BYTES = 32 * 2**20
 """For everything that is not a payload."""
 
@@ -35,10 +38,15 @@ def redis_bytes(
         global_codec: one of `wire.GlobalCodec`.
         key_frame_interval: outer steps between two key frames; 8 as usual.
     """
-    each = VERSIONS * (VALUE_BYTES + VALUE_BYTES) + CODECS[codec] * learners + OFFERED_BYTES
+    each = VERSIONS * (VALUE_BYTES + VALUE_BYTES) + CODECS[codec] * learners
     if global_codec == "int8":
         each += 2 * key_frame_interval * CODECS["int8"]
-    return elements * each + RESERVE_BYTES
+    return elements * each + offered_bytes(elements) + RESERVE_BYTES
+
+
+def offered_bytes(elements: float) -> float:
+    """Of it, the offers of moments: a learner whose moments are of more than `MOST_OFFERED_BYTES` makes none."""
+    return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
 
 
 def redis_holds(learners: int) -> str:
