@@ -11,8 +11,10 @@ _MANY = 2**20
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
 """Bytes of an element of a delta."""
 KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
-VERSIONS = 2
-"""Of each fragment, with its outer state: the present one, and the one that it replaced or that is being uploaded."""
+GLOBALS_HELD = 3
+"""Of each fragment: the present one, the one that it replaced, and the next one while it is uploaded."""
+STATES_HELD = 2
+"""Of its outer state, which goes as it is replaced: the present one and the next one."""
 VALUE_BYTES = 4
 """Of an element of a global, of the outer state and of the inner optimizer's moments: all are float32."""
 OFFERS = 2
@@ -38,7 +40,7 @@ def redis_bytes(
         global_codec: one of `wire.GlobalCodec`.
         key_frame_interval: outer steps between two key frames; 8 as usual.
     """
-    each = VERSIONS * (VALUE_BYTES + VALUE_BYTES) + CODECS[codec] * learners
+    each = (GLOBALS_HELD + STATES_HELD) * VALUE_BYTES + CODECS[codec] * learners
     if global_codec == "int8":
         each += 2 * key_frame_interval * CODECS["int8"]
     return elements * each + offered_bytes(elements) + RESERVE_BYTES
@@ -51,4 +53,4 @@ def offered_bytes(elements: float) -> float:
 
 def redis_holds(learners: int) -> str:
     """What `redis_bytes` counts."""
-    return f"{VERSIONS} globals, {VERSIONS} momenta, {learners} deltas, 2 offers of moments, a reserve"
+    return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {learners} deltas, {OFFERS} offers of moments, a reserve"

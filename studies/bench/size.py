@@ -23,12 +23,12 @@ import numpy.typing as npt
 import typer
 
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.clock import LoopClock, fast_loop
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.needs import as_bytes, syncer_bytes
+from diloco.pipeline.needs import as_bytes, syncer_bytes, syncer_share
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.process import logs
@@ -52,6 +52,8 @@ LOOK_S = 0.02
 MB = 1e6
 SCALES = {"initial": 0.02, "delta": 1e-4}
 """Of made up values."""
+PROGRAM_BYTES = 100_000_000
+"""Of a syncer that has nothing in hand."""
 BESIDE_BYTES = 0.6e9
 """Of the process with the learners, beside a fragment of each: the interpreter and torch."""
 
@@ -81,7 +83,8 @@ class Case(NamedTuple):
     def syncer_bytes(self) -> float:
         """The same of each syncer."""
         sync = self.spec.sync
-        return syncer_bytes(self.layout.elements, self.learners, sync.fragments, sync.outer, self.syncers)
+        share = syncer_share(sync.fragments, self.syncers)
+        return syncer_bytes(self.layout.elements, self.learners, sync.codec, sync.outer, share)
 
 
 @dataclass(slots=True)
@@ -92,6 +95,8 @@ class Stage:
     seconds: float
     redis_bytes: int
     """Peak of `used_memory` since the server began."""
+    redis_resident_bytes: float
+    """Of its process, likewise."""
     before_bytes: int
     """Resident memory of the largest syncer as the stage began."""
     peak_bytes: int
@@ -241,8 +246,8 @@ class Syncers:
         seconds = time.perf_counter() - began
         peak = max(peak, *(_peak(pid) for pid in pids))
         with Plain(self.url) as redis:
-            held = int(redis.info("used_memory_peak"))
-        self.stages.append(Stage(name, seconds, held, before, int(peak)))
+            held, resident = int(redis.info("used_memory_peak")), _peak(int(redis.info("process_id")))
+        self.stages.append(Stage(name, seconds, held, resident, before, int(peak)))
 
     async def ended(self) -> None:
         """Tell all of them to stop, one after the other, and wait: the last one saves."""
@@ -289,12 +294,13 @@ def measure(case: Case, folder: Path) -> list[Stage]:
         await syncers.stage("resume", syncers.said("checkpoint_restored"))
         await syncers.stage("a merge after it", merged(syncers.url, case, "two", 1))
 
-    with syncing(case, "one", folder, ()) as syncers:
-        asyncio.run(first(syncers))
-    stages = syncers.stages
-    with syncing(case, "two", folder, ("--resume", str(folder))) as syncers:
-        asyncio.run(second(syncers))
-    return stages + syncers.stages
+    stages: list[Stage] = []
+    with asyncio.Runner(loop_factory=fast_loop) as runner:
+        for run, work, more in (("one", first, ()), ("two", second, ("--resume", str(folder)))):
+            with syncing(case, run, folder, more) as syncers:
+                runner.run(work(syncers))
+                stages += syncers.stages
+    return stages
 
 
 def _peak(pid: int) -> float:
@@ -342,8 +348,8 @@ def main(
         saved = sum(one.stat().st_size for one in place.rglob("*") if one.is_file())
     for one in stages:
         print(
-            f"{one.name:18}{one.seconds:8.1f} s   Redis {one.redis_bytes / MB:7.0f} MB   "
-            f"syncer {one.peak_bytes / MB:7.0f} MB, +{(one.peak_bytes - one.before_bytes) / MB:.0f}"
+            f"{one.name:18}{one.seconds:8.1f} s   Redis {one.redis_bytes / MB:7.0f} MB "
+            f"(process {one.redis_resident_bytes / MB:.0f})   syncer {one.peak_bytes / MB:7.0f} MB, +{(one.peak_bytes - one.before_bytes) / MB:.0f}"
         )
     print(f"checkpoint: {saved / MB:.0f} MB; a fragment with its momentum: {8 * max(sizes) / MB:.0f} MB")
 
