@@ -35,13 +35,14 @@ from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.transfer.payloads import pull_shown, push
+from diloco.pipeline.waiting import meanwhile
 from diloco.studies.bench.end_to_end import ROOT, Process, server
 from diloco.studies.bench.machine import need_memory, peak_mb, reset_peak
 from diloco.studies.bench.plain import Plain
 from diloco.studies.quality.virtual_report import virtual_report
 from diloco.workers.encoding import ErrorFeedback
 from diloco.workers.exchange.carrier import DELTA_TTL_S, SLOW_PULL_S, delta_key, push_initial
-from diloco.workers.exchange.joining import Joining, meanwhile
+from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Publication, Rounds
