@@ -14,7 +14,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Site, as_bytes, as_rate, needs_of, pace_of, params_of
+from diloco.pipeline.needs import CHOSEN, Needs, Precision, Site, as_bytes, as_rate, needs_of, pace_of, params_of
 from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.units import written
 
@@ -25,6 +25,10 @@ class PlanSettings(Site):
     """What is asked of a plan beside its site."""
 
     learners: int = Field(USUAL["learners"], ge=1, le=4096, description="Number of learners M")
+    ranks: int = Field(
+        1, ge=1, le=4096, description="Ranks of each learner, which share its parameters, gradients and moments (FSDP2)"
+    )
+    precision: Precision = Field("fp32", description="Of training; bf16: a copy that computes, beside fp32 masters")
     overlap_steps: int = Field(
         USUAL["overlap_steps"], ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind"
     )
@@ -58,13 +62,22 @@ def in_own_loop(needs: Needs) -> str:
 def show(console: Console, needs: Needs) -> None:
     """What each machine takes, the settings to run with, and what is wrong."""
     machines = Table(title="each machine")
-    for name in ("", "how many", "cores", "memory", "in and out"):
+    for name in ("", "how many", "cores", "memory", "training", "in and out"):
         machines.add_column(name, justify="right" if name else "left")
     for party in needs.parties:
         memory, rate = as_bytes(party.memory_bytes), as_rate(party.bytes_per_s)
-        machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, rate)
+        training = as_bytes(party.training_bytes) if party.training_bytes else ""
+        machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, training, rate)
     console.print(machines)
-    console.print("of a learner: what its exchange adds to training; of a syncer: cores at the busiest moment")
+    console.print(
+        f"of a {needs.parties[0].name}: what its exchange adds to training, which has parameters, gradients and AdamW's "
+        "moments, without activations",
+        soft_wrap=True,
+    )
+    console.print(
+        "of a syncer: cores at the busiest moment; memory when all windows are open and another one died",
+        soft_wrap=True,
+    )
     console.print("of a Redis node: learners' traffic and syncers'; a syncer beside it takes half off its line\n")
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
@@ -96,7 +109,7 @@ def command(
     learners, overlap_steps, outer = settings.learners, settings.overlap_steps, settings.outer
     try:
         pace = pace_of(settings, learners, overlap_steps, settings.codec, settings.global_codec, outer)
-        needs = needs_of(settings, pace, learners, overlap_steps, outer)
+        needs = needs_of(settings, pace, learners, overlap_steps, outer, settings.ranks, settings.precision)
     except OverflowError:
         raise UsageError("no plan has numbers of this size: look at --params, --link and --merge-rate") from None
     console = Console()

@@ -9,14 +9,14 @@ learners the goodput wants.
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import ORTHOGONALISES, OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
-from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
+from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, VALUE_BYTES, redis_bytes, redis_holds
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
 from diloco.pipeline.units import Amount, BitRate, Span, written
 
@@ -59,10 +59,20 @@ REDIS_BYTES_PER_S = 1.1 * 2**30
 REDIS_MEMORY_BYTES = 256e9
 SYNCER_MEMORY_BYTES = 512e9
 """Memory of one machine. Assumed"""
+SYNCER_SPARE = 1.25
+"""Of its memory: what is freed is used again, and up to a quarter more is held (`payload.buffers`)."""
+SYNCER_PROCESS_BYTES = 0.2e9
+"""The program, and chunks on their way. Measured (docs/results/performance.md)"""
 SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 LEARNER_S = 3.4e-9
 """Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
+Precision = Literal["fp32", "bf16"]
+TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
+"""Of a parameter in training, without activations: parameter, gradient, AdamW's moments; in bf16 a copy that computes.
+As the built-in trainer has them (docs/howto/gpus.md)."""
+CHECKPOINT_BYTES = 2 * VALUE_BYTES
+"""Of a parameter in a checkpoint: value and momentum."""
 OF_OUTER: dict[OuterName, dict[str, float]] = {
     "halley": {},
     "muon": {},
@@ -155,11 +165,36 @@ def outer_operations(site: Site, outer: OuterName) -> float:
     return transformer_operations(*shape_of(site), outer)
 
 
-def syncer_bytes(params: float, learners: int, fragments: int, outer: OuterName) -> float:
-    """Memory of all syncers together: values, those of the version before, by which stale deltas are rebased, momentum,
-    what a merge makes, and two windows of M + 2 fragments."""
-    windows = 2 * (learners + 2) + (outer in ORTHOGONALISES)
-    return params * (4 + 4 + 4 + 4) + windows * 4 * params / fragments
+def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, share: float = 1.0) -> float:
+    """Memory of one syncer that serves so much of the model, at most: when all of its windows are open at once.
+
+    So it is when a run ends, and after an outage. Kept between merges are values, momentum, and the values of the
+    version before, by which stale deltas are rebased.
+    """
+    kept, made = 3 * VALUE_BYTES, (2 + (outer in ORTHOGONALISES)) * VALUE_BYTES
+    return SYNCER_SPARE * share * params * (kept + CODECS[codec] * learners + made) + SYNCER_PROCESS_BYTES
+
+
+def syncer_share(fragments: int, syncers: int) -> float:
+    """Of the model, that one of so many syncers must have room for: one of the others may have died."""
+    return math.ceil(fragments / max(1, syncers - 1)) / fragments
+
+
+def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
+    """Memory that one rank of a learner needs beside its training: `docs/explanation/ranks.md`.
+
+    Bases and residuals of the fragments that it serves. Of one fragment that is under way: its snapshot, the bytes on
+    the wire, the pulled global; and the rank's own rows of both, which are others in a learner of several ranks.
+    """
+    lost = 0 if codec in EXACT else VALUE_BYTES
+    kept = (VALUE_BYTES + lost) * math.ceil(fragments / ranks)
+    moving = VALUE_BYTES + CODECS[codec] + VALUE_BYTES + lost + (2 * VALUE_BYTES / ranks if ranks > 1 else 0)
+    return params / fragments * (kept + moving)
+
+
+def busiest_share(fragments: int, ranks: int) -> float:
+    """Of a learner's bytes and cores, those of the rank that serves most fragments."""
+    return math.ceil(fragments / ranks) / fragments
 
 
 class Pace(NamedTuple):
@@ -299,6 +334,8 @@ class Party(NamedTuple):
     memory_bytes: float
     bytes_per_s: float
     """In and out together."""
+    training_bytes: float = 0.0
+    """Of a learner, beside `memory_bytes`: parameters, gradients and AdamW's moments, without activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +369,8 @@ class Needs:
     syncer_cores: float
     """All syncers together, merging and stepping without a pause."""
     syncer_memory_bytes: float
-    """All syncers together."""
+    """Of each syncer, when one of the others has died."""
+    checkpoint_bytes: float
     redis_memory_bytes: float
     redis_bytes_per_s: float
     parties: tuple[Party, ...]
@@ -350,13 +388,25 @@ class Needs:
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
             f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
             f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
-            f"syncers together: {self.syncer_cores:.2f} cores merging, {as_bytes(self.syncer_memory_bytes)}; "
-            f"Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}"
+            f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} at "
+            f"most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
+            f"{as_bytes(self.checkpoint_bytes)}"
         )
 
 
-def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: OuterName) -> Needs:
-    """Memory, bytes and cores of a run at this pace; the other arguments as `pace_of` had them."""
+def needs_of(
+    site: Site,
+    pace: Pace,
+    learners: int,
+    overlap_steps: int,
+    outer: OuterName,
+    ranks: int = 1,
+    precision: Precision = "fp32",
+) -> Needs:
+    """Memory, bytes and cores of a run at this pace; the other arguments as `pace_of` had them.
+
+    ranks: of each learner; they share its parameters, gradients and moments (FSDP2).
+    """
     wire, shown = CODECS[pace.codec], GLOBALS[pace.global_codec]
     width, layers = shape_of(site)
     round_s = pace.interval * site.step_time
@@ -367,12 +417,12 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
     redis_memory = redis_bytes(site.params, learners, pace.codec, pace.global_codec)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
-    memory = syncer_bytes(site.params, learners, pace.fragments, outer)
+    whole = syncer_bytes(site.params, learners, pace.codec, outer)
     outer_cores = outer_operations(site, outer) / round_s / CORE_FLOPS
     cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
     syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
     syncers = {
-        "memory": math.ceil(memory / SYNCER_MEMORY_BYTES / LINK_SHARE),
+        "memory": 1 + math.ceil(whole / SYNCER_MEMORY_BYTES / LINK_SHARE),  # one of them may die
         "network": math.ceil(syncer_traffic / SYNCER_BYTES_PER_S / LINK_SHARE),
         "cores": math.ceil(cores / site.syncer_cores / LINK_SHARE),
     }
@@ -381,16 +431,22 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
         said = any(CHEAPER[outer] in warning for warning in warnings)
         cheaper = "" if said else f"; less has {CHEAPER[outer]}"
         warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
+    if ranks > pace.fragments:
+        warnings.append(
+            f"{ranks - pace.fragments} of {ranks} ranks serve no fragment, since there are {pace.fragments}: more "
+            "fragments spread the bytes"
+        )
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
         f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({redis_holds(learners)}) take {by_memory}",
         "syncers": "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
-        + f" ({memory / 1e9:.0f} GB for values, momenta and windows, {syncer_traffic / 1e9:.2f} GB/s, "
+        + f" ({whole / 1e9:.0f} GB for values, momenta and all windows at once, {syncer_traffic / 1e9:.2f} GB/s, "
         f"{cores:.2f} cores)",
     }
     count, nodes = max(2, *syncers.values()), max(1, by_traffic, by_memory)
-    held = 4 + 4 / pace.fragments + (0 if pace.codec in EXACT else 4)  # base, a fragment in flight, what codecs lost
+    share, served = syncer_share(pace.fragments, count), busiest_share(pace.fragments, ranks)
+    memory = syncer_bytes(site.params, learners, pace.codec, outer, share)
     return Needs(
         learners=learners,
         sync_interval=pace.interval,
@@ -412,17 +468,19 @@ def needs_of(site: Site, pace: Pace, learners: int, overlap_steps: int, outer: O
         outer_s=pace.outer_s,
         syncer_cores=cores,
         syncer_memory_bytes=memory,
+        checkpoint_bytes=CHECKPOINT_BYTES * site.params,
         redis_memory_bytes=redis_memory,
         redis_bytes_per_s=traffic,
         parties=(
             Party(
-                "learner",
-                learners,
-                LEARNER_S * site.params / round_s,
-                held * site.params,
-                up_bytes_per_s + down_bytes_per_s,
+                "learner" if ranks == 1 else "rank",
+                learners * ranks,
+                served * LEARNER_S * site.params / round_s,
+                exchange_bytes(site.params, pace.fragments, pace.codec, ranks),
+                served * (up_bytes_per_s + down_bytes_per_s),
+                TRAINING_BYTES[precision] * site.params / ranks,
             ),
-            Party("syncer", count, max(cores / count, pace.threads), memory / count, syncer_traffic / count),
+            Party("syncer", count, max(cores / count, pace.threads), memory, syncer_traffic / count),
             Party("Redis node", nodes, 1, redis_memory / nodes, traffic / nodes),
         ),
         settings={

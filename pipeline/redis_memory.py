@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.settings import SyncSettings, defaults
@@ -10,12 +11,16 @@ _MANY = 2**20
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
 """Bytes of an element of a delta."""
 KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
-VERSIONS = 2
-"""Of each fragment, with its outer state: the present one, and the one that it replaced or that is being uploaded."""
+GLOBALS_HELD = 3
+"""Of each fragment: the present one, the one that it replaced, and the next one while it is uploaded."""
+STATES_HELD = 2
+"""Of its outer state, which goes as it is replaced: the present one and the next one."""
 VALUE_BYTES = 4
 """Of an element of a global, of the outer state and of the inner optimizer's moments: all are float32."""
-OFFERED_BYTES = 2 * 2 * VALUE_BYTES
-"""Of a parameter: Adam's two moments, in two offers of a peer."""
+OFFERS = 2
+"""Of moments, that lie on the bus at a time."""
+MOMENTS = 2
+"""Of Adam, which keeps as many as any usual optimizer."""
 RESERVE_BYTES = 32 * 2**20
 """For everything that is not a payload."""
 
@@ -35,12 +40,17 @@ def redis_bytes(
         global_codec: one of `wire.GlobalCodec`.
         key_frame_interval: outer steps between two key frames; 8 as usual.
     """
-    each = VERSIONS * (VALUE_BYTES + VALUE_BYTES) + CODECS[codec] * learners + OFFERED_BYTES
+    each = (GLOBALS_HELD + STATES_HELD) * VALUE_BYTES + CODECS[codec] * learners
     if global_codec == "int8":
         each += 2 * key_frame_interval * CODECS["int8"]
-    return elements * each + RESERVE_BYTES
+    return elements * each + offered_bytes(elements) + RESERVE_BYTES
+
+
+def offered_bytes(elements: float) -> float:
+    """Of it, the offers of moments: a learner whose moments are of more than `MOST_OFFERED_BYTES` makes none."""
+    return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
 
 
 def redis_holds(learners: int) -> str:
     """What `redis_bytes` counts."""
-    return f"{VERSIONS} globals, {VERSIONS} momenta, {learners} deltas, 2 offers of moments, a reserve"
+    return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {learners} deltas, {OFFERS} offers of moments, a reserve"

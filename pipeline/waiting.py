@@ -1,7 +1,9 @@
-"""Waiting for the first of several events. asyncio."""
+"""Waiting for the first of several events, and work that goes on for the time of a block. asyncio."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
 
@@ -35,3 +37,16 @@ async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, 
         wake.clear()
         await first_of(wake, timeout_s=left_s)
     wake.set()
+
+
+@asynccontextmanager
+async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Work that goes on for the time of a block. If any of it fails, the block ends by its error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

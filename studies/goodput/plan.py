@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
+from diloco.pipeline.needs import GLOBALS, TRAINING_BYTES, Needs, needs_of, pace_of
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import DAY_S
 from diloco.studies.goodput.constants import Constants
@@ -21,8 +21,7 @@ LEARNERS = (1, 2, 4, 8)
 """Paper: quality is best at M = 8 (text 54.4, 55.0, 55.4, 53.4 at M = 2, 4, 8, 16)."""
 WORTH_IT = 0.01
 """Goodput that twice the learners must bring."""
-STATE_BYTES = 16
-"""Of a parameter in a learner: values, gradient and AdamW's moments. Assumed"""
+STATE_BYTES = TRAINING_BYTES["fp32"]
 CHIP_BYTES = 40e9
 """Memory of a chip that is left for them. Assumed"""
 SEEDS, DAYS = 2, 5.0

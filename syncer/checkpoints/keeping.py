@@ -6,7 +6,7 @@ a dead syncer, or of one that saves to a place of its own. Nobody waits for anyb
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import structlog
 
@@ -48,6 +48,8 @@ class Checkpoints:
         """The one that this syncer is saving as the lead, for the run's state; and the last one that it began."""
         self.problem = ""
         """Why the last one could not be saved, in words for the status."""
+        self.went_on = asyncio.Event()
+        """Set when one more fragment is saved, by this syncer as the lead or by others."""
         self.in_order = True
         """False once the last one, on stopping or at the end, could not be saved."""
         self._log = structlog.get_logger()
@@ -143,8 +145,9 @@ class Checkpoints:
             if told and 0 < len(fragments) < self._count:  # others have some, and may help
                 await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
             order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
+            told_of = self._each(order)
             folder = await finish_checkpoint(
-                self._bus, context.agreed.spec, self._place, self._own, order, self._leftovers, context.offload
+                self._bus, context.agreed.spec, self._place, self._own, told_of, self._leftovers, context.offload
             )
         except (UsageError, PeerError, OSError) as error:  # not all fragments are there yet, or the disk is full
             self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
@@ -156,3 +159,8 @@ class Checkpoints:
         self.problem = ""
         self._log.info("checkpoint_saved", path=str(folder))
         return True
+
+    def _each(self, fragments: Iterable[int]) -> Iterator[int]:
+        for p in fragments:
+            yield p
+            self.went_on.set()

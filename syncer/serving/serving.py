@@ -142,9 +142,13 @@ class Serving:
             task.result()  # a background task ends only by an error
 
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
-        """A syncer that was told to stop has so much time, and no more."""
+        """A syncer that was told to stop has so much time, and as much again for each fragment that it has saved."""
         await stop.wait()
-        limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
+        went_on = self._checkpoints.went_on if self._checkpoints else asyncio.Event()
+        while True:
+            went_on.clear()
+            limit.reschedule(asyncio.get_running_loop().time() + self._settings.shutdown_s)
+            await went_on.wait()
 
     async def _end(
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]

@@ -9,11 +9,13 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import (
     GLOBALS,
     LINK_SHARE,
+    SYNCER_SPARE,
     Site,
     layers_of,
     needs_of,
@@ -22,9 +24,10 @@ from diloco.pipeline.needs import (
     params_of,
     shape_of,
     syncer_bytes,
+    syncer_share,
 )
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, matrix_operations, operations_of, transformer_operations
-from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, redis_bytes
+from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings, defaults, load
 from diloco.studies.goodput.constants import Constants
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS
@@ -46,23 +49,65 @@ def test_layers_lie_between_those_of_the_known_sizes() -> None:
 
 
 def test_redis_holds_so_much_of_a_parameter() -> None:
-    """2 globals, 2 momenta, 4 deltas in bf16, 2 offers of two moments: 40 bytes; for 7B 280 GB."""
+    """3 globals, 2 momenta, 4 deltas in bf16: 28 bytes; beside them 2 offers of two moments."""
 
     def each(*given: Any) -> float:
-        return round(redis_bytes(1e6, *given) - RESERVE_BYTES) / 1e6
+        return round(redis_bytes(1e6, *given) - RESERVE_BYTES - offered_bytes(1e6)) / 1e6
 
-    assert each(4, "bf16", "fp32") == each(4, "bf16", "bf16") == 40
-    assert each(8, "bf16", "fp32") == 48
-    assert each(4, "int8", "fp32") < 40
-    assert each(4, "bf16", "int8", 8) > each(4, "bf16", "int8", 2) > 40
-    assert redis_bytes(7e9, 4, "bf16", "fp32") == pytest.approx(280e9, rel=1e-3)
+    assert each(4, "bf16", "fp32") == each(4, "bf16", "bf16") == 28
+    assert each(8, "bf16", "fp32") == 36
+    assert each(4, "int8", "fp32") < 28
+    assert each(4, "bf16", "int8", 8) > each(4, "bf16", "int8", 2) > 28
 
 
-def test_more_fragments_take_less_of_a_syncers_memory() -> None:
-    """Values, those of the version before, momentum and a merge's result stay; windows shrink."""
-    whole, parts = (syncer_bytes(1e9, 4, fragments, "nesterov") for fragments in (1, 100))
-    assert whole > parts > 16e9
-    assert syncer_bytes(1e9, 4, 1, "muon") == whole + 4e9
+def test_offers_of_moments_are_no_larger_than_a_learner_makes_them() -> None:
+    """Two of 8 bytes a parameter, up to the size above which moments are nobody's to ask for: so 7B need 198 GB."""
+    assert offered_bytes(1e6) == 2 * 8e6
+    assert offered_bytes(MOST_OFFERED_BYTES / 8) == offered_bytes(7e9) == 2 * MOST_OFFERED_BYTES
+    assert redis_bytes(7e9, 4, "bf16", "fp32") == pytest.approx(198e9, rel=1e-3)
+
+
+def test_a_syncer_has_room_for_what_a_dead_one_served() -> None:
+    """Alone or with one other it needs room for all fragments; of five, for a quarter, in whole fragments."""
+    assert [syncer_share(8, syncers) for syncers in (1, 2, 3, 5)] == [1, 1, 0.5, 0.25]
+    assert syncer_share(8, 4) == 3 / 8
+    whole, half = (syncer_bytes(1e9, 4, "bf16", "nesterov", share) for share in (1.0, 0.5))
+    assert whole - half == pytest.approx(0.5 * SYNCER_SPARE * 28e9)
+    assert syncer_bytes(1e9, 4, "bf16", "muon") == whole + SYNCER_SPARE * 4e9
+    assert syncer_bytes(1e9, 8, "bf16", "nesterov") == whole + SYNCER_SPARE * 8e9
+
+
+def party(name: str, **told: Any) -> Any:
+    """One of the parties of a plan for 8B in 16 fragments."""
+    site = Site(params="8B", step_time="3s", link="25Gbps")
+    pace = pace_of(site, 4, 2, told.pop("codec", "bf16"), "fp32", "nesterov")._replace(fragments=16)
+    made = needs_of(site, pace, 4, 2, "nesterov", **told)
+    return next(one for one in made.parties if one.name == name)
+
+
+def test_ranks_share_what_a_learner_takes() -> None:
+    """Training, bytes and cores by their number; bases by the fragments that each serves; not one that is under way."""
+    alone, rank = party("learner"), party("rank", ranks=8)
+    assert (alone.machines, rank.machines) == (4, 32)
+    assert alone.training_bytes == 16 * 8e9
+    for each in ("training_bytes", "bytes_per_s", "cores"):
+        assert getattr(rank, each) == pytest.approx(getattr(alone, each) / 8), each
+    fragment = 8e9 / 16
+    assert alone.memory_bytes == 16 * 4 * fragment + 10 * fragment
+    assert rank.memory_bytes == 2 * 4 * fragment + (10 + 1) * fragment
+    assert party("rank", ranks=8, codec="int8").memory_bytes > rank.memory_bytes + 2 * 4 * fragment
+    assert party("rank", ranks=8, precision="bf16").training_bytes == 18 * 1e9
+
+
+def test_a_rank_with_more_fragments_than_others_counts() -> None:
+    """16 fragments over 5 ranks: one of them serves four. With more ranks than fragments it is said that some idle."""
+    assert party("rank", ranks=5).bytes_per_s == pytest.approx(party("learner").bytes_per_s / 4)
+    site = Site(params="10M", step_time="1s", link="1Gbps")
+    pace = pace_of(site, 4, 2, "auto", "fp32", "halley")
+    assert pace.fragments == 8
+    (warning,) = needs_of(site, pace, 4, 2, "halley", ranks=12).warnings
+    assert "4 of 12 ranks serve no fragment" in warning
+    assert needs_of(site, pace, 4, 2, "halley", ranks=8).warnings == []
 
 
 def test_the_default_step_takes_cores_that_nesterov_does_not() -> None:
@@ -72,7 +117,9 @@ def test_the_default_step_takes_cores_that_nesterov_does_not() -> None:
     assert plain.warnings == []
     assert halley.syncer_cores > 100 * plain.syncer_cores
     muon = needs_of(site, pace_of(site, 4, 2, "bf16", "fp32", "muon"), 4, 2, "muon")
-    assert muon.syncers > halley.syncers
+    assert muon.syncer_cores > 3 * halley.syncer_cores
+    few = Site(**LARGE, syncer_cores=8)
+    assert needs_of(few, pace_of(few, 4, 2, "bf16", "fp32", "muon"), 4, 2, "muon").syncers > halley.syncers
     assert any("--outer halley" in warning for warning in muon.warnings)
     assert outer_operations(Site(params="2B"), "halley") > 2 * outer_operations(Site(params="1B"), "halley")
     small = Site(params="10M", step_time="1s", link="1Gbps")
@@ -235,6 +282,17 @@ def test_a_nonsense_plan_is_refused_with_what_to_do(
 ) -> None:
     assert main(["plan", *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_command_plans_learners_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rank takes of a machine stands in a row of its own, training beside exchange."""
+    out = tmp_path / "plan.json"
+    given = ["--params", "8B", "--step-time", "3s", "--link", "25Gbps", "--ranks", "8", "--precision", "bf16"]
+    assert main(["plan", *given, "--json", str(out)]) == 0
+    assert "of a rank: what its exchange adds to training" in capsys.readouterr().out
+    name, machines, *_, training_bytes = json.loads(out.read_text())["parties"][0]
+    assert (name, machines, training_bytes) == ("rank", 32, 18e9)
+    assert main(["plan", "--ranks", "0"]) == 2
 
 
 def test_help_shows_numbers_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:

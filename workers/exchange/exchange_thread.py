@@ -13,12 +13,13 @@ from diloco.pipeline.clock import LoopClock, fast_loop
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.view.status import live_learners
+from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import AT_ONCE, Float32, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.joining import Joining, meanwhile
+from diloco.workers.exchange.joining import Joining
 from diloco.workers.moments.recovery import Found
 from diloco.workers.rounds import Publication
 from diloco.workers.stopping import Stopping

@@ -4,8 +4,8 @@ Learners wait here only. What joining waits for is said where that takes long.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
+from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, Offload, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
@@ -128,19 +129,6 @@ class Joining:
             with suppress(TimeoutError, DilocoError):
                 async with asyncio.timeout(ABANDON_S):
                     await self._reporting.write()
-
-
-@asynccontextmanager
-async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Work that goes on for the time of a block. If any of it fails, the block ends by its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-            yield
-            for task in tasks:
-                task.cancel()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 async def say_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:

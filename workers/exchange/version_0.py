@@ -4,16 +4,18 @@ Also of a run that has lost its heads for good: it begins again with what a lear
 """
 
 import asyncio
-from contextlib import suppress
 
 from diloco.pipeline.agreement import PATIENCE_S
-from diloco.pipeline.errors import BusError
+from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
+from diloco.pipeline.waiting import meanwhile
 from diloco.workers.exchange.agreement import Agreement
 from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier
 from diloco.workers.exchange.member import Member
 
 CLAIM_TTL_S = 10.0
+RENEW_S = CLAIM_TTL_S / 4
+PROLONG_S = INITIAL_TTL_S / 4
 POLL_S = 0.05
 
 
@@ -23,6 +25,10 @@ class Version0:
     def __init__(self, member: Member, agreement: Agreement, carrier: Carrier) -> None:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
+        self._chunks: list[int] = []
+        """Of each fragment that this learner has uploaded."""
+        self._announced: InitialUpload | None = None
+        """What it has, once all of it was there."""
 
     async def ensure(self, nonce: str, *, trained: bool) -> None:
         """Wait until every fragment has a head; upload version 0 if nobody has.
@@ -40,22 +46,46 @@ class Version0:
         bus, retry = self._bus, self._member.outages.retry
         # An upload that is there while heads are lost did not bring them back.
         useless = await retry(bus.read_initial) if trained else None
-        while None in await retry(bus.read_heads, self._fragments):
-            await retry(self._agreement.look, patience_s)
-            if (
-                await retry(bus.read_initial) in (None, useless)
-                and (trained or not await retry(self._agreement.others_trained))
-                and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
-            ):
-                await self._upload(nonce)
-            await asyncio.sleep(POLL_S)
+
+        async def prolong() -> None:
+            await self._prolong(nonce)
+
+        async with meanwhile(self._member.outages.forever(prolong)):
+            while None in await retry(bus.read_heads, self._fragments):
+                await retry(self._agreement.look, patience_s)
+                if (
+                    await retry(bus.read_initial) in (None, useless)
+                    and (trained or not await retry(self._agreement.others_trained))
+                    and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
+                ):
+                    await self._upload(nonce)
+                await asyncio.sleep(POLL_S)
 
     async def _upload(self, nonce: str) -> None:
-        member, chunks = self._member, []
+        """All fragments, under a claim that is kept however long one of them takes; then announce them."""
+        member, self._chunks, self._announced = self._member, [], None
         member.log.info("initial_upload_started", fragments=len(self._fragments))
-        with suppress(BusError):  # whatever went wrong, the claim lapses and somebody begins again
-            for p in self._fragments:
-                chunks.append(await self._carrier.upload_initial(p, nonce))
-                await self._bus.claim_initial(nonce, CLAIM_TTL_S)
-            upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(chunks))
-            await self._bus.finish_initial(upload, INITIAL_TTL_S)
+        try:
+            async with meanwhile(self._keep_claim(nonce)):
+                for p in self._fragments:
+                    self._chunks.append(await self._carrier.upload_initial(p, nonce))
+                upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(self._chunks))
+                if await self._bus.finish_initial(upload, INITIAL_TTL_S):
+                    self._announced = upload
+        except BusError:  # whatever went wrong, the claim lapses and somebody begins again
+            self._chunks = []
+
+    async def _keep_claim(self, nonce: str) -> None:
+        while await self._member.outages.retry(self._bus.claim_initial, nonce, CLAIM_TTL_S):
+            await asyncio.sleep(RENEW_S)
+        raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
+
+    async def _prolong(self, nonce: str) -> None:
+        """What is uploaded lives on while it is wanted: the rest of it, and the syncers' copy, may take long."""
+        bus = self._bus
+        while True:
+            await asyncio.sleep(PROLONG_S)
+            for p, count in enumerate(self._chunks):
+                await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, extend_s=INITIAL_TTL_S)
+            if (announced := self._announced) is not None and await bus.claim_initial(nonce, CLAIM_TTL_S):
+                await bus.finish_initial(announced, INITIAL_TTL_S)

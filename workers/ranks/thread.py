@@ -23,12 +23,13 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
+from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.carrier import Carrier
 from diloco.workers.exchange.exchange_thread import LOOK_S, ExchangeThread
-from diloco.workers.exchange.joining import Joining, meanwhile
+from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source

@@ -1,0 +1,101 @@
+"""Version 0 of a large model: its upload and its copy take longer than what they rest on lives by itself."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.workers.exchange import carrier, version_0
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+
+FRAGMENTS = 8
+CLAIM_TTL_S, INITIAL_TTL_S = 1.0, 6.0
+"""Of what nobody prolongs; in production ten seconds and ten minutes."""
+
+
+@pytest.fixture(autouse=True)
+def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_0, "CLAIM_TTL_S", CLAIM_TTL_S)
+    monkeypatch.setattr(version_0, "RENEW_S", CLAIM_TTL_S / 4)
+    monkeypatch.setattr(version_0, "PROLONG_S", INITIAL_TTL_S / 4)
+    for module in (version_0, carrier):
+        monkeypatch.setattr(module, "INITIAL_TTL_S", INITIAL_TTL_S)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, upload_s: float = 0.0, copy_s: float = 0.0) -> list[str]:
+    """Each fragment takes so long; returns the keys to which learners write initial parameters, as they do."""
+    written, write, commit = list[str](), MemoryBus.write_chunks, MemoryBus.commit
+
+    async def write_chunks(self: MemoryBus, key: str, *args: Any) -> None:
+        if ":initial:" in key:
+            await asyncio.sleep(upload_s)
+            written.append(key)
+        await write(self, key, *args)
+
+    async def slowly(self: MemoryBus, made: Commit) -> None:
+        await asyncio.sleep(copy_s * (made.version == 0))
+        await commit(self, made)
+
+    monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
+    monkeypatch.setattr(MemoryBus, "commit", slowly)
+    return written
+
+
+async def begun(learners: int) -> None:
+    """Until a run of so many learners has trained a round."""
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(learners)]
+    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await end(*party)
+
+
+def test_one_learner_uploads_however_long_a_fragment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim does not lapse meanwhile: the bus never has the parameters twice."""
+    written = slow(monkeypatch, upload_s=2.5 * CLAIM_TTL_S)
+    run_virtual(begun(learners=3))
+    assert len(written) == FRAGMENTS
+
+
+@pytest.mark.parametrize(("upload_s", "copy_s"), [(INITIAL_TTL_S / 3, 0.0), (0.0, 0.9 * INITIAL_TTL_S)])
+def test_what_was_uploaded_first_is_there_until_the_last_is_copied(
+    upload_s: float, copy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though all of it takes longer than a payload lives that nobody prolongs."""
+    written = slow(monkeypatch, upload_s, copy_s)
+    run_virtual(begun(learners=2))
+    assert len(written) == FRAGMENTS
+
+
+def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bus was away for one learner for longer than a claim lasts: it stops, and one whole upload is there."""
+    slow(monkeypatch, upload_s=0.4)
+    claim, away = MemoryBus.claim_initial, set[str]()
+
+    async def claim_initial(self: MemoryBus, nonce: str, ttl_s: float) -> bool:
+        if nonce in away:
+            await asyncio.sleep(2 * CLAIM_TTL_S)
+            away.clear()
+            raise BusUnavailable("no answer")
+        return await claim(self, nonce, ttl_s)
+
+    monkeypatch.setattr(MemoryBus, "claim_initial", claim_initial)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+        world.start_syncer()
+        first = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await asyncio.sleep(0.6)
+        away.add("a" * 16)
+        second = VirtualLearner("l1", world, 0.1, "b" * 16).start()
+        await world.until_version(1, 300.0)
+        installed = [one.reason for one in await world.tape() if isinstance(one, Committed) and one.version == 0]
+        assert installed == ["initial parameters of l1"] * FRAGMENTS
+        await end(first, second)
+
+    run_virtual(main())
