@@ -2,7 +2,7 @@
 
 Each child leads its own process group, so that Ctrl-C on the terminal reaches the launcher alone, which then ends
 the run in order. No child outlives the launcher: `Children` kills every group when its block is left, however it
-is left; and should the launcher itself be killed, the kernel kills the children (`die_with_launcher`).
+is left; and should the launcher itself be killed, the kernel kills the children (`lifecycle.die_with_launcher`).
 """
 
 import contextlib
@@ -21,11 +21,9 @@ from diloco.launcher.devices import VISIBLE, Place, assign, names
 from diloco.options import RunSettings
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import die_with_parent
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.gpus import count_gpus
-
-LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 
 TAIL_LINES = 20
 
@@ -37,16 +35,9 @@ class ChildDied(DilocoError):
     """A process that the run needs has died; the message holds its last log lines."""
 
 
-def die_with_launcher() -> None:
-    """In a child of the launcher: do not outlive it. Does nothing in a process that a user started."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)
-    if launcher is not None:
-        die_with_parent(int(launcher))
-
-
-def threads_for(learners: int, asked: int | None) -> int:
-    """Torch threads of each learner: all learners together use the cores once, or else they stall each other."""
-    return asked or max(1, usable_cores() // learners)
+def threads_for(processes: int, asked: int | None) -> int:
+    """Torch threads of each learner, or rank of one: all together use the cores once, or else they stall each other."""
+    return asked or max(1, usable_cores() // processes)
 
 
 def places_of(settings: RunSettings) -> list[Place]:

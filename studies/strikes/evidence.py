@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from diloco.launcher.launch import LAUNCHER_PID
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.studies.strikes.audit import ShardNote
 
 SHARD_EVENTS = {"shard_claimed": False, "shard_read": True}
