@@ -19,7 +19,7 @@ from typing import Protocol
 
 from diloco.launcher.devices import VISIBLE, Place, assign, names
 from diloco.options import RunSettings
-from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
@@ -44,9 +44,15 @@ def places_of(settings: RunSettings) -> list[Place]:
     """Where each learner of a run trains, on the GPUs that this process sees.
 
     Raises:
-        UsageError: as `assign`.
+        UsageError: as `assign`, or sets of devices for a method whose learners are ranks themselves.
     """
-    return assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
+    places = assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
+    if settings.method == "data-parallel" and any(place.ranks > 1 for place in places):
+        raise UsageError(
+            f"devices={settings.devices!r}: a set of devices for one learner needs another --method: the data-parallel "
+            "baseline has one process for each; give as many --learners as devices"
+        )
+    return places
 
 
 def environment(threads: int, redis_url: str | None) -> dict[str, str]:

@@ -146,7 +146,7 @@ def prepare(model: nn.Module, device: torch.device, settings: LearnerSettings, r
         return Prepared(model, training_forward(model, device, settings), end=_Mean(model, ranks), mesh=WORLD)
     if settings.checkpoint_activations:
         checkpoint_activations(model)
-    together = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    together = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def begin(last: bool) -> None:
         together.require_backward_grad_sync = last
