@@ -3,7 +3,7 @@
 import sys
 
 from diloco.cli import main
-from diloco.launcher.launch import die_with_launcher
+from diloco.pipeline.process.lifecycle import die_with_launcher
 
 if __name__ == "__main__":
     die_with_launcher()

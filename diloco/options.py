@@ -85,8 +85,8 @@ class RunSettings(Settings):
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
     devices: str = Field(
         "auto",
-        description="Where learners train, in turn: cuda:0,cuda:1 ..., all (GPUs), cpu or mps; auto: all GPUs, or else "
-        "what a learner finds",
+        description="Where learners train, in turn: cuda:0,cuda:1 ..., all (GPUs, divided among the learners), cpu or "
+        "mps; 0+1,2+3: a learner on each set, with a rank on each device; auto: a GPU for each, or else what it finds",
     )
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     method: RunMethod = Field(
@@ -123,7 +123,7 @@ class RunProcess(
         None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
     )
     threads: int | None = Field(
-        None, ge=1, le=4096, description="Torch threads of each learner (default: cores // learners)"
+        None, ge=1, le=4096, description="Torch threads of each learner, or rank (default: cores // their number)"
     )
     http_port: int = Field(
         0,

@@ -45,6 +45,8 @@ LEAVE_S = 20.0
 STATE_S = 30.0
 EncodeOn = Literal["auto", "cpu", "device"]
 DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
+DEVICES = r"^(auto|mps|cpu(\+cpu)*|cuda(:\d+)?|cuda:\d+(\+cuda:\d+)+)$"
+"""Also a set, for a rank on each."""
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
@@ -251,7 +253,9 @@ class LearnerSettings(Settings):
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="Name of this learner, unique in its run (default: made up)",
     )
-    device: str = Field("auto", pattern=DEVICE, description="auto, cpu, cuda, cuda:N or mps")
+    device: str = Field(
+        "auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N or mps; cuda:0+cuda:1: a rank on each of these"
+    )
     threads: int | None = Field(
         None,
         ge=1,
@@ -264,6 +268,11 @@ class LearnerSettings(Settings):
     )
     checkpoint_activations: bool = expert(
         False, description="Compute a layer's activations again in the backward pass instead of keeping them"
+    )
+    sharding: Literal["ddp", "fsdp"] = expert(
+        "ddp",
+        description="Of a learner of several ranks. ddp: each has the whole model; fsdp: parameters, gradients and "
+        "moments are divided among them",
     )
     encode_on: EncodeOn = expert(
         "auto",

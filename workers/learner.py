@@ -348,7 +348,8 @@ class Learner:
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
 
-        Waits for the first shard before it returns: this is still part of joining.
+        Waits for the first shard before it returns: this is still part of joining. Of several ranks rank 0 alone may
+        call it, and tells the others what to read.
 
         Args:
             total: blocks in an epoch; every learner must say the same.

@@ -73,10 +73,10 @@ def _first_shard(
         stopping.leave_if_asked()
 
     joined = now_joined()
-    if joined.together:
+    if joined.together and order.seed is not None:
         raise UsageError(
-            "a learner of several ranks cannot read from the run's work queue, whose shards are not divided among "
-            "ranks: give each rank its own rows, such as by a DistributedSampler"
+            "a learner of several ranks cannot read batches from the run's work queue, whose shards are not divided "
+            "among ranks: give each rank its own rows, such as by a DistributedSampler"
         )
     if joined.shared.shards_wanted is not None:
         raise UsageError(

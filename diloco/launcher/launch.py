@@ -2,7 +2,7 @@
 
 Each child leads its own process group, so that Ctrl-C on the terminal reaches the launcher alone, which then ends
 the run in order. No child outlives the launcher: `Children` kills every group when its block is left, however it
-is left; and should the launcher itself be killed, the kernel kills the children (`die_with_launcher`).
+is left; and should the launcher itself be killed, the kernel kills the children (`lifecycle.die_with_launcher`).
 """
 
 import contextlib
@@ -19,13 +19,11 @@ from typing import Protocol
 
 from diloco.launcher.devices import VISIBLE, Place, assign, names
 from diloco.options import RunSettings
-from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import die_with_parent
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.gpus import count_gpus
-
-LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 
 TAIL_LINES = 20
 
@@ -37,25 +35,24 @@ class ChildDied(DilocoError):
     """A process that the run needs has died; the message holds its last log lines."""
 
 
-def die_with_launcher() -> None:
-    """In a child of the launcher: do not outlive it. Does nothing in a process that a user started."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)
-    if launcher is not None:
-        die_with_parent(int(launcher))
-
-
-def threads_for(learners: int, asked: int | None) -> int:
-    """Torch threads of each learner: all learners together use the cores once, or else they stall each other."""
-    return asked or max(1, usable_cores() // learners)
+def threads_for(processes: int, asked: int | None) -> int:
+    """Torch threads of each learner, or rank of one: all together use the cores once, or else they stall each other."""
+    return asked or max(1, usable_cores() // processes)
 
 
 def places_of(settings: RunSettings) -> list[Place]:
     """Where each learner of a run trains, on the GPUs that this process sees.
 
     Raises:
-        UsageError: as `assign`.
+        UsageError: as `assign`, or sets of devices for a method whose learners are ranks themselves.
     """
-    return assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
+    places = assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
+    if settings.method == "data-parallel" and any(place.ranks > 1 for place in places):
+        raise UsageError(
+            f"devices={settings.devices!r}: a set of devices for one learner needs another --method: the data-parallel "
+            "baseline has one process for each; give as many --learners as devices"
+        )
+    return places
 
 
 def environment(threads: int, redis_url: str | None) -> dict[str, str]:

@@ -104,8 +104,8 @@ class Launcher:
             own = ["--syncer-id", name, "--http-port", str(port)]
             environ = environment(1, self._url_of(name)) | secrets
             self._children.start(name, ["syncer", *config, *own, *syncer], environ)
-        threads = threads_for(self._settings.learners, self._settings.threads)
         places = places_of(self._settings)
+        threads = threads_for(sum(place.ranks for place in places), self._settings.threads)
         for number, place in enumerate(places):
             name = f"learner-{number}"
             own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]

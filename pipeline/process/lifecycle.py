@@ -21,6 +21,8 @@ from types import FrameType
 _HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
+"""Variable with the id of the process that started this one, and that it is not to outlive."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -34,6 +36,13 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """In a process that was given `LAUNCHER_PID`: do not outlive it. Does nothing in one that a user started."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)
+    if launcher is not None:
+        die_with_parent(int(launcher))
 
 
 def adopt_orphans() -> bool:

@@ -254,7 +254,11 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
     (check_struck_baseline if settings.method == BASELINE else check)(settings)
-    places_of(settings)
+    if any(place.ranks > 1 for place in places_of(settings)) and any(one.manner is Manner.PAUSE for one in rules):
+        raise UsageError(
+            f"--pause with --devices {settings.devices}: a learner of several ranks is paused by none of its processes "
+            "alone; strike it by --kill, --cut or --hang"
+        )
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from diloco.launcher.launch import LAUNCHER_PID
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.studies.strikes.audit import ShardNote
 
 SHARD_EVENTS = {"shard_claimed": False, "shard_read": True}
@@ -59,8 +59,8 @@ def read_steps(learners: Path) -> dict[str, list[tuple[str, list[tuple[int, floa
     found: dict[str, list[tuple[str, list[tuple[int, float]]]]] = {}
     for folder in sorted(learners.iterdir()) if learners.is_dir() else ():
         by_incarnation: dict[str, list[tuple[int, float]]] = {}
-        file = folder / LOSSES_FILE
-        for line in _lines(file) if file.is_file() else ():
+        files = [folder / LOSSES_FILE, *sorted(folder.glob(f"rank-0-of-*/{LOSSES_FILE}"))]
+        for line in (line for file in files if file.is_file() for line in _lines(file)):
             by_incarnation.setdefault(line["incarnation"], []).append((line["step"], line["unix_s"]))
         found[folder.name] = list(by_incarnation.items())
     return found

@@ -15,7 +15,7 @@ from typing import Literal
 
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
-from diloco.launcher.launch import Children, environment, threads_for
+from diloco.launcher.launch import Children, environment, places_of, threads_for
 from diloco.launcher.report import Outcome
 from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -84,7 +84,7 @@ async def run(
     assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
     lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
     fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
-    threads = threads_for(settings.learners, settings.threads)
+    threads = threads_for(sum(place.ranks for place in places_of(settings)), settings.threads)
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
         folder.make(settings)

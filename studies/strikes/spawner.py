@@ -23,10 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from diloco.launcher.launch import LAUNCHER_PID, Child, Process, die_with_launcher
+from diloco.launcher.launch import Child, Process
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process.lifecycle import adopt_orphans
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID, adopt_orphans, die_with_launcher
 
 PRELOADED = (
     "torch._dynamo",

@@ -15,6 +15,7 @@ from diloco.pipeline.settings import (
     SyncSettings,
     TrainerSettings,
     defaults,
+    load,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -117,23 +118,33 @@ def gpus_of(profile: str | None) -> dict[str, list[str]]:
     return found
 
 
-def test_each_gpu_learner_has_a_gpu_of_its_own():
-    """A profile for each number of GPUs; without one the first GPU has a learner."""
-    assert gpus_of(None) == {"learner": ["0"]}
-    for count in range(2, 9):
+def test_each_gpu_learner_has_gpus_of_its_own():
+    """A profile for each number of GPUs, and for each way to make equal sets of 8; without one there is no learner, not
+    one on a GPU of somebody else's."""
+    assert gpus_of(None) == {}
+    for count in range(1, 9):
         assert list(gpus_of(f"gpus-{count}").values()) == [[str(number)] for number in range(count)]
+    for learners, size in ((4, 2), (2, 4), (1, 8)):
+        sets = list(gpus_of(f"gpus-{learners}x{size}").values())
+        assert list(map(len, sets)) == [size] * learners
+        assert [number for one in sets for number in one] == list(map(str, range(8)))
 
 
 def test_a_gpu_learner_is_the_learner_of_the_other_file():
-    """Nothing of it is said again: it is extended, and what is beside the first GPU alone has a profile. A profile's
-    name is one that Compose takes."""
+    """Nothing of it is said again: it is extended. Its device is a setting's: one, or a set with a rank on each. A
+    profile's name is one that Compose takes."""
     services = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
     learner = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["learner"]
-    assert set(services["learner"]) == {"environment", "deploy"}
+    assert set(services["learner"]) == {"environment", "profiles", "deploy"}
     for name, one in services.items():
-        assert one["environment"] == {"DILOCO_DEVICE": "cuda"}
+        (gpus,) = one["deploy"]["resources"]["reservations"]["devices"]
+        here = range(len(gpus["device_ids"]))
+        asked = "cuda" if len(here) == 1 else "+".join(f"cuda:{number}" for number in here)
+        assert one["environment"] == {"DILOCO_DEVICE": asked}
+        assert load(LearnerProcess, {"device": asked}).device == asked
         if name != "learner":
             assert one["extends"] == {"file": "compose.yaml", "service": "learner"}
             assert one["depends_on"] == learner["depends_on"]
-            assert set(one) == {"extends", "environment", "depends_on", "profiles", "deploy"}
+            more = {"shm_size"} if len(here) > 1 else set()
+            assert set(one) == {"extends", "environment", "depends_on", "profiles", "deploy"} | more
             assert all(re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", profile) for profile in one["profiles"])

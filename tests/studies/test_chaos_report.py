@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from diloco.cli import main
-from diloco.launcher.launch import LAUNCHER_PID
 from diloco.launcher.report import Outcome
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.studies.strikes.audit import Ending, Evidence
 from diloco.studies.strikes.evidence import (
     left_running,

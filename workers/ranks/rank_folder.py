@@ -50,6 +50,11 @@ class RankFolder(StateFolder):
         if self._saves:
             super().save(make)
 
+    def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
+        """As `save`: replicas share the first one's folder."""
+        if self._saves:
+            super().append_losses(lines)
+
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
         """As `StateFolder`, of what this rank holds."""
         parts = self._newest(identity)

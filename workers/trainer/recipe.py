@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy as np
@@ -129,10 +129,19 @@ def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def add_gradients(model: nn.Module, batches: Iterable[torch.Tensor], count: int) -> torch.Tensor:
-    """Gradient of the mean over `count` micro-batches into `.grad`; returns their mean loss, still on the device."""
+def add_gradients(
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    count: int,
+    begin: Callable[[bool], None] = lambda last: None,
+) -> torch.Tensor:
+    """Gradient of the mean over `count` micro-batches into `.grad`; returns their mean loss, still on the device.
+
+    begin: called before each of them: whether it is the last.
+    """
     total = torch.zeros(())
     for number, batch in enumerate(batches):
+        begin(number == count - 1)
         loss = loss_of(model, batch) / count
         torch.autograd.backward(loss)
         total = loss.detach() if number == 0 else total + loss.detach()

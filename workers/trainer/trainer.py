@@ -5,31 +5,41 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
+import torch
 
-from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.errors import RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
+from diloco.workers.ranks.thread import BROKEN_STATUS
+from diloco.workers.trainer.agent import run_ranks
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
 from diloco.workers.trainer.models.hf import weights_digest
 from diloco.workers.trainer.models.hf_config import lies_elsewhere, read_hf
 from diloco.workers.trainer.models.named import build_model, check_model
-from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import (
     StopFlag,
     add_gradients,
     check_text,
-    choose_device,
     make_optimizer,
-    read_batch,
     trainer_spec,
     update,
     use_threads,
 )
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
+from diloco.workers.trainer.together import (
+    Ranks,
+    Rows,
+    agree_on_spec,
+    check_ranks,
+    prepare,
+    process_group,
+    rank_device,
+    ranks_here,
+)
 
 LOOK_S = 1.0
 
@@ -61,19 +71,43 @@ def train(settings: LearnerProcess) -> int:
         UsageError: no Redis, no such model, text or device.
         SpecMismatch: this learner's settings or text differ from the run's.
     """
-    stop = StopFlag()
+    ranks = ranks_here()
     redis_url = settings.bus_url()
     if redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
-    read = partial(Learner.read_spec, redis_url, settings.run)
-    spec = wait_for_spec(read, settings.learner_id)
+    if ranks.count == 1 and "+" in settings.device:
+        return run_ranks(len(settings.device.split("+")), settings.learner_id, settings.leave_s)
+    device = rank_device(ranks, settings.device)
+    read = partial(wait_for_spec, partial(Learner.read_spec, redis_url, settings.run), settings.learner_id)
+    if ranks.count > 1:
+        return train_together(settings, read, redis_url, device, ranks)
+    stop = StopFlag()
+    spec = read()
     try:
-        return train_once(settings, spec, redis_url, stop)
+        return train_once(settings, spec, redis_url, device, stop, ranks)
     except SpecMismatch:
         if spec is not None:
             raise
         # Another learner was quicker to propose the spec: follow it, or be refused for what was asked for.
-        return train_once(settings, wait_for_spec(read, settings.learner_id), redis_url, stop)
+        return train_once(settings, read(), redis_url, device, stop, ranks)
+
+
+def train_together(
+    settings: LearnerProcess, read: Callable[[], Spec | None], redis_url: str, device: torch.device, ranks: Ranks
+) -> int:
+    """As a rank among several, which end with each other; the exit status tells who starts them to do it again."""
+    with process_group(ranks, device):
+        spec = agree_on_spec(ranks, read)
+        try:
+            return train_once(settings, spec, redis_url, device, None, ranks)
+        except RankGone as error:
+            log.error("rank_ended", rank=ranks.number, detail=str(error))
+            return BROKEN_STATUS
+        except SpecMismatch as error:
+            if spec is not None:
+                raise
+            log.warning("rank_ended", rank=ranks.number, detail=f"another learner has begun the run: {error}")
+            return BROKEN_STATUS
 
 
 def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
@@ -88,15 +122,31 @@ def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
             time.sleep(LOOK_S)
 
 
-def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop: StopFlag) -> int:
-    """Join and train; `spec` is the run's, or None to propose one."""
+def train_once(
+    settings: LearnerProcess,
+    spec: Spec | None,
+    redis_url: str,
+    device: torch.device,
+    stop: StopFlag | None,
+    ranks: Ranks,
+) -> int:
+    """Join and train; the exit status.
+
+    Args:
+        settings: as they were asked for.
+        spec: the run's, or None to propose one.
+        redis_url: where the run is.
+        device: of this process.
+        stop: hears of signals, unless the learner does, with its other ranks.
+        ranks: of the learner.
+    """
     # --- agree with the run ----------------------------------------------------------------------
     if spec is not None:
         settings = follow(settings, spec)
         check_model(spec)
 
-    # --- device, text, model, optimizer ----------------------------------------------------------
-    device = choose_device(settings.device)
+    # --- text, model, optimizer ------------------------------------------------------------------
+    check_ranks(ranks, settings)
     use_threads(settings.threads)
     named = read_hf(settings.model)
     text = open_for(settings.data, named, settings.seq_len)
@@ -112,11 +162,10 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
     elif spec is not None and "weights" in spec.trainer:
         agreed["weights"] = spec.trainer["weights"]
         wait_for_weights(partial(has_version_0, redis_url, settings.run), settings.learner_id)
-    model = model.to(device)
-    forward = training_forward(model, device, settings)
+    model, forward, begin, end, mesh = prepare(model, device, settings, ranks)
     optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
-    step_tokens = step_blocks * settings.seq_len
+    step_tokens = step_blocks * settings.seq_len // ranks.count
 
     # --- train -----------------------------------------------------------------------------------
     steps = 0
@@ -134,16 +183,19 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
         recover=settings.recover,
         log_losses=settings.log_losses,
         encode_on=settings.encode_on,
+        mesh=mesh,
     ) as learner:
         fresh = settings.ramp_steps
         ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": fresh, "checkpoint": fresh}.get(learner.recovered, 0)
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
-        order = learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
-        stop.training = True  # not before: a signal ends who still waits for its first shard
-        while not (learner.finished or stop.asked):
+        order = None if ranks.number else learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
+        rows = Rows(blocks, order, settings, ranks)
+        if stop is not None:
+            stop.training = True  # not before: a signal ends who still waits for its first shard
+        while not (learner.finished or (stop is not None and stop.asked)):
             started = time.monotonic()
-            batches = (read_batch(blocks, order, settings.batch, device) for _ in range(settings.accumulate))
-            loss = add_gradients(forward, batches, settings.accumulate)
+            loss = add_gradients(forward, rows.step(device), settings.accumulate, begin)
+            end()
             lr = learning_rate(
                 learner.progress,
                 learner.earlier_steps + steps,  # a checkpoint may be of moments that are young still
@@ -157,5 +209,5 @@ def train_once(settings: LearnerProcess, spec: Spec | None, redis_url: str, stop
             steps += 1
             if settings.pace:
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
-    log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if stop.asked else "run finished")
+    log.info("training_ended", learner=learner.id, steps=steps, reason="run finished" if learner.over else "signal")
     return 0 if learner.left_in_order else 1

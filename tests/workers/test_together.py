@@ -1,0 +1,111 @@
+"""Promises of the built-in trainer as several ranks: same steps as one process, and what it refuses."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.settings import LearnerProcess, load
+from diloco.workers.trainer.agent import may_start_again
+from diloco.workers.trainer.models.gpt import build
+from diloco.workers.trainer.together import Ranks, blocks_of, check_ranks, rank_device, ranks_here
+from tests.ranks.party import ROOT, free_port
+
+PROGRAM = Path(__file__).with_name("together_rank.py")
+WAYS = [f"{s}-{p}-{a}" for s, p, a in itertools.product(("ddp", "fsdp"), ("fp32", "bf16"), (False, True))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of what one process and two ranks have made."""
+    folders, started = {}, []
+    for count in (1, 2):
+        folders[count] = tmp_path_factory.mktemp(f"of-{count}")
+        port = str(free_port())
+        for rank in range(count):
+            group = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+            group |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, str(PROGRAM), str(folders[count])]
+            environment = os.environ | group | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(command, env=environment))
+    try:
+        assert [one.wait(150) for one in started] == [0] * 3
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    return folders
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_make_the_steps_of_one_process(trained: dict[int, Path], way: str) -> None:
+    """In DDP and FSDP, fp32 and bf16, with activations kept or computed again: equal but for rounding, far nearer to
+    the one process than to where both began."""
+    one, two = (torch.load(trained[count] / f"{way}.pt") for count in (1, 2))
+    began = dict(build("nano", 0).named_parameters())
+    assert one.keys() == two.keys() == began.keys()
+    for name, tensor in one.items():
+        moved = (tensor - began[name].detach()).norm()
+        assert moved > 0
+        assert (tensor - two[name]).norm() < (1e-4 if "fp32" in way else 0.05) * moved, name
+
+
+def test_the_launchers_variables_say_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without all of them, and where the launcher has started one process, it is a learner by itself."""
+    names = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in names.items():
+        assert ranks_here() == Ranks()
+        monkeypatch.setenv(name, value)
+    assert ranks_here() == Ranks(5, 8, 1, 4)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert ranks_here() == Ranks()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch": 6}, "batch=6: a learner of 4 ranks divides each batch among them; give --batch 8"),
+        ({"batch": 8, "sharding": "fsdp", "compile": True}, "--compile with DILOCO_SHARDING=fsdp"),
+    ],
+)
+def test_what_ranks_cannot_train_with_is_refused_by_name(given: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_ranks(Ranks(0, 4, 0, 4), load(LearnerProcess, given))
+
+
+def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    second = Ranks(1, 2, 1, 2)
+    for asked, number in (("auto", 1), ("cuda", 1), ("cuda:2+cuda:3", 3)):
+        assert rank_device(second, asked) == torch.device("cuda", number) == taken[-1]
+    assert rank_device(second, "cpu") == rank_device(second, "cpu+cpu") == torch.device("cpu")
+    for asked, said in (("cuda:1", "is one device"), ("cuda:0+cuda:1+cuda:2", "3 devices for 2 ranks")):
+        with pytest.raises(UsageError, match=said):
+            rank_device(second, asked)
+    with pytest.raises(UsageError, match="cuda:4"):
+        rank_device(Ranks(4, 5, 4, 5), "auto")
+
+
+def test_only_ranks_that_were_killed_or_miss_another_are_started_again() -> None:
+    """What was refused would be refused again."""
+    assert not any(map(may_start_again, ({0: 2, 1: 2}, {1: 1})))
+    assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75})))
+
+
+def test_blocks_are_the_layers_and_not_what_lies_within_them() -> None:
+    model = build("nano", 0)
+    assert blocks_of(model) == list(model.blocks)
+    layer = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(1, 1)])})
+    assert blocks_of(torch.nn.ModuleDict({"inner": torch.nn.ModuleDict({"h": torch.nn.ModuleList([layer])})})) == [
+        layer
+    ]

@@ -1,0 +1,81 @@
+"""A learner on a set of devices, `--device cuda:0+cuda:1`: its process starts a rank for each, by torch's own launcher.
+
+    diloco learner (this process) ──torch's elastic agent──▶ diloco learner, as rank 0..N-1
+
+It is what `torchrun --nproc-per-node N -m diloco learner` does, called as a library. Only, a rank that was refused is
+not started again, since it would be refused again; and the ranks end with this process, however that ends.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+
+import structlog
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID, end_signals
+from diloco.workers.ranks.thread import BROKEN_STATUS
+
+MOST_RESTARTS = 100
+LEAVE_MARGIN_S = 40
+"""On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
+
+log = structlog.get_logger()
+
+
+def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
+    """Start the ranks of this command, and all of them again when one has died; the exit status.
+
+    Args:
+        count: ranks.
+        learner: its id, for the log.
+        leave_s: as the learner's.
+    """
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(leave_s) + LEAVE_MARGIN_S)
+    for restart in range(MOST_RESTARTS + 1):
+        try:
+            elastic_launch(_config(count), sys.executable)("-P", "-m", "diloco", *sys.argv[1:])
+        except SignalException as asked:
+            log.info("ranks_ended", learner=learner, reason=signal.Signals(asked.sigval).name)
+            return 0
+        except ChildFailedError as failed:
+            statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+            if not may_start_again(statuses) or restart == MOST_RESTARTS:
+                log.error("ranks_ended", learner=learner, statuses=_words(statuses), restarts=restart)
+                return max(1, *statuses.values())
+            log.warning("ranks_restarted", learner=learner, statuses=_words(statuses), restarts=restart + 1)
+            time.sleep(1.0)
+        else:
+            return 0
+    raise AssertionError("the last restart has returned")
+
+
+def may_start_again(statuses: Mapping[int, int]) -> bool:
+    """Whether ranks that ended so may do better: one was killed by a signal, or misses another one."""
+    return any(status < 0 or status == BROKEN_STATUS for status in statuses.values())
+
+
+def _config(count: int) -> LaunchConfig:
+    """A rendezvous of its own for each life: what was left in the one before, such as addresses, misleads nobody."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        run_id=f"learner-{os.getpid()}",
+        max_restarts=0,
+    )
+    config.signals_to_handle = ",".join(number.name for number in end_signals())  # torch 2.6 does not look
+    return config
+
+
+def _words(statuses: Mapping[int, int]) -> str:
+    named = {rank: signal.Signals(-code).name if code < 0 else f"status {code}" for rank, code in statuses.items()}
+    return ", ".join(f"rank {rank}: {how}" for rank, how in sorted(named.items()))
