@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.shares import Range
+from diloco.workers.ranks.told import Agreed, Place, Rows, said_by, said_by_all
 from diloco.workers.ranks.wires import TOKEN_BYTES, listen
 
 WAIT = timedelta(hours=1)
@@ -206,32 +206,32 @@ def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str,
     """
     try:
         group = distributed.new_group(sorted(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
-        rank, gather = distributed.get_rank(group), partial(_gather, group, len(ranks))
-        hosts = gather(socket.gethostname())
-        alone = len(set(hosts)) == 1
+        rank = distributed.get_rank(group)
+        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=secrets.token_bytes(TOKEN_BYTES))
+        agreed = said_by(group, 0, own)
+        ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
+        told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
+        machines = [one.machine for one in told]
+        alone = len(set(machines)) == 1
         listener = listen(LOOPBACK if alone else "")
-        host = LOOPBACK if alone else _own_address(hosts[rank] == hosts[0])
-        own = codec.encode(spec), learner, held(_synchronised(model)), (host, listener.getsockname()[1])
-        told = gather((*own, secrets.token_bytes(TOKEN_BYTES)))
+        host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
+        places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
-    specs, learners, holds, addresses, tokens = zip(*told, strict=True)
-    agreed = codec.decode(Spec, specs[0])
-    if agreed.tensors != spec.tensors:
-        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed)}")
-    return Meeting(group, rank, learners[0], agreed, holds, addresses, listener, tokens[0])
+    if agreed.spec.tensors != spec.tensors:
+        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed.spec)}")
+    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
+    for other, hold in enumerate(holds):
+        if hold.keys() != holds[0].keys():
+            raise UsageError(f"rank {other} has another model than rank 0: {min(hold.keys() ^ holds[0].keys())}")
+    addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
+    return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
 
 
 def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
     trained = trained_tensors(model)
     buffers = averaged_buffers(model, map(local_of, trained.values()))
     return trained | {name: tensor for name, buffer in buffers.items() if (tensor := buffer.tensor) is not None}
-
-
-def _gather(group: Any, size: int, told: Any) -> list[Any]:
-    found: list[Any] = [None] * size
-    distributed.all_gather_object(found, told, group=group)
-    return found
 
 
 def _own_address(beside_rank_0: bool) -> str:
