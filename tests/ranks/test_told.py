@@ -49,7 +49,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_hears_messages_and_nothing_else(tmp_path: Path) -> None:
-    """Of all ranks, in their order; sizes without bounds, a pickle and what is out of bounds are refused, naming who."""
+    """Of all ranks, in order; sizes without bounds, pickles and what is out of bounds are refused, naming who."""
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=one_rank, args=(rank, tmp_path)) for rank in range(2)]
     for one in ranks:

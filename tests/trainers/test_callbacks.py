@@ -12,7 +12,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status import read_status
-from diloco.workers.exchange import publishing
+from diloco.workers.exchange import carrier
 from tests.trainers import scripts
 from tests.trainers.scripts import ACCUMULATE, LENGTH, MICRO, STEP_TOKENS, llama
 from tests.workers.test_device_encoding import a_syncer
@@ -207,14 +207,14 @@ def test_of_adapters_only_the_adapters_are_on_the_wire(
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    push, pushed = publishing.push_growing, dict[str, int]()
+    push, pushed = carrier.push_growing, dict[str, int]()
 
     async def pushing(bus: Any, key: str, payload: Any, *rest: Any) -> Any:
         done = await push(bus, key, payload, *rest)
         pushed[key] = len(payload._data)
         return done
 
-    monkeypatch.setattr(publishing, "push_growing", pushing)
+    monkeypatch.setattr(carrier, "push_growing", pushing)
     run = f"lora-{tmp_path.name}"
     words = Tokenizer(models.WordLevel({str(i): i for i in range(scripts.VOCAB)}, unk_token="0"))  # noqa: S106
     sync = SYNC.model_copy(update={"codec": "fp32", "fragments": 1})

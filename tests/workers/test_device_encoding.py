@@ -30,7 +30,7 @@ from diloco.syncer.serving.service import SyncerService
 from diloco.workers import device_encoding
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta, grown
-from diloco.workers.exchange import publishing
+from diloco.workers.exchange import carrier
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
 
@@ -239,7 +239,7 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
     sync = SyncSettings(
         fragments=1, sync_interval=1, first_interval=0, quorum=1, codec=kind, tokens=2**40, **unstretched
     )
-    push = publishing.push_growing
+    push = carrier.push_growing
 
     async def pushing(bus: Any, key: str, payload: Any, *rest: Any) -> Any:
         pushed = await push(bus, key, payload, *rest)
@@ -247,7 +247,7 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
         return pushed
 
     with pytest.MonkeyPatch.context() as patch, a_syncer(url, run):
-        patch.setattr(publishing, "push_growing", pushing)
+        patch.setattr(carrier, "push_growing", pushing)
         with Learner(model, run=run, redis_url=url, learner_id="l0", sync=sync, encode_on=encode_on) as learner:
             for _ in range(6):
                 with torch.no_grad():

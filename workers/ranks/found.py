@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.shares import Range
