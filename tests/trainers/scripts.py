@@ -163,7 +163,7 @@ def accelerate(name: str, out: Path, model: Any, ready: Callable[[], None], **ru
     from diloco.integrations.loops import RunLoader  # diloco
 
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, mixed_precision="bf16", cpu=True)
-    plain = llama()
+    plain = model
     model, optimizer, batches = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), loader(name))
     ready()
     steps = 0

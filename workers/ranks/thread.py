@@ -77,7 +77,7 @@ class RankThread(ExchangeThread):
         self.notice()
         super().join()
         if self.failure is None:
-            self._meeting.close()
+            self._meeting.listener.close()
         elif not isinstance(self.failure, RankGone):
             self._meeting.abort()
 
