@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -318,16 +318,19 @@ class Learner:
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
         """
-        return state_with(self.model, self._life.once_joined.training.layout.whole(self._newest()))
+        layout = self._life.once_joined.training.layout
+        return state_with(self.model, layout.whole(self._read(range(len(layout.fragments)))))
 
     def load_globals(self) -> None:
         """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
 
         What saves the model afterwards saves the run's, and not this learner's own last steps. Waits as `globals`.
+        All ranks of a learner call it, and have the same values then, also in a run that goes on.
 
         Raises:
             UsageError: the learner is in its run, or has not joined; or the model was changed since.
             SpecMismatch, BusError, BadPayload: as `globals`.
+            RankGone: another rank has not called it within minutes, or could not read.
         """
         if self._life.in_run:
             raise UsageError(
@@ -336,14 +339,14 @@ class Learner:
             )
         training = self._life.once_joined.training
         training.watch.look(math.inf)
-        for p, flat in enumerate(self._newest(self._life.once_joined.own_of)):
+        for p, flat in enumerate(self._life.once_joined.newest(self._read)):
             training.parameters.overwrite(p, flat)
 
-    def _newest(self, keep: Callable[[int, Float32], Float32] = lambda p, flat: flat) -> list[Float32]:
-        """The newest global (elements,) of each fragment, or what is kept of it."""
+    def _read(self, fragments: Iterable[int]) -> list[Float32]:
+        """Their newest globals (elements,)."""
         training, left = self._life.once_joined.training, not self._life.in_run
         given = self._url, self._given.run, training.spec, training.layout
-        return in_own_loop(read_newest(*given, keep, left=left))
+        return in_own_loop(read_newest(*given, fragments, left=left))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import RankGone, UsageError
-from diloco.workers.ranks.wires import Wires, listen
+from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires, listen
 
-TOKEN = bytes(32)
+TOKEN, MOST = bytes(32), 3_000_000
 
 
 @asynccontextmanager
 async def wired(ranks: int) -> AsyncIterator[list[Wires]]:
     listeners = [listen("127.0.0.1") for _ in range(ranks)]
     addresses = [one.getsockname()[:2] for one in listeners]
-    made = [Wires(rank, addresses, listener, TOKEN) for rank, listener in enumerate(listeners)]
+    made = [Wires(rank, addresses, listener, TOKEN, MOST) for rank, listener in enumerate(listeners)]
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(one) for one in made))
         yield made
@@ -86,3 +86,23 @@ async def test_who_does_not_know_the_token_is_no_rank() -> None:
         assert await reader.read() == b""
         writer.close()
         assert await wires[1].ask(0, "echo", "here") == "here"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _SIZES.pack(MAX_HEAD_BYTES + 1, 0),
+        _SIZES.pack(4, 4 * MOST + 4),
+        _SIZES.pack(4, 3),
+        _SIZES.pack(3, 0) + b"\xc1\xc1\xc1",
+        _SIZES.pack(1, 0) + b"\x01",
+        _SIZES.pack(7, 0) + b"\x93\xc2\x00\xa3foo",
+    ],
+    ids=["head", "vector", "odd", "msgpack", "list", "question"],
+)
+async def test_what_no_rank_says_ends_the_learner(sent: bytes) -> None:
+    """Sizes without bounds, and what is no question: nothing is made of it, and who sent it is named."""
+    async with wired(2) as wires:
+        wires[1]._writers[0].write(sent)
+        with pytest.raises(RankGone, match=r"rank 1 of this learner says what cannot be read"):
+            await wires[0].watch()

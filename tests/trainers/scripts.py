@@ -5,6 +5,7 @@ and bf16 autocast, each on rows of its own, and save the model at the end, as su
 """
 
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,9 @@ LIBRARIES = (
 )
 """What the scripts import: read once, for all of their processes."""
 SLOW_S = 0.1
-"""Of a micro-batch, until the folder has a file `hurry`: so a run lasts until a killed learner is back."""
+"""Of a micro-batch, until the folder has a file `hurry`."""
+HOLD = 25 * ACCUMULATE
+"""Micro-batches after which a script waits for that file: so a run lasts until a killed learner has trained again."""
 
 
 def llama(seed: int = 0, pause: Callable[[], None] = lambda: None) -> Any:
@@ -160,7 +163,7 @@ def accelerate(name: str, out: Path, model: Any, ready: Callable[[], None], **ru
     from diloco.integrations.loops import RunLoader  # diloco
 
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, mixed_precision="bf16", cpu=True)
-    plain = llama()
+    plain = model
     model, optimizer, batches = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), loader(name))
     ready()
     steps = 0
@@ -253,9 +256,16 @@ def main(kind: str, folder: Path, others: Sequence[str], environment: Mapping[st
         while not all((folder / f"{other}.ready").exists() for other in others):
             time.sleep(0.05)
 
+    made = itertools.count(1)
+
     def pause() -> None:
-        if not (folder / "hurry").exists():
+        before = next(made)
+        if before == ACCUMULATE + 2:
+            print("trained", flush=True)  # a step at least
+        while not (folder / "hurry").exists():
             time.sleep(SLOW_S)
+            if before < HOLD:
+                break
 
     run = {"run": "trainers", "tokens": "150k", "state_dir": folder / f"{kind}-state"}
     steps = KINDS[kind](kind, folder / kind, llama(0, pause), ready, **run)

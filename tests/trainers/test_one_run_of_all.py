@@ -59,6 +59,9 @@ def test_five_trainers_make_one_model_and_a_killed_one_comes_back(tmp_path: Path
         def logs() -> str:
             return "\n".join(f"{file.name}:\n{file.read_text()[-3000:]}" for file in tmp_path.glob("*.log"))
 
+        def said(kind: str, what: str) -> int:
+            return (tmp_path / f"{kind}.log").read_text().splitlines().count(what)
+
         def until(true: Callable[[], Any]) -> None:
             deadline = time.monotonic() + 240
             while not true():
@@ -76,7 +79,7 @@ def test_five_trainers_make_one_model_and_a_killed_one_comes_back(tmp_path: Path
             learners[KILLED].kill()
             learners[KILLED].join()
             learners[KILLED] = learner(KILLED)
-            until(lambda: (tmp_path / f"{KILLED}.log").read_text().count("learner_joined") == 2)
+            until(lambda: all(said(kind, "trained") == 1 + (kind == KILLED) for kind in KINDS))
             (tmp_path / "hurry").touch()
             for one in learners.values():
                 one.join(300)

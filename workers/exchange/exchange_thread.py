@@ -27,6 +27,9 @@ from diloco.workers.training import Training
 
 T = TypeVar("T")
 
+Read = Callable[[Iterable[int]], list[Float32]]
+"""The newest globals (elements,) of these fragments."""
+
 LOOK_S = 0.2
 JOIN_S = 10.0
 
@@ -237,9 +240,9 @@ class JoinedLearner:
             training.rounds.adopt(base)
         return bool(arrived)
 
-    def own_of(self, p: int, flat: Float32) -> Float32:
-        """What this process holds of a fragment's values (elements,): all."""
-        return flat
+    def newest(self, read: Read) -> list[Float32]:
+        """What this process holds of the newest global of each fragment. read: reads some, whole, now."""
+        return read(range(len(self.training.layout.fragments)))
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.

@@ -1,7 +1,7 @@
 """The newest globals of a run, read beside whatever a learner's own thread does, and after it has ended. asyncio."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,13 @@ LOOK_S = 0.1
 
 
 async def read_newest(
-    url: str, run: str, spec: Spec, layout: Layout, keep: Callable[[int, Float32], Float32], *, left: bool
+    url: str, run: str, spec: Spec, layout: Layout, fragments: Iterable[int], *, left: bool
 ) -> list[Float32]:
-    """The newest global (elements,) of each fragment, as learners pull it.
+    """The newest globals (elements,) of these fragments, as learners pull them.
 
     Args:
         url, run: where.
         spec, layout: the run's, as the learner has joined it: payloads of other sizes are refused.
-        keep: fragment and its values -> what is returned of it.
         left: the learner has left. So a run that ends does not wait for it, and its last merges are waited for.
 
     Raises:
@@ -44,7 +43,7 @@ async def read_newest(
     while True:
         try:
             async with open_bus(url, run) as bus:
-                return await _read(bus, spec, layout, keep, left)
+                return await _read(bus, spec, layout, fragments, left)
         except (BusError, BadPayload):  # the latter: replaced while it was read
             wait_s = next(waits)
             if LoopClock().now() + wait_s > until:
@@ -52,21 +51,19 @@ async def read_newest(
             await asyncio.sleep(wait_s)
 
 
-async def _read(
-    bus: Bus, spec: Spec, layout: Layout, keep: Callable[[int, Float32], Float32], left: bool
-) -> list[Float32]:
+async def _read(bus: Bus, spec: Spec, layout: Layout, fragments: Iterable[int], left: bool) -> list[Float32]:
     if (held := await read_run(bus)) is None:
         raise BadPayload("the run has no spec: the bus has lost it, and its learners put it back")
     compare(spec, held)
     if left:
         await _last_merge(bus)
     found = []
-    for fragment in layout.fragments:
+    for fragment in map(layout.fragments.__getitem__, fragments):
         (head,) = await bus.read_heads([fragment.id])
         if head is None:
             raise BadPayload(f"fragment {fragment.id} has no head: the bus has lost it, and a syncer puts it back")
         sync = fragment.sync(spec.sync)
-        found.append(keep(fragment.id, await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread)))
+        found.append(await pull_shown(bus, head, fragment.elements, sync, asyncio.to_thread))
     return found
 
 

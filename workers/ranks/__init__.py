@@ -8,6 +8,7 @@ gathered and served in turns, fragment p by rank p modulo their number. docs/exp
 | `shares` | which elements each rank holds, and who sends what (pure) |
 | `agreed` | what ranks tell each other at each step, and what rank 0 decides (pure) |
 | `found` | which ranks are one learner, and how they meet: all that knows torch.distributed |
+| `told` | what they say then |
 | `wires` | connections between them, of their exchange threads |
 | `part` | what each rank carries: its pieces, and the fragments that it serves |
 | `carrier` | rank 0's way to all parts |

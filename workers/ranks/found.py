@@ -14,13 +14,14 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,17 +29,23 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.shares import Range
+from diloco.workers.ranks.told import Agreed, Place, Rows, said_by, said_by_all
 from diloco.workers.ranks.wires import TOKEN_BYTES, listen
+
+Float32 = npt.NDArray[np.float32]
 
 WAIT = timedelta(hours=1)
 """For a rank that does not come; one that dies is noticed at once."""
+TOGETHER = timedelta(minutes=5)
+"""For ranks that are to call the same after training; reading from a bus that is away takes some of it."""
 WORLD = "world"
 """As `mesh`: all ranks of torch.distributed, if it has several."""
 LOOPBACK = "127.0.0.1"
+GROUPS = dict[tuple[int, ...], Any]()
+"""gloo groups of this process's learners, by their ranks."""
 NO_RANKS = (
     "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
     "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
@@ -146,7 +153,7 @@ class Meeting:
     """The ranks of one learner that have met. The training thread's."""
 
     group: Any
-    """A gloo group of their own."""
+    """A gloo group of their own, also after training."""
     rank: int
     """In it; rank 0 speaks for the learner."""
     learner: tuple[str, str]
@@ -174,10 +181,28 @@ class Meeting:
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
 
-    def close(self) -> None:
-        """No sum is under way."""
-        self.listener.close()
-        distributed.destroy_process_group(self.group)
+    def hand_round(self, source: int, elements: int, make: Callable[[], Float32]) -> Float32:
+        """What one rank makes (elements,), on all ranks, which call this together.
+
+        Raises:
+            RankGone: another rank has not called it, or could not make it.
+            Exception: what making it has raised.
+        """
+        whole, failure = np.empty(0, np.float32), None
+        if self.rank == source:
+            try:
+                whole = make()
+            except Exception as error:  # the others are told first
+                failure = error
+        made, first = torch.tensor([failure is None]), distributed.get_global_rank(self.group, source)
+        wait(distributed.broadcast(made, first, self.group, async_op=True), TOGETHER)
+        if failure is not None:
+            raise failure
+        if not made:
+            raise RankGone(f"rank {source} of this learner could not read what all are to have: its error says why")
+        whole = whole if self.rank == source else np.empty(elements, np.float32)
+        wait(distributed.broadcast(torch.from_numpy(whole), first, self.group, async_op=True), TOGETHER)
+        return whole
 
 
 def wait(work: Any, within: timedelta | None = None) -> None:
@@ -205,33 +230,40 @@ def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str,
         RankGone: one is gone.
     """
     try:
-        group = distributed.new_group(sorted(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
-        rank, gather = distributed.get_rank(group), partial(_gather, group, len(ranks))
-        hosts = gather(socket.gethostname())
-        alone = len(set(hosts)) == 1
+        group = _group_of(tuple(sorted(ranks)))
+        rank = distributed.get_rank(group)
+        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=secrets.token_bytes(TOKEN_BYTES))
+        agreed = said_by(group, 0, own)
+        ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
+        told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
+        machines = [one.machine for one in told]
+        alone = len(set(machines)) == 1
         listener = listen(LOOPBACK if alone else "")
-        host = LOOPBACK if alone else _own_address(hosts[rank] == hosts[0])
-        own = codec.encode(spec), learner, held(_synchronised(model)), (host, listener.getsockname()[1])
-        told = gather((*own, secrets.token_bytes(TOKEN_BYTES)))
+        host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
+        places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
-    specs, learners, holds, addresses, tokens = zip(*told, strict=True)
-    agreed = codec.decode(Spec, specs[0])
-    if agreed.tensors != spec.tensors:
-        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed)}")
-    return Meeting(group, rank, learners[0], agreed, holds, addresses, listener, tokens[0])
+    if agreed.spec.tensors != spec.tensors:
+        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed.spec)}")
+    holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
+    for other, hold in enumerate(holds):
+        if hold.keys() != holds[0].keys():
+            raise UsageError(f"rank {other} has another model than rank 0: {min(hold.keys() ^ holds[0].keys())}")
+    addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
+    return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
+
+
+def _group_of(ranks: tuple[int, ...]) -> Any:
+    """Made once and kept: a second one of the same ranks would find the addresses of the first one in torch's store."""
+    if GROUPS.get(ranks) not in distributed.distributed_c10d._world.pg_map:
+        GROUPS[ranks] = distributed.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
+    return GROUPS[ranks]
 
 
 def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
     trained = trained_tensors(model)
     buffers = averaged_buffers(model, map(local_of, trained.values()))
     return trained | {name: tensor for name, buffer in buffers.items() if (tensor := buffer.tensor) is not None}
-
-
-def _gather(group: Any, size: int, told: Any) -> list[Any]:
-    found: list[Any] = [None] * size
-    distributed.all_gather_object(found, told, group=group)
-    return found
 
 
 def _own_address(beside_rank_0: bool) -> str:

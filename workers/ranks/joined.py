@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
+from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
 from diloco.workers.ranks.found import Meeting, wait
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.shares import Shares, server_of
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
@@ -161,9 +162,20 @@ class JoinedRank(JoinedLearner):
         """As `JoinedLearner`, on all ranks at the same step."""
         return stopping.asked or self._over
 
-    def own_of(self, p: int, flat: Float32) -> Float32:
-        """As `JoinedLearner`: this rank's shards."""
-        return own_of(flat, self._shares.pieces(self._number, p))
+    def newest(self, read: Read) -> list[Float32]:
+        """As `JoinedLearner`: this rank's shards. All have the same versions: those that a fragment's server reads."""
+        own = []
+        for fragment in self._shares.layout.fragments:
+            whole = self._meeting.hand_round(
+                server_of(fragment.id, self._shares.ranks), fragment.elements, partial(self._whole, read, fragment.id)
+            )
+            own.append(own_of(whole, self._shares.pieces(self._number, fragment.id)))
+        return own
+
+    @staticmethod
+    def _whole(read: Read, p: int) -> Float32:
+        (flat,) = read([p])
+        return flat
 
     # --- a step -------------------------------------------------------------------------------------------
 

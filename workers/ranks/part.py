@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
@@ -106,7 +106,9 @@ class Part:
 
     async def _take(self, rank: int, p: int, tag: int, vector: Float32) -> None:
         gathering, at = self._gathered(p, tag), 0
-        for piece in self._shares.sent(rank, p):
+        sent = self._shares.sent(rank, p)
+        _check_size(rank, p, vector, elements(sent))
+        for piece in sent:
             gathering.flat[piece.start : piece.start + piece.elements] = vector[at : at + piece.elements]
             at += piece.elements
         gathering.missing -= at
@@ -154,7 +156,8 @@ class Part:
             await self._wires.ask(rank, "give", p, number, vector=own)
         return True
 
-    async def _give(self, _: int, p: int, number: int, vector: Float32) -> None:
+    async def _give(self, rank: int, p: int, number: int, vector: Float32) -> None:
+        _check_size(rank, p, vector, elements(self._shares.pieces(self._rank, p)))
         self.pulled[p, number] = vector
 
     def adopted(self, p: int, number: int) -> None:
@@ -187,6 +190,11 @@ def own_of(flat: Float32, pieces: Sequence[Piece]) -> Float32:
     for piece in pieces:
         own[piece.at : piece.at + piece.elements] = flat[piece.start : piece.start + piece.elements]
     return own
+
+
+def _check_size(rank: int, p: int, vector: Float32, expected: int) -> None:
+    if len(vector) != expected:
+        raise RankGone(f"rank {rank} of this learner has sent {len(vector)} of {expected} elements of fragment {p}")
 
 
 def _cut(own: Float32, pieces: Iterable[Piece]) -> Float32:

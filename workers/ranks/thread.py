@@ -78,7 +78,7 @@ class RankThread(ExchangeThread):
         self.notice()
         super().join()
         if self.failure is None:
-            self._meeting.close()
+            self._meeting.listener.close()
         elif not isinstance(self.failure, RankGone):
             self._meeting.abort()
 
@@ -97,7 +97,8 @@ class RankThread(ExchangeThread):
         meeting, training = self._meeting, self._training
         bus = await reaching.reach(self._url, self._run_name, training.learner)
         try:
-            wires = Wires(meeting.rank, meeting.addresses, meeting.listener, meeting.token)
+            most = max(fragment.elements for fragment in self._shares.layout.fragments)
+            wires = Wires(meeting.rank, meeting.addresses, meeting.listener, meeting.token, most)
             async with wires, meanwhile(wires.watch()):
                 await (self._follow(wires, bus) if meeting.rank else self._lead(wires, bus))
         finally:

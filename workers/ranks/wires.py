@@ -48,10 +48,12 @@ def listen(host: str) -> socket.socket:
 class Wires:
     """One rank's. Use in `async with`: until then nothing is connected."""
 
-    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes) -> None:
-        """addresses: of all ranks. token: shows that who calls is one of them."""
+    def __init__(
+        self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes, most: int
+    ) -> None:
+        """addresses: of all ranks. token: shows that who calls is one of them. most: elements that a vector has."""
         self.rank, self.ranks = rank, len(addresses)
-        self._addresses, self._listener, self._token = addresses, listener, token
+        self._addresses, self._listener, self._token, self._most = addresses, listener, token, most
         self._handlers: dict[str, Handler] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._locks = [asyncio.Lock() for _ in addresses]
@@ -192,19 +194,22 @@ class Wires:
             raise self._gone(rank, error) from error
 
     def _gone(self, rank: int, error: BaseException) -> RankGone:
-        return RankGone(f"rank {rank} of this learner is gone, and the learner with it: start all of its ranks again")
+        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"says what cannot be read ({error}): it is gone"
+        return RankGone(f"rank {rank} of this learner {how}, and the learner with it: start all of its ranks again")
 
     async def _hear(self, rank: int, reader: asyncio.StreamReader) -> None:
         try:
             while True:
                 size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
-                if size > MAX_HEAD_BYTES:
-                    raise ConnectionError(f"a head of {size} bytes")
+                if size > MAX_HEAD_BYTES or nbytes > 4 * self._most or nbytes % 4:
+                    raise ValueError(f"a head of {size} and a vector of {nbytes} bytes are none of a rank's")
                 has_vector, number, what, *said = msgpack.unpackb(await reader.readexactly(size))
+                if what is not None and what not in self._handlers:
+                    raise ValueError(f"{what!r:.40} is nothing that is asked")
                 if has_vector:
                     said.append(await _read_vector(reader, nbytes))
                 self._take(rank, number, what, said)
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except (OSError, asyncio.IncompleteReadError, ValueError, TypeError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
             for answer in self._asked.values():
