@@ -1,4 +1,4 @@
-"""One process, or one rank, that `diloco.studies.bench.ranks` measures: it says a line of JSON for each of its steps."""
+"""One process or one rank that `diloco.studies.bench.ranks` measures: it says a line of JSON for each of its steps."""
 
 import json
 import os
@@ -43,7 +43,6 @@ class Told:
     """A step takes so long, if it does not take longer; the loop sleeps."""
     trains: bool = True
     """False: parameters move a little, and nothing else of a step is there, so that memory is the library's alone."""
-    state_dir: str | None = None
 
 
 @dataclass(slots=True)
@@ -124,11 +123,10 @@ def main() -> None:
         for name in names:
             noted.watch(owner, name)
     reset_peak(pid)
-    sync, given = SyncSettings(**told.sync), {"redis_url": told.url, "learner_id": told.learner}
-    with Learner(model, optimizer, run=told.run, sync=sync, state_dir=told.state_dir, **given) as learner:
+    sync, who = SyncSettings(**told.sync), told.learner
+    with Learner(model, optimizer, run=told.run, redis_url=told.url, learner_id=who, sync=sync) as learner:
         elements = [fragment.elements for fragment in learner.joined.training.layout.fragments]
         say(joined=time.monotonic(), peak_mb=peak_mb(pid) - began, rss_mb=rss_mb() - began, elements=elements)
-        say(recovered=learner.recovered, earlier=learner.earlier_steps)
         next_s = time.monotonic()
         for _ in range(told.steps):
             begins = time.monotonic()

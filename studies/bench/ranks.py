@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.errors import UsageError
 from diloco.studies.bench.end_to_end import Fleet, server
 from diloco.studies.bench.plain import Plain
 from diloco.studies.bench.rank_process import Told
@@ -73,7 +73,7 @@ class Ranks:
         """Whether all have said a line with this field."""
         for rank, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
-                raise typer.Exit(self._files[rank].with_suffix(".log").read_text()[-3000:])
+                raise UsageError(self._files[rank].with_suffix(".log").read_text()[-3000:])
         return all(self.said(rank, name) for rank in range(len(self.processes)))
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ def until(true: Callable[[], object], every_s: float = 0.2) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not true():
         if time.monotonic() > deadline:
-            raise typer.Exit("it took too long")
+            raise UsageError("it took too long")
         time.sleep(every_s)
 
 
@@ -182,9 +182,9 @@ def bytes_(
                 carried(plain, seen)  # noqa: B023
                 return learner.have(name)  # noqa: B023
 
-            until(lambda: ready("joined"), 0.02)  # noqa: B023
+            until(lambda: ready("joined"), 0.02)
             joined = shares(seen, ranks)
-            until(lambda: ready("ended"))  # noqa: B023
+            until(lambda: ready("ended"))
             ended = shares(seen, ranks)
         rows, totals = [], []
         for way in range(2):
@@ -275,7 +275,7 @@ def kill(
 
 def _pace(learner: Ranks, begin: float, end: float) -> float:
     """Steps in a second, by the first and the last one in that time."""
-    at = [one["t"] for one in learner.said(0, "t") if begin <= one["t"] < end]
+    at: list[float] = [one["t"] for one in learner.said(0, "t") if begin <= one["t"] < end]
     return (len(at) - 1) / (at[-1] - at[0])
 
 
