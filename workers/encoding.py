@@ -214,7 +214,15 @@ class ErrorFeedback:
         for at in [at for at in sent if at[0] < version - 1]:
             del sent[at]
 
+    def undecided(self, fragment: int) -> bool:
+        """The fate of a delta is not known yet."""
+        return bool(self._sent.get(fragment))
+
+    def inherit(self, fragment: int, residual: Any) -> None:
+        """As another process has had it, which served the fragment until now."""
+        self._residuals[fragment] = residual
+
     def reset(self, fragment: int) -> None:
-        """The fragment went back."""
+        """The fragment went back, or goes to another process."""
         self._residuals.pop(fragment, None)
         self._sent.pop(fragment, None)

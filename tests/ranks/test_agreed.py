@@ -29,18 +29,18 @@ def test_the_sum_tells_all_what_rank_0_decides_and_what_was_trained(tokens, stop
 
 def test_of_a_server_one_snapshot_is_under_way_at_a_time() -> None:
     """So that it needs the room of one fragment; its next one waits until the first is uploaded."""
-    under_way = UnderWay(ranks=2)
-    assert under_way.choose([], [0, 1, 2, 3]) == ({0, 1}, set())
+    under_way, servers = UnderWay(), {0: 0, 1: 1, 2: 0, 3: 1}
+    assert under_way.choose([], [0, 1, 2, 3], servers) == ({0, 1}, set())
     under_way.counted([0, 1])
-    assert under_way.choose([], [0, 1, 2, 3]) == (set(), set())
+    assert under_way.choose([], [0, 1, 2, 3], servers) == (set(), set())
     under_way.serving.discard(0)
-    assert under_way.choose([], [0, 1, 2, 3]) == ({0}, set())
+    assert under_way.choose([], [0, 1, 2, 3], servers) == ({0}, set())
 
 
 def test_with_a_fragment_one_thing_is_done_at_a_time() -> None:
     """One that is to be adopted is not snapshot before that is counted, and the other way round."""
-    under_way = UnderWay(ranks=4)
-    assert under_way.choose([0], [0, 1]) == ({1}, {0})
-    assert under_way.choose([0, 1], [0, 1]) == (set(), set())
+    under_way, servers = UnderWay(), {0: 0, 1: 1}
+    assert under_way.choose([0], [0, 1], servers) == ({1}, {0})
+    assert under_way.choose([0, 1], [0, 1], servers) == (set(), set())
     under_way.counted([0, 1])
-    assert under_way.choose([1], [0]) == ({0}, {1})
+    assert under_way.choose([1], [0], servers) == ({0}, {1})

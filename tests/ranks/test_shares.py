@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.workers.ranks.shares import Piece, Shares, elements, server_of, sources
+from diloco.workers.ranks.shares import Piece, Shares, elements, in_slices, sources
 
 
 def tensor(name: str, shape: tuple[int, ...], fragment: int = 0, rule: str = "rda") -> TensorSpec:
@@ -62,9 +62,8 @@ def test_replicas_are_sent_by_the_server_and_buffers_by_rank_0() -> None:
     """DDP: no byte goes between ranks for weights; the statistics that are the learner's are rank 0's."""
     layout = layout_of([tensor("a", (3, 2), 0), tensor("b", (2,), 1), tensor("running_mean", (2,), 2, "average")])
     shares = Shares(layout, [{"a": (0, 6), "b": (0, 2), "running_mean": (0, 2)}] * 2)
-    sent = [[elements(shares.sent(rank, p)) for rank in range(2)] for p in range(3)]
-    assert sent == [[6, 0], [0, 2], [2, 0]]
-    assert [server_of(p, 2) for p in range(3)] == [0, 1, 0]
+    sent = [[elements(shares.sent(rank, p, 1)) for rank in range(2)] for p in range(3)]
+    assert sent == [[0, 6], [0, 2], [2, 0]]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,18 @@ def test_what_is_gathered_and_handed_out_is_the_fragment(rows, fragments, shards
             for piece in shares.pieces(rank, p):
                 own[piece.at : piece.at + piece.elements] = flat[piece.start : piece.start + piece.elements]
             assert (own >= 0).all()
-            for piece in shares.sent(rank, p):
+            for piece in shares.sent(rank, p, p % ranks):
                 assert piece in shares.pieces(rank, p)
                 covered[piece.start : piece.start + piece.elements] += 1
         assert (covered == 1).all()
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=6), most=st.integers(1, 30))
+def test_messages_between_ranks_are_bounded_and_lose_nothing(sizes, most) -> None:
+    """However long and many the pieces are: each message but the last is full, in order, and there is one at least."""
+    pieces = [Piece(100 * i, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    groups = in_slices(pieces, most)
+    assert [elements(group) for group in groups[:-1]] == [most] * (len(groups) - 1)
+    assert elements(groups[-1]) <= most
+    told = [(p.start + i, p.at + i) for p in pieces for i in range(p.elements)]
+    assert [(p.start + i, p.at + i) for group in groups for p in group for i in range(p.elements)] == told

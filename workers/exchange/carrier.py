@@ -5,8 +5,9 @@ itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.remot
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ Float32 = npt.NDArray[np.float32]
 DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
 INITIAL_TTL_S = 600.0
+IN_PLACE = "fp32", "bf16"
+"""Codecs whose payload may lie where the values do: none is longer, and nothing of these is needed any more."""
 SLOW_PULL_S = 60.0
 """A payload that takes several reads is kept for so long from each one on."""
 
@@ -98,6 +101,15 @@ def delta_key(member: Member, fragment: int, serial: int) -> str:
     return member.bus.keys.delta_payload(fragment, member.learner, member.incarnation, serial)
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Of a fragment."""
+
+    version: int
+    digest: bytes
+    vectors: Mapping[str, Float32]
+
+
 class OwnCarrier:
     """All of it is this process's own."""
 
@@ -134,13 +146,38 @@ class OwnCarrier:
         self._bases[p] = Base(p, head.version, head.digest, values)
         return values
 
-    async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
-        """As `Carrier`."""
+    def held(self, fragment: int) -> "HandedOver | None":
+        """What another process needs to serve a fragment from here; None: the fate of a delta is not known yet."""
+        if self.feedback.undecided(fragment):
+            return None
+        base, residual = self._bases[fragment], self.feedback.residual(fragment)
+        vectors = {} if residual is None else {"residual": residual}
+        if FORMATS[self._syncs[fragment].global_codec].follows:
+            vectors["base"] = base.values
+        return HandedOver(base.version, base.digest, vectors)
+
+    def inherit(self, fragment: int, name: str, base: Base) -> None:
+        """name: of a vector that another process has handed over, and which `base` has the values of."""
+        if name == "base":
+            self._bases[fragment] = base
+        else:
+            self.feedback.inherit(fragment, base.values)
+
+    def drop(self, fragment: int) -> None:
+        """Another process serves it."""
+        self._bases.pop(fragment, None)
+        self.feedback.reset(fragment)
+
+    async def upload(
+        self, publication: Publication, values: Any, of_use: Callable[[], bool], room: Float32 | None = None
+    ) -> bool:
+        """As `Carrier`. room: that of the values, for what needs no other: they are overwritten front to back."""
         if not of_use():
             return False
         member, base, loop = self._member, publication.base, asyncio.get_running_loop()
         sync = self._syncs[base.fragment]
-        wire, more = pooled(codec.payload_bytes(len(base.values), sync.codec)), asyncio.Event()
+        size, more = codec.payload_bytes(len(base.values), sync.codec), asyncio.Event()
+        wire = room.view(np.uint8)[:size] if room is not None and sync.codec in IN_PLACE else pooled(size)
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
         async def encode() -> None:

@@ -80,24 +80,25 @@ class UnderWay:
     that a server has the room of one fragment.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._fragments: set[int] = set()
         self.serving: set[int] = set()
         """Servers with a snapshot that is not uploaded. What ends an upload takes its server out."""
 
-    def choose(self, pulled: Iterable[int], due: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
+    def choose(
+        self, pulled: Iterable[int], due: Iterable[int], servers: Mapping[int, int]
+    ) -> tuple[frozenset[int], frozenset[int]]:
         """Fragments to be snapshot, and to be adopted, by what is decided now.
 
-        pulled: those of which all ranks have a newer global. due: those to be published.
+        pulled: those of which all ranks have a newer global. due: those to be published. servers: by fragment, of what
+        was adopted.
         """
         adoptions = frozenset(pulled) - self._fragments
         snapshots = set()
         for p in due:
-            server = p % self._ranks
-            if p not in self._fragments and p not in adoptions and server not in self.serving:
+            if p not in self._fragments and p not in adoptions and servers[p] not in self.serving:
                 snapshots.add(p)
-                self.serving.add(server)
+                self.serving.add(servers[p])
         self._fragments |= snapshots | adoptions
         return frozenset(snapshots), adoptions
 

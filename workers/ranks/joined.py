@@ -19,9 +19,10 @@ from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearne
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
+from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.found import Meeting, wait
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.shares import Shares, server_of
+from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
@@ -42,10 +43,12 @@ class Rank:
         shared: Shared,
         joined: "Future[tuple[Any, Found]]",
         exchange: Exchange | None = None,
+        carrier: RanksCarrier | None = None,
         under_way: UnderWay | None = None,
     ) -> None:
-        """exchange, under_way: rank 0's. joined: is told of this rank, and the moments to begin with."""
+        """exchange, carrier, under_way: rank 0's. joined: is told of this rank, and the moments to begin with."""
         self.part, self.shared, self.exchange, self.under_way = part, shared, exchange, under_way
+        self.carrier = carrier
         self._wires, self._training, self._joined = wires, training, joined
         self._found = Found("start")
         self.begin: Mapping[int, int] = {}
@@ -133,6 +136,8 @@ class JoinedRank(JoinedLearner):
         self._steps = 0
         self._sums: deque[tuple[int, torch.Tensor, Any]] = deque()
         """Those under way: of which step, what, and what it can be waited for by."""
+        self._servers: dict[int, int] = {}
+        """Fragment -> rank that has the base of what was adopted."""
         self._bases: dict[int, Base] = {}
         """Fragment -> what is decided to be adopted. Rank 0's, as all of the following."""
         self._done: dict[int, _Done] = {}
@@ -163,12 +168,11 @@ class JoinedRank(JoinedLearner):
         return stopping.asked or self._over
 
     def newest(self, read: Read) -> list[Float32]:
-        """As `JoinedLearner`: this rank's shards. All have the same versions: those that a fragment's server reads."""
+        """As `JoinedLearner`: this rank's shards. All have the same versions: they read them in turns."""
         own = []
         for fragment in self._shares.layout.fragments:
-            whole = self._meeting.hand_round(
-                server_of(fragment.id, self._shares.ranks), fragment.elements, partial(self._whole, read, fragment.id)
-            )
+            reader = fragment.id % self._shares.ranks
+            whole = self._meeting.hand_round(reader, fragment.elements, partial(self._whole, read, fragment.id))
             own.append(own_of(whole, self._shares.pieces(self._number, fragment.id)))
         return own
 
@@ -206,7 +210,7 @@ class JoinedRank(JoinedLearner):
         if under_way is None:
             return Decided()
         due = self.training.rounds.wanted(shared.windows, shared.uploaded, AHEAD)
-        snapshots, adoptions = under_way.choose(list(shared.adoptions), due)
+        snapshots, adoptions = under_way.choose(list(shared.adoptions), due, self._servers)
         bases = {p: shared.adoptions.pop(p) for p in adoptions}
         self._bases |= bases
         over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
@@ -234,16 +238,22 @@ class JoinedRank(JoinedLearner):
                 done.adopted.append(self._bases.pop(p))
         done.snapshots += sorted(decided.snapshots)
         if decided.snapshots:
-            items = [(p, self._steps, self._own_snapshot(p)) for p in sorted(decided.snapshots)]
+            items = [(p, self._steps, self._servers[p], self._own_snapshot(p)) for p in sorted(decided.snapshots)]
             self.thread.call(self._rank.part.send, items)
         self._progress, self._over = decided.progress, self._over or decided.over
 
     def _adopt(self, p: int, number: int) -> None:
-        self.training.parameters.overwrite(p, self._rank.part.pulled.pop((p, number)))
-        self.thread.call(self._rank.part.adopted, p, number)
+        server, own = self._rank.part.pulled.pop((p, number))
+        if own is not None:
+            self.training.parameters.overwrite(p, own)
+        self._servers[p] = server
+        self.thread.call(self._rank.part.adopted, p, number, server)
+        if self._rank.carrier is not None:
+            self.thread.call(self._rank.carrier.adopted, p)
 
     def _own_snapshot(self, p: int) -> Snapshot | None:
-        return self.training.parameters.snapshot(p).numpy if self._shares.sent(self._number, p) else None
+        sent = self._shares.sent(self._number, p, self._servers[p])
+        return self.training.parameters.snapshot(p).numpy if sent else None
 
     def _count(self, step: int, tokens: int) -> None:
         """Count a step in the order of the steps, with what was done at its end."""
@@ -258,9 +268,9 @@ class JoinedRank(JoinedLearner):
         for p in done.snapshots:
             publication = rounds.publication(p, shared.windows)
             if publication is None:
-                self.thread.call(exchange.carrier.forget, p, step)
+                self.thread.call(exchange.carrier.forget, p, (step, self._servers[p]))
             else:
-                items.append((publication, step))
+                items.append((publication, (step, self._servers[p])))
         if self._rank.under_way is not None:
             self._rank.under_way.counted([*done.snapshots, *(base.fragment for base in done.adopted)])
         if items or done.adopted:
@@ -282,7 +292,8 @@ class JoinedRank(JoinedLearner):
             leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))
         else:
             for publication in training.rounds.last(self.shared.windows, due=self.over):
-                self.thread.call(self._told, [(publication, None)], False)
+                server = self._servers[publication.base.fragment]
+                self.thread.call(self._told, [(publication, (None, server))], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
         training.keeper.close(self.shared, save_state and not self.over, within_s)
         return self._left(leaving)

@@ -19,7 +19,7 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.shares import Piece, Shares, elements, server_of
+from diloco.workers.ranks.shares import SLICE, Piece, Shares, elements, in_slices
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 
@@ -32,24 +32,49 @@ Snapshot = Callable[[], Float32]
 class _Gathering:
     """A snapshot of a fragment on its way to its server."""
 
-    flat: Float32
     missing: int
-    """Elements."""
+    """Elements; at first all of them."""
+    flat: Float32 | None = None
     base: Base | None = None
     """What the server had adopted at the snapshot."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, own: Float32, pieces: Sequence[Piece]) -> None:
+        """These of a rank's own vector; that vector itself where it is all there is."""
+        if self.flat is None:
+            self.flat = own if len(own) == self.missing else pooled(self.missing, np.float32)
+        for piece in pieces:
+            if self.flat is not own:
+                self.flat[piece.start : piece.start + piece.elements] = own[piece.at : piece.at + piece.elements]
+            self.missing -= piece.elements
+        if not self.missing:
+            self.whole.set()
+
+    def values(self) -> Float32:
+        """(elements,) once it is whole."""
+        assert self.flat is not None  # noqa: S101  # it is whole
+        return self.flat
 
 
 class Part:
     """One rank's."""
 
-    def __init__(self, wires: Wires, member: Member, shares: Shares, snapshot: Callable[[int], Snapshot]) -> None:
-        """snapshot: takes one of a fragment, while the training thread waits."""
+    def __init__(
+        self,
+        wires: Wires,
+        member: Member,
+        shares: Shares,
+        snapshot: Callable[[int], Snapshot],
+        overwrite: Callable[[int, Float32], None],
+    ) -> None:
+        """snapshot, overwrite: take and adopt this rank's vector of a fragment, while the training thread waits."""
         self._wires, self._member, self._shares, self._snapshot = wires, member, shares, snapshot
-        self._rank = wires.rank
+        self._rank, self._overwrite = wires.rank, overwrite
         self._carrier = OwnCarrier(member, initial=self._no_initial)
-        self.pulled: dict[tuple[int, int], Float32] = {}
-        """(fragment, number of its global) -> this rank's own vector (elements,); the training thread takes it."""
+        self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
+        """(fragment, number of its global) -> its server, and this rank's own vector (elements,) unless it is adopted;
+        the training thread takes it."""
+        self._arriving: dict[tuple[int, int], Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
         """Fragment that is served -> number of the adopted global."""
@@ -65,6 +90,9 @@ class Part:
             initial=self._upload_initial,
             pull=self._pull,
             give=self._give,
+            hand=self._hand,
+            inherit=self._inherit,
+            drop=self._drop,
             merged=self._merged,
             passed=self._passed,
             reset=self._reset,
@@ -76,54 +104,57 @@ class Part:
 
     # --- snapshots ----------------------------------------------------------------------------------------
 
-    def send(self, items: Sequence[tuple[int, int, Snapshot | None]]) -> None:
+    def send(self, items: Sequence[tuple[int, int, int, Snapshot | None]]) -> None:
         """Send snapshots to their servers.
 
-        items: fragment, tag of the snapshot, and what this rank has of it; None: others send it.
+        items: fragment, tag of the snapshot, server, and what this rank has of it; None: others send it.
         """
-        for p, tag, snapshot in items:
-            self._wires.go_on(self._send(p, tag, snapshot))
+        for item in items:
+            self._wires.go_on(self._send(*item))
 
-    async def _send(self, p: int, tag: int, snapshot: Snapshot | None) -> None:
-        server = server_of(p, self._shares.ranks)
+    async def _send(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> None:
         if server == self._rank:
             self._gathered(p, tag).base = self._bases.get((p, self._adopted.get(p, 0)))
         if snapshot is None:
             return
-        own = await self._member.offload(snapshot)
-        await self._wires.ask(server, "take", p, tag, vector=_cut(own, self._shares.sent(self._rank, p)))
+        own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
+        if server == self._rank:
+            self._gathered(p, tag).take(own, pieces)
+            return
+        for number, group in enumerate(in_slices(pieces)):
+            await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
-    async def _take_snapshot(self, _: int, p: int, tag: int) -> None:
+    async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
         await self.still.wait()
-        await self._send(p, tag, self._snapshot(p) if self._shares.sent(self._rank, p) else None)
+        await self._send(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
 
     def _gathered(self, p: int, tag: int) -> _Gathering:
         """That of a snapshot, begun with what is first heard of it."""
         if (p, tag) not in self._gathering:
-            size = self._member.layout.fragments[p].elements
-            self._gathering[p, tag] = _Gathering(pooled(size, np.float32), size)
+            self._gathering[p, tag] = _Gathering(self._member.layout.fragments[p].elements)
         return self._gathering[p, tag]
 
-    async def _take(self, rank: int, p: int, tag: int, vector: Float32) -> None:
-        gathering, at = self._gathered(p, tag), 0
-        sent = self._shares.sent(rank, p)
+    async def _take(self, rank: int, p: int, tag: int, number: int, vector: Float32) -> None:
+        at, group = 0, list[Piece]()
+        sent = in_slices(self._shares.sent(rank, p, self._rank))[number]
         _check_size(rank, p, vector, elements(sent))
         for piece in sent:
-            gathering.flat[piece.start : piece.start + piece.elements] = vector[at : at + piece.elements]
+            group.append(Piece(piece.start, at, piece.elements))
             at += piece.elements
-        gathering.missing -= at
-        if not gathering.missing:
-            gathering.whole.set()
+        self._gathered(p, tag).take(vector, group)
 
     async def _forget(self, _: int, p: int, tag: int) -> None:
-        await self._gathered(p, tag).whole.wait()
-        del self._gathering[p, tag]
+        await self._whole(p, tag)
+
+    async def _whole(self, p: int, tag: int) -> _Gathering:
+        """A snapshot, once all of it is here; given away."""
+        gathering = self._gathered(p, tag)
+        await gathering.whole.wait()
+        return self._gathering.pop((p, tag))
 
     async def _upload(self, _: int, p: int, tag: int, said: dict[str, Any]) -> bool:
         """said: the publication, without its base."""
-        gathering = self._gathered(p, tag)
-        await gathering.whole.wait()
-        del self._gathering[p, tag]
+        gathering = await self._whole(p, tag)
         if gathering.base is None:
             raise UsageError(f"fragment {p} was snapshot before it was adopted")
         publication, version = Publication(gathering.base, **said), gathering.base.version
@@ -131,42 +162,77 @@ class Part:
         def of_use() -> bool:
             return max((one.version for (q, _), one in self._bases.items() if q == p), default=version) - 1 <= version
 
-        return await self._carrier.upload(publication, lambda: gathering.flat, of_use)
+        return await self._carrier.upload(publication, gathering.values, of_use, gathering.flat)
 
     async def _upload_initial(self, _: int, p: int, tag: int, nonce: str) -> int:
         """tag: of a snapshot; 0: of what was adopted."""
         if not tag:
             return await self._carrier.upload_initial(p, nonce)
-        gathering = self._gathered(p, tag)
-        await gathering.whole.wait()
-        del self._gathering[p, tag]
-        return await push_initial(self._member, p, nonce, gathering.flat)
+        gathering = await self._whole(p, tag)
+        return await push_initial(self._member, p, nonce, gathering.values())
 
     # --- globals ------------------------------------------------------------------------------------------
 
-    async def _pull(self, _: int, p: int, number: int, encoded: bytes) -> bool:
-        """Whether all ranks have it."""
+    async def _pull(self, _: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
+        """Whether all ranks have it. at_once: and have adopted it, since they only join."""
         member, head = self._member, codec.decode(Head, encoded)
         flat = await member.outages.retry(self._carrier.pull, head)
         if flat is None:
             return False
         self._bases[p, number] = Base(p, head.version, head.digest, flat)
-        for rank in range(self._shares.ranks):  # one after the other: of what replicas get there is one copy at a time
-            own = await member.offload(own_of, flat, self._shares.pieces(rank, p))
-            await self._wires.ask(rank, "give", p, number, vector=own)
+        for rank in range(self._shares.ranks):
+            pieces = self._shares.pieces(rank, p)
+            if rank == self._rank:
+                self._given(p, number, rank, at_once, await member.offload(own_of, flat, pieces))
+                continue
+            for group, taken in enumerate(in_slices(pieces)):
+                vector = np.concatenate([flat[one.start : one.start + one.elements] for one in taken] or [flat[:0]])
+                await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 
-    async def _give(self, rank: int, p: int, number: int, vector: Float32) -> None:
-        _check_size(rank, p, vector, elements(self._shares.pieces(self._rank, p)))
-        self.pulled[p, number] = vector
+    async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
+        own = elements(self._shares.pieces(self._rank, p))
+        if group == 0:
+            self._arriving[p, number] = pooled(own, np.float32)
+        start = group * SLICE
+        _check_size(server, p, vector, min(SLICE, own - start))
+        self._arriving[p, number][start : start + len(vector)] = vector
+        if start + len(vector) == own:
+            self._given(p, number, server, at_once, self._arriving.pop((p, number)))
 
-    def adopted(self, p: int, number: int) -> None:
+    def _given(self, p: int, number: int, server: int, at_once: bool, own: Float32) -> None:
+        if at_once:
+            self._overwrite(p, own)
+        self.pulled[p, number] = server, None if at_once else own
+
+    def adopted(self, p: int, number: int, server: int) -> None:
         """The training thread has adopted it: older ones are no longer needed."""
         self._adopted[p] = number
+        newer = any(q == p and other > number for q, other in self._bases)
+        if server != self._rank and not newer:
+            self._carrier.drop(p)
         for kept in (self.pulled, self._bases):
             for q, other in list(kept):
                 if q == p and other < number:
                     kept.pop((q, other), None)
+
+    # --- a fragment goes to another server --------------------------------------------------------------
+
+    async def _hand(self, _: int, p: int, server: int) -> bool:
+        """Give a server what it needs to go on from here; False: the fate of a delta is not known yet."""
+        held = self._carrier.held(p)
+        if held is None:
+            return False
+        for name, vector in held.vectors.items():
+            said = name, held.version, held.digest
+            await self._wires.ask(server, "inherit", p, *said, vector=vector)
+        return True
+
+    async def _inherit(self, _: int, p: int, name: str, version: int, digest: bytes, vector: Float32) -> None:
+        self._carrier.inherit(p, name, Base(p, version, digest, vector))
+
+    async def _drop(self, _: int, p: int) -> None:
+        self._carrier.drop(p)
 
     # --- what became of deltas ----------------------------------------------------------------------------
 

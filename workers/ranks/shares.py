@@ -10,6 +10,7 @@ piece is what lies in one row both there and in the fragment's flat vector.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
@@ -17,6 +18,8 @@ from diloco.pipeline.messages.wire import AVERAGED
 
 Range = tuple[int, int]
 """Elements [start, stop) of a flattened tensor."""
+SLICE = 2**18
+"""Elements in a message between ranks, so that what is on its way needs no memory to speak of."""
 Ranges = Mapping[str, Range]
 """Of all tensors of a layout, by name."""
 
@@ -30,11 +33,6 @@ class Piece:
     at: int
     """In the rank's own."""
     elements: int
-
-
-def server_of(fragment: int, ranks: int) -> int:
-    """The rank that serves a fragment: it gathers, encodes, uploads and pulls it, and has its base and residual."""
-    return fragment % ranks
 
 
 def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> frozenset[int]:
@@ -100,37 +98,51 @@ class Shares:
         """
         self.layout, self.ranks = layout, len(held)
         self._held = held
-        self._sources = {
-            (fragment.id, slot.tensor.name): sources(
-                [ranges[slot.tensor.name] for ranges in held],
-                slot.tensor.whole.elements,
-                slot.tensor.name,
-                # A buffer is each rank's own: rank 0's is the learner's, as in DDP.
-                0 if slot.tensor.rule in AVERAGED else server_of(fragment.id, self.ranks),
-            )
-            for fragment in layout.fragments
-            for slot in fragment.slots
-        }
+        self.pieces, self.sent = cache(self._all_pieces), cache(self._sent_pieces)
+        for fragment in layout.fragments:
+            for slot in fragment.slots:
+                self._sources(slot, 0)
 
     def local(self, rank: int) -> Layout:
         """The layout of a rank's own flat vectors, with the digest of the whole one; a fragment may be empty there."""
         return local_layout(self.layout, self._held[rank])
 
-    def pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
+    def _all_pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
         """All that a rank holds of a fragment: its own flat vector."""
         return tuple(piece for _, piece in self._pieces(rank, fragment))
 
-    def sent(self, rank: int, fragment: int) -> tuple[Piece, ...]:
-        """What it sends when the fragment is gathered."""
-        return tuple(piece for name, piece in self._pieces(rank, fragment) if rank in self._sources[fragment, name])
+    def _sent_pieces(self, rank: int, fragment: int, server: int) -> tuple[Piece, ...]:
+        """What it sends when the fragment is gathered by its server."""
+        return tuple(piece for slot, piece in self._pieces(rank, fragment) if rank in self._sources(slot, server))
 
-    def _pieces(self, rank: int, fragment: int) -> Iterable[tuple[str, Piece]]:
+    def _sources(self, slot: Slot, server: int) -> frozenset[int]:
+        tensor = slot.tensor
+        ranges = [ranges[tensor.name] for ranges in self._held]
+        # A buffer is each rank's own: rank 0's is the learner's, as in DDP.
+        return sources(ranges, tensor.whole.elements, tensor.name, 0 if tensor.rule in AVERAGED else server)
+
+    def _pieces(self, rank: int, fragment: int) -> Iterable[tuple[Slot, Piece]]:
         at = 0
         for slot in self.layout.fragments[fragment].slots:
             first, last = _both(self._held[rank][slot.tensor.name], slot)
             if first < last:
-                yield slot.tensor.name, Piece(slot.start + first - slot.within.start, at, last - first)
+                yield slot, Piece(slot.start + first - slot.within.start, at, last - first)
                 at += last - first
+
+
+def in_slices(pieces: Iterable[Piece], most: int = SLICE) -> list[list[Piece]]:
+    """The same elements in groups, each for one message; one group at least."""
+    groups, room = list[list[Piece]]([[]]), most
+    for piece in pieces:
+        done = 0
+        while done < piece.elements:
+            if not room:
+                groups.append([])
+                room = most
+            count = min(room, piece.elements - done)
+            groups[-1].append(Piece(piece.start + done, piece.at + done, count))
+            done, room = done + count, room - count
+    return groups
 
 
 def elements(pieces: Iterable[Piece]) -> int:

@@ -108,7 +108,7 @@ class RankThread(ExchangeThread):
         def snapshot(p: int) -> Snapshot:
             return self._training.parameters.snapshot(p).numpy
 
-        return Part(wires, member, self._shares, snapshot)
+        return Part(wires, member, self._shares, snapshot, self._training.parameters.overwrite)
 
     async def _follow(self, wires: Wires, bus: Bus) -> None:
         """As one of the ranks that rank 0 speaks for, until cancelled."""
@@ -132,18 +132,19 @@ class RankThread(ExchangeThread):
 
     async def _lead(self, wires: Wires, bus: Bus) -> None:
         """As the one that speaks for all, until cancelled."""
-        training, parts, under_way = self._training, list[Part](), UnderWay(wires.ranks)
+        training, parts, carriers, under_way = self._training, list[Part](), list[RanksCarrier](), UnderWay()
         who = training.learner, training.incarnation
         joining = Joining(bus, LoopClock(), *who, training.report, encoder=OnHost(AT_ONCE))
 
         def make_carrier(member: Member) -> Carrier:
             parts.append(self._part(wires, member))
-            return RanksCarrier(wires, member, under_way.serving)
+            carriers.append(RanksCarrier(wires, member, under_way.serving))
+            return carriers[0]
 
         try:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
-            shared = exchange.shared
-            rank = Rank(wires, parts[0], training, shared, self._joined, exchange, under_way)
+            shared, carriers[0].joining = exchange.shared, False
+            rank = Rank(wires, parts[0], training, shared, self._joined, exchange, carriers[0], under_way)
             async with meanwhile(exchange.work()):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await self._say_joined(bus, versions, shared.state)
