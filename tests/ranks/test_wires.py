@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import RankGone, UsageError
-from diloco.workers.ranks.wires import Wires, listen
+from diloco.workers.ranks.lines import TcpLines, listen
+from diloco.workers.ranks.wires import Wires
 
 TOKEN = bytes(32)
 
@@ -17,7 +18,7 @@ TOKEN = bytes(32)
 async def wired(ranks: int) -> AsyncIterator[list[Wires]]:
     listeners = [listen("127.0.0.1") for _ in range(ranks)]
     addresses = [one.getsockname()[:2] for one in listeners]
-    made = [Wires(rank, addresses, listener, TOKEN) for rank, listener in enumerate(listeners)]
+    made = [Wires(TcpLines(rank, addresses, listener, TOKEN)) for rank, listener in enumerate(listeners)]
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(one) for one in made))
         yield made
@@ -81,7 +82,7 @@ async def test_who_does_not_know_the_token_is_no_rank() -> None:
             return what
 
         wires[0].handle(echo=echo)
-        reader, writer = await asyncio.open_connection(*wires[0]._addresses[0])
+        reader, writer = await asyncio.open_connection(*wires[0]._lines._addresses[0])
         writer.write(bytes([1]) * 36)
         assert await reader.read() == b""
         writer.close()

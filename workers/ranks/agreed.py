@@ -14,6 +14,7 @@ So rank 0 counts (`Rounds`) in the order of the steps, `LAG` of them behind.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 LAG = 2
 """Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
@@ -48,6 +49,28 @@ class Agreed:
     stop: bool
     """A rank was asked to end."""
     decided: Decided
+
+
+class Sum(Protocol):
+    """Of what all ranks put in at one step; under way."""
+
+    def wait(self, within_s: float | None = None) -> list[int]:
+        """It.
+
+        Raises:
+            RankGone: it will never be there, or is not in this time.
+        """
+
+
+class Meets(Protocol):
+    """By what the ranks of a learner add up numbers."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+
+    def start_sum(self, numbers: Sequence[int]) -> Sum:
+        """Begin one with this rank's numbers; all ranks begin theirs in the same order."""
 
 
 def numbers(tokens: int, stop: bool, fragments: int, decided: Decided = Decided()) -> list[int]:

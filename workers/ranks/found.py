@@ -31,8 +31,8 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.ranks.lines import TOKEN_BYTES, listen
 from diloco.workers.ranks.shares import Range
-from diloco.workers.ranks.wires import TOKEN_BYTES, listen
 
 WAIT = timedelta(hours=1)
 """For a rank that does not come; one that dies is noticed at once."""
@@ -141,6 +141,23 @@ def _range(tensor: Any) -> Range:
     return (offset[0] * row, offset[0] * row + elements) if elements else (0, 0)
 
 
+class GlooSum:
+    """An `agreed.Sum`, begun by its making."""
+
+    def __init__(self, group: Any, numbers: Sequence[int]) -> None:
+        self._vector = torch.tensor(numbers, dtype=torch.int64)
+        self._work = distributed.all_reduce(self._vector, group=group, async_op=True)
+
+    def wait(self, within_s: float | None = None) -> list[int]:
+        """As `agreed.Sum`."""
+        try:
+            self._work.wait() if within_s is None else self._work.wait(timedelta(seconds=within_s))
+        except RuntimeError as error:
+            raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
+        found: list[int] = self._vector.tolist()
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """The ranks of one learner that have met. The training thread's."""
@@ -160,9 +177,9 @@ class Meeting:
     listener: socket.socket
     token: bytes
 
-    def start_sum(self, vector: torch.Tensor) -> Any:
-        """Begin to sum whole numbers (n,) over all ranks, in place; `wait` waits for it."""
-        return distributed.all_reduce(vector, group=self.group, async_op=True)
+    def start_sum(self, numbers: Sequence[int]) -> GlooSum:
+        """As `agreed.Meets`."""
+        return GlooSum(self.group, numbers)
 
     def abort(self) -> None:
         """Break off what any process group has under way with a rank that is gone.
@@ -178,18 +195,6 @@ class Meeting:
         """No sum is under way."""
         self.listener.close()
         distributed.destroy_process_group(self.group)
-
-
-def wait(work: Any, within: timedelta | None = None) -> None:
-    """Until a sum is there.
-
-    Raises:
-        RankGone: it never will be, or not within that time.
-    """
-    try:
-        work.wait() if within is None else work.wait(within)
-    except RuntimeError as error:
-        raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
 
 
 def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str]) -> Meeting:

@@ -5,10 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
-
-import torch
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
@@ -17,8 +14,7 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
-from diloco.workers.ranks.found import Meeting, wait
+from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, Meets, Sum, UnderWay, numbers, read
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.wires import Wires
@@ -120,7 +116,7 @@ class JoinedRank(JoinedLearner):
         training: Training,
         rank: Rank,
         thread: ExchangeThread,
-        meeting: Meeting,
+        meeting: Meets,
         shares: Shares,
         stopping: Stopping,
     ) -> None:
@@ -130,8 +126,8 @@ class JoinedRank(JoinedLearner):
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
-        self._sums: deque[tuple[int, torch.Tensor, Any]] = deque()
-        """Those under way: of which step, what, and what it can be waited for by."""
+        self._sums: deque[tuple[int, Sum]] = deque()
+        """Those under way, and of which step."""
         self._bases: dict[int, Base] = {}
         """Fragment -> what is decided to be adopted. Rank 0's, as all of the following."""
         self._done: dict[int, _Done] = {}
@@ -185,8 +181,7 @@ class JoinedRank(JoinedLearner):
         self._steps += 1
         fragments = len(self.training.layout.fragments)
         said = numbers(tokens, self._stopping.heard > 0, fragments, self._decide())
-        vector = torch.tensor(said, dtype=torch.int64)
-        self._sums.append((self._steps, vector, self._meeting.start_sum(vector)))
+        self._sums.append((self._steps, self._meeting.start_sum(said)))
         return self._settle() if len(self._sums) > LAG else 0
 
     def _decide(self) -> Decided:
@@ -200,11 +195,10 @@ class JoinedRank(JoinedLearner):
         over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
         return Decided(over, progress, snapshots, {p: base.values for p, base in bases.items()})
 
-    def _settle(self, within: timedelta | None = None) -> int:
+    def _settle(self, within_s: float | None = None) -> int:
         """Read the oldest sum, and do what it says; the tokens of its step."""
-        step, vector, work = self._sums.popleft()
-        wait(work, within)
-        agreed = read(vector.tolist())
+        step, told = self._sums.popleft()
+        agreed = read(told.wait(within_s))
         self._do(agreed.decided)
         if agreed.stop:
             self._stopping.agree()
@@ -264,7 +258,7 @@ class JoinedRank(JoinedLearner):
         """
         training, rank = self.training, self._rank
         while self._sums:
-            self._settle(timedelta(seconds=within_s + BYE_S))
+            self._settle(within_s + BYE_S)
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:
             leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))
