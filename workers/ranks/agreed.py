@@ -19,8 +19,9 @@ from typing import Protocol
 LAG = 2
 """Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
 gradients. So after two it is there, and nobody waits."""
-AHEAD = 2 * LAG
-"""Steps between what rank 0 has counted as it decides, and the doing of it."""
+AHEAD = 2 * LAG + 1
+"""Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
+another sum."""
 PARTS = 2**40
 """Of the run's progress, as a whole number."""
 _HEAD = 4
