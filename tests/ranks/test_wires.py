@@ -74,6 +74,29 @@ async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
         assert not wires[2]._broken.done()
 
 
+async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
+    """Neither by who asked it before, nor by who asks it later; questions to others are answered."""
+    async with wired(3) as wires:
+
+        async def never(rank: int) -> None:
+            await asyncio.Event().wait()
+
+        async def echo(rank: int) -> int:
+            return rank
+
+        for one in wires:
+            one.leaving = True
+            one.handle(never=never, echo=echo)
+        asked = asyncio.create_task(wires[0].ask(1, "never"))
+        while len(wires[1]._tasks) < 3:
+            await asyncio.sleep(0)
+        wires[1]._writers[0].transport.abort()
+        for question in (asked, wires[0].ask(1, "echo")):
+            with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+                await question
+        assert await wires[0].ask(2, "echo") == 0
+
+
 async def test_who_does_not_know_the_token_is_no_rank() -> None:
     """It is hung up on, and the ranks go on."""
     async with wired(2) as wires:

@@ -76,8 +76,12 @@ class Rank:
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
-        for what in "bye", "go":
-            await asyncio.gather(*(self._wires.ask(rank, what, in_order) for rank in range(self._wires.ranks)))
+        ranks = range(self._wires.ranks)
+        await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in ranks))
+        gone = await asyncio.gather(*(self._wires.ask(rank, "go", in_order) for rank in ranks), return_exceptions=True)
+        for error in gone:
+            if isinstance(error, BaseException) and not isinstance(error, RankGone):
+                raise error
 
     async def _take_bye(self, _: int, in_order: bool) -> None:
         self._wires.leaving = True

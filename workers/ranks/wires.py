@@ -44,7 +44,8 @@ class Wires:
         self._writers: dict[int, Writer] = {}
         self._locks = [asyncio.Lock() for _ in range(lines.ranks)]
         self._questions = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        """Question -> the rank that was asked, and its answer."""
         self._tasks = set[asyncio.Task[Any]]()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leaving = False
@@ -98,7 +99,7 @@ class Wires:
         if rank == self.rank:
             return await self._handlers[what](rank, *said, *([] if vector is None else [vector]))
         number, answer = next(self._questions), asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        self._asked[number] = rank, answer
         try:
             await self._write(rank, [number, what, *said], vector)
             return await answer
@@ -131,7 +132,8 @@ class Wires:
         data = memoryview(b"") if vector is None else as_bytes(vector)
         try:
             async with self._locks[rank]:
-                writer = self._writers[rank]
+                if (writer := self._writers.get(rank)) is None:
+                    raise ConnectionError("it is connected no more")
                 writer.write(_SIZES.pack(len(packed), len(data)) + packed)
                 for start in range(0, len(data), SLICE_BYTES):
                     writer.write(data[start : start + SLICE_BYTES])
@@ -156,15 +158,16 @@ class Wires:
         except (OSError, asyncio.IncompleteReadError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
-            for answer in self._asked.values():
-                if not answer.done() and not self.leaving:
+            self._writers.pop(rank).close()  # whoever asks it from now on is told at once
+            for of, answer in self._asked.values():
+                if of == rank and not answer.done():
                     answer.set_exception(gone)
                     answer.exception()
 
     def _take(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
         if what is not None:
             self.go_on(self._answer(rank, number, what, said))
-        elif (answer := self._asked.get(number)) is not None and not answer.done():
+        elif number in self._asked and not (answer := self._asked[number][1]).done():
             refused, found = said
             if refused is None:
                 answer.set_result(found)

@@ -19,12 +19,14 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, Offload, OnHost
 from diloco.workers.exchange.carrier import Carrier
+from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import LOOK_S, say_joined
 from diloco.workers.exchange.joining import Joining, meanwhile
 from diloco.workers.exchange.member import Member
@@ -118,7 +120,7 @@ class Working:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
             shared = exchange.shared
             rank = Rank(wires, parts[0], training, shared, self._joined, exchange, under_way)
-            async with meanwhile(exchange.work()):
+            async with meanwhile(self._until_left(exchange)):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await say_joined(bus, *who, versions, shared.state)
                 await self._enter_all(rank, versions, shared.state)
@@ -126,6 +128,14 @@ class Working:
         finally:
             if self._abandoned() or not self._joined.done():
                 await joining.abandon()
+
+    async def _until_left(self, exchange: Exchange) -> None:
+        """The exchange's work. As the ranks part, it may still pull what others of them take no more."""
+        try:
+            await exchange.work()
+        except* RankGone:
+            if not self._wires.leaving:
+                raise
 
     async def _tell_which_run(self, shared: Shared) -> None:
         """Until cancelled. At a run's start it may not be known as all enter; no rank saves its moments until it is."""
