@@ -94,7 +94,7 @@ class Crew:
         """How long something is on its way between ranks: mostly less than a call to the bus, at times much longer."""
         now, share = asyncio.get_running_loop().time(), self.chance.share("way", self.name, self.life, *what)
         slow_s = 0.4 * share if now < self.slow_until else 0.0
-        return slow_s + self.latency_s * (0.1 + share if share < 0.98 else 20.0)
+        return slow_s + self.latency_s * (0.1 + share if share < 0.98 else 5000 * (share - 0.98))
 
     # --- death --------------------------------------------------------------------------------------------------
 
