@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import RankGone, UsageError
-from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires, listen
+from diloco.workers.ranks.lines import TcpLines, listen
+from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires
 
 TOKEN, MOST = bytes(32), 3_000_000
 
@@ -17,7 +18,7 @@ TOKEN, MOST = bytes(32), 3_000_000
 async def wired(ranks: int) -> AsyncIterator[list[Wires]]:
     listeners = [listen("127.0.0.1") for _ in range(ranks)]
     addresses = [one.getsockname()[:2] for one in listeners]
-    made = [Wires(rank, addresses, listener, TOKEN, MOST) for rank, listener in enumerate(listeners)]
+    made = [Wires(TcpLines(rank, addresses, listener, TOKEN), MOST) for rank, listener in enumerate(listeners)]
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(one) for one in made))
         yield made
@@ -73,6 +74,29 @@ async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
         assert not wires[2]._broken.done()
 
 
+async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
+    """Neither by who asked it before, nor by who asks it later; questions to others are answered."""
+    async with wired(3) as wires:
+
+        async def never(rank: int) -> None:
+            await asyncio.Event().wait()
+
+        async def echo(rank: int) -> int:
+            return rank
+
+        for one in wires:
+            one.leaving = True
+            one.handle(never=never, echo=echo)
+        asked = asyncio.create_task(wires[0].ask(1, "never"))
+        while len(wires[1]._tasks) < 3:
+            await asyncio.sleep(0)
+        wires[1]._writers[0].transport.abort()
+        for question in (asked, wires[0].ask(1, "echo")):
+            with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+                await question
+        assert await wires[0].ask(2, "echo") == 0
+
+
 async def test_who_does_not_know_the_token_is_no_rank() -> None:
     """It is hung up on, and the ranks go on."""
     async with wired(2) as wires:
@@ -81,7 +105,7 @@ async def test_who_does_not_know_the_token_is_no_rank() -> None:
             return what
 
         wires[0].handle(echo=echo)
-        reader, writer = await asyncio.open_connection(*wires[0]._addresses[0])
+        reader, writer = await asyncio.open_connection(*wires[0]._lines._addresses[0])
         writer.write(bytes([1]) * 36)
         assert await reader.read() == b""
         writer.close()

@@ -81,7 +81,8 @@ class Link:
         self.sent_s = 0.0
         """When what is observed now was sent."""
         self.paused_until = 0.0
-        self.cut_until = 0.0
+        self.cut_until = self.slow_until = 0.0
+        """Until when no call reaches the bus, and each takes long."""
         self._slow: deque[tuple[float, float]] = deque(maxlen=100)
         self._in_flight: dict[int, None] = {}
 

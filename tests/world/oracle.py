@@ -65,6 +65,7 @@ class Oracle:
 
     def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
+        self._together = plan.together
         self._spec, self._layout, self._store, self._keys = plan.spec, layout, store, keys
         self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
         self.violation: Violation | None = None
@@ -73,6 +74,8 @@ class Oracle:
         self.on_violation: Callable[[], None] = lambda: None
         self._syncs = [reference.constants(plan.spec.sync, (s.tensor for s in f.slots)) for f in layout.fragments]
         self._published: dict[DeltaId, Float64] = {}
+        self._later: dict[DeltaId, tuple[Base, Callable[[], npt.NDArray[Any] | None]]] = {}
+        """Those whose values are not looked at yet."""
         self._uploads: dict[str, tuple[DeltaId, dict[int, bytes]]] = {}
         """Key of a quantized delta's payload -> its chunks so far."""
         self._offers: dict[tuple[int, str], DeltaHeader] = {}
@@ -123,16 +126,38 @@ class Oracle:
         if self._syncs[delta[0]].codec not in DTYPES:
             self._uploads[self._keys.delta_payload(*delta)] = delta, {}
 
+    def published_later(self, delta: DeltaId, base: Base, values: Callable[[], npt.NDArray[Any] | None]) -> None:
+        """The same of a learner of several ranks: the fragment's values (elements,) as they were, once they are known.
+
+        base: its values are not looked at.
+        """
+        self.published(delta, np.zeros(0))
+        self._later[delta] = base, values
+
     def _published_as(self, header: DeltaHeader) -> Float64:
-        return self._published[header.fragment, header.learner, header.incarnation, header.serial]
+        delta = header.fragment, header.learner, header.incarnation, header.serial
+        if delta in self._later:
+            base, values = self._later.pop(delta)
+            shown, now = self._committed[base.fragment, base.version, base.digest], values()
+            if now is not None:
+                self._published[delta] = self.wire_values(base.fragment, shown.astype(np.float32), now)
+        return self._published[delta]
 
     def adopted(self, learner: str, base: Base) -> None:
         """A learner put a global into its model."""
+        self.heard(learner, base)
+        self.check_adopted(learner, base, base.values)
+
+    def heard(self, learner: str, base: Base) -> None:
+        """A learner has adopted something; whatever the values are."""
         self._windows.joined(learner)
         self._pulls.adopted(learner, base)
+
+    def check_adopted(self, learner: str, base: Base, values: npt.NDArray[Any]) -> None:
+        """What a learner adopted (elements,) is what was committed."""
         shown = self._committed.get((base.fragment, base.version, base.digest))
-        if shown is None or not np.array_equal(base.values, shown):
-            what = f"{base.values} as fragment {base.fragment} version {base.version}"
+        if shown is None or not np.array_equal(values, shown):
+            what = f"{values} as fragment {base.fragment} version {base.version}"
             self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
 
     def draining(self) -> None:
@@ -195,7 +220,9 @@ class Oracle:
             self._windows.changed(p, state)
             self._check_report(header)
             told = self._intervals.get((p, header.base_version, header.base_digest), {0})
-            wrong = [reference.wrongly_due(header, len(self.fragments), self._spec.sync, one) for one in sorted(told)]
+            given = header, len(self.fragments), self._spec.sync
+            late = self._together[int(header.learner.rpartition("-")[2]) % len(self._together)]
+            wrong = [reference.wrongly_due(*given, one, late) for one in sorted(told)]
             if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
@@ -279,6 +306,7 @@ class Oracle:
         if len(here) == chunk_count(elements, sync.codec, sync.chunk_bytes):
             wire = b"".join(decode(Chunk, chunk).data for _, chunk in sorted(here.items()))
             self._published[delta] = reference.dequantized(wire, elements, sync.codec)
+            self._later.pop(delta, None)
             del self._uploads[key]
 
     def _is_uploaded(self, header: DeltaHeader) -> bool:

@@ -68,6 +68,8 @@ class Party:
 
     def __init__(self, world: World, name: str, life: int, skew_s: float) -> None:
         self.world, self.name, self.life = world, name, life
+        self.unit = name
+        """What is started again where this is killed: a learner with all of its ranks."""
         self.link = world.link(name)
         self.clock = VirtualClock(skew_s)
         self.task: asyncio.Task[None] | None = None
@@ -84,6 +86,13 @@ class Party:
         self.link.dead = True
         if self.task is not None:
             self.task.cancel()
+
+    def pause(self, lasts_s: float) -> None:
+        """As SIGSTOP for a while."""
+        self.link.pause(lasts_s)
+
+    def leave(self) -> None:
+        """As SIGTERM."""
 
     async def paused(self) -> None:
         """Wait for the end of a pause, if there is one."""
@@ -111,6 +120,10 @@ class WorldLearner(Party):
     def report(self, left: bool) -> LearnerReport:
         """What it says about itself."""
         return virtual_report(self.rounds, self.name, self.incarnation, self.step_s, left)
+
+    def leave(self) -> None:
+        """As SIGTERM."""
+        self.stop = True
 
     async def live(self) -> None:
         """Join, train until the run drains or it is told to stop, leave."""
@@ -220,6 +233,10 @@ class WorldSyncer(Party):
         await asyncio.sleep(takes_s)
         await self.paused()
         return work(*args)
+
+    def leave(self) -> None:
+        """As SIGTERM."""
+        self.stop.set()
 
     @property
     def serves(self) -> bool:

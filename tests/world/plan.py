@@ -57,7 +57,15 @@ class Kind(StrEnum):
     REPLY_LOST = "reply_lost"
     MESSAGE_DUPLICATED = "message_duplicated"
     MESSAGE_LATE = "message_late"
+    # Of learners of several ranks.
+    RANK_KILLED = "rank_killed"
+    RANK_TRAINING_LAGGED = "rank_training_lagged"
+    RANK_EXCHANGE_LAGGED = "rank_exchange_lagged"
+    RANK_CUT_OFF = "rank_cut_off"
+    RANK_BUS_SLOW = "rank_bus_slow"
+    RANK_LINKS_SLOW = "rank_links_slow"
     # What follows from the others, and is counted because it must be seen to happen.
+    OTHER_RANKS = "other_ranks"
     MESSAGES_REORDERED = "messages_reordered"
     LEASE_EXPIRED_IN_MERGE = "lease_expired_in_merge"
     TWO_HOLDERS = "two_holders"
@@ -72,6 +80,16 @@ MESSAGE_KINDS = (
 )
 """The last one: a call that takes effect after its caller gave up, even if it is dead by then."""
 PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.SLOW_MERGE)]
+RANK_KINDS = (
+    *(Kind.RANK_KILLED,) * 4,
+    *(
+        Kind.RANK_TRAINING_LAGGED,
+        Kind.RANK_EXCHANGE_LAGGED,
+        Kind.RANK_CUT_OFF,
+        Kind.RANK_BUS_SLOW,
+        Kind.RANK_LINKS_SLOW,
+    ),
+)
 
 _OF_A_LEARNER = (
     *("claim_initial", "write_chunks", "finish_initial", "write_report", "offer", "read_heads", "read_chunks"),
@@ -82,7 +100,23 @@ _OF_A_SYNCER = (
     *("read_chunks", "write_state", "release_lease", "read_reports", "announce_syncer", "read_leases"),
     "withdraw_syncer",
 )
+_OF_A_RANK = (
+    *(
+        "ask_take",
+        "ask_upload",
+        "ask_pull",
+        "ask_give",
+        "ask_snapshot",
+        "ask_recover",
+        "ask_enter",
+        "ask_bye",
+        "ask_go",
+    ),
+    *("decided", "decided", "write_chunks", "read_chunks", "offer", "claim_initial", "ask_initial", "ask_merged"),
+)
+"""Its questions to other ranks, a decision that it is about to do, and its calls to the bus."""
 CRASH_POINTS = {
+    Kind.RANK_KILLED: _OF_A_RANK,
     Kind.LEARNER_KILLED: _OF_A_LEARNER,
     Kind.LEARNER_PAUSED: _OF_A_LEARNER,
     Kind.SYNCER_KILLED: _OF_A_SYNCER,
@@ -135,11 +169,18 @@ class Plan:
     """Whether faults end, and all are back, before the run drains; else they go on until it is finished."""
     end_faults: tuple[Fault, ...]
     """Planned ones of the drain and the closing, at times since the drain began."""
+    together: tuple[bool, ...]
+    """Of each learner: it is of several ranks; of how many is drawn for each life (`ranks`)."""
 
     @property
     def learners(self) -> int:
         """Learners at the start."""
         return len(self.step_s)
+
+
+def ranks(chance: Chance, learner: int, life: int) -> int:
+    """How many processes a learner of several ranks has this time; one with shards of its own is a rank too."""
+    return chance.one_of((2, 3, 2, 3, 2, 3, 1), "ranks", learner, life)
 
 
 def _tensors(chance: Chance, sync: SyncSpec) -> tuple[TensorSpec, ...]:
@@ -187,11 +228,13 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
     return settings.sync_spec().model_copy(update={"chunk_bytes": chance.one_of((16, 32, 1024), "chunk")})
 
 
-def _fault(chance: Chance, number: int | str, until_s: float = FAULTS_UNTIL_S) -> Fault:
+def _fault(
+    chance: Chance, number: int | str, until_s: float = FAULTS_UNTIL_S, kinds: Sequence[Kind] = PLANNED
+) -> Fault:
     def draw(low: float, high: float, what: str) -> float:
         return chance.between(low, high, what, number)
 
-    kind = chance.one_of(PLANNED, "kind", number)
+    kind = chance.one_of(kinds, "kind", number)
     method, after = "", False
     if kind in CRASH_POINTS and chance.share("point", number) < 0.8:
         method = chance.one_of(CRASH_POINTS[kind], "method", number)
@@ -205,11 +248,20 @@ def plan(seed: int) -> Plan:
     """The world of a seed."""
     chance = Chance(seed)
     learners = chance.one_of((3, 4), "learners")
+    together = tuple(chance.share("together", i) < 0.5 for i in range(learners))
+    together = together if chance.share("worlds together") < 0.5 else (False,) * learners
     sync = _sync(chance, learners)
+    if any(together):  # ranks agree some steps ahead
+        sync = sync.model_copy(update={"sync_interval": chance.one_of((sync.sync_interval, 6, 9), "H of ranks")})
     faults = [_fault(chance, number) for number in range(chance.one_of((0, 3, 6, 9, 12), "faults"))]
     calm_end = chance.share("calm end") < 0.5
     at_the_end = 0 if calm_end else chance.one_of((1, 3, 5), "end faults")
     end_faults = [_fault(chance, f"end-{number}", END_FAULTS_S) for number in range(at_the_end)]
+    if any(together):
+        count = chance.one_of((0, 3, 6, 9), "rank faults")
+        faults += [_fault(chance, f"rank-{number}", kinds=RANK_KINDS) for number in range(count)]
+        count = 0 if calm_end else chance.one_of((0, 1, 3), "rank end faults")
+        end_faults += [_fault(chance, f"rank-end-{i}", END_FAULTS_S, RANK_KINDS) for i in range(count)]
     stormy = chance.one_of((0.0, 0.002, 0.005, 0.015), "storm")
     return Plan(
         seed=seed,
@@ -227,6 +279,7 @@ def plan(seed: int) -> Plan:
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         calm_end=calm_end,
         end_faults=tuple(sorted(end_faults, key=lambda fault: fault.at_s)),
+        together=together,
     )
 
 

@@ -62,10 +62,11 @@ def interval(sync: SyncSpec, version: int) -> int:
     return int(min(sync.sync_interval, sync.first_interval * 2 ** (version // sync.doubling)))
 
 
-def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int) -> str | None:
+def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int, late: bool) -> str | None:
     """Whether a delta is called due, or not, against its interval; None: it is right.
 
-    told: what the head of its base says; 0: H, or less on the first versions.
+    told: what the head of its base says; 0: H, or less on the first versions. late: it may be due later, since ranks
+    agree some steps ahead, and upload one snapshot at a time.
 
     A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
     as long after it. Any other is due exactly when the interval is over.
@@ -76,7 +77,8 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int) 
     turn = 1 + header.fragment * first // fragments
     moments = (turn, whole) if version == 0 else (whole, whole + turn)
     told = f"{'due' if header.due else 'not due'} after {header.steps} steps on version {version}"
-    if header.due and header.steps not in moments and (header.steps < min(moments) or header.attempt == 0):
+    late = late or header.attempt > 0
+    if header.due and header.steps not in moments and (header.steps < min(moments) or not late):
         return f"{told}, where {moments[0]} or {moments[1]} are an interval"
     if not header.due and header.steps >= max(moments):
         return f"{told}, where {max(moments)} are enough"

@@ -29,7 +29,21 @@ from tests.world.lapses import Lapses
 from tests.world.link import Fate, Link
 from tests.world.oracle import Oracle
 from tests.world.parties import Party, WorldLearner, WorldSyncer
-from tests.world.plan import LEARNERS, LEASE_S, LIVENESS_S, MESSAGE_KINDS, PAUSES, Fault, Kind, Plan, plan, without
+from tests.world.plan import (
+    LEARNERS,
+    LEASE_S,
+    LIVENESS_S,
+    MESSAGE_KINDS,
+    PAUSES,
+    Fault,
+    Kind,
+    Plan,
+    plan,
+    ranks,
+    without,
+)
+from tests.world.rank_faults import SLOW_CALL_S, ends_as_a_whole, may_end_by, strike_rank
+from tests.world.ranks import WorldRank, start_ranks
 from tests.world.record import Recorder, WorldBus, WorldStore, brief
 from tests.world.server import Server
 from tests.world.takeover import LEASE_CALLS, Takeover
@@ -112,7 +126,8 @@ class World:
         if self._traced:
             self._trace.append(line)
 
-    def _happened(self, kind: Kind, id_: str) -> None:
+    def happened(self, kind: Kind, id_: str) -> None:
+        """A fault struck."""
         self.fired[kind] += 1
         self.struck.add(id_)
         self.note("fault", kind, id_)
@@ -138,13 +153,15 @@ class World:
         chance = self.chance
         drawn = chance.integer("call", party, number)
         delay_s = self.plan.latency_s * (0.5 + (drawn & 0xFFFFFFFF) / 2**32)
+        if self.clock.now() < self._parties[party].link.slow_until:
+            delay_s += SLOW_CALL_S * (drawn & 0xFFFF) / 2**16
         if self._calm or (drawn >> 32) / 2**32 >= self.plan.message_fault_rate:
             return Fate(delay_s)
         id_ = f"call-{party}-{number}"
         if not self._may(id_):
             return Fate(delay_s)
         kind = chance.one_of(MESSAGE_KINDS, "fate", party, number)
-        self._happened(kind, id_)
+        self.happened(kind, id_)
         if method in LEASE_CALLS:
             self.takeover.disturbed(self.clock.now())
         if kind is Kind.MESSAGE_DELAYED:
@@ -223,7 +240,7 @@ class World:
         id_ = f"poison-{xxhash.xxh3_64_hexdigest(repr(what).encode())}"
         if self.chance.share("poison", what) >= self.plan.poison_rate or not self._may(id_):
             return False
-        self._happened(Kind.DELTA_POISONED, id_)
+        self.happened(Kind.DELTA_POISONED, id_)
         return True
 
     def merge_takes_s(self, party: str, number: int) -> float:
@@ -231,22 +248,32 @@ class World:
         id_ = f"slow-{party}-{self._lives[party]}-{number}"
         if self.chance.share("slow", id_) >= self.plan.slow_merge_rate or not self._may(id_):
             return 0.0005
-        self._happened(Kind.SLOW_MERGE, id_)
+        self.happened(Kind.SLOW_MERGE, id_)
         return self.chance.between(0.3, 1.5, "slow merge", id_)
 
     # --- parties -----------------------------------------------------------------------------------------
 
-    def _start(self, name: str) -> Party:
-        kind, _, number = name.partition("-")
+    def _start(self, name: str) -> None:
+        """A syncer, or a learner with all of its ranks."""
+        kind, _, text = name.partition("-")
+        number = int(text)
         self._lives[name] += 1
-        make = WorldLearner if kind == "learner" else WorldSyncer
-        party = make(self, int(number), self._lives[name])
-        self._parties[name] = party
+        life = self._lives[name]
+        if kind == "syncer":
+            self._begin(WorldSyncer(self, number, life))
+        elif not self.plan.together[number % self.plan.learners]:
+            self._begin(WorldLearner(self, number, life))
+        else:
+            count = ranks(self.chance, number, life)
+            self.fired[Kind.OTHER_RANKS] += life > 1 and count != ranks(self.chance, number, life - 1)
+            start_ranks(self, number, life, count, self._begin)
+
+    def _begin(self, party: Party) -> None:
+        self._parties[party.name] = party
         party.start(party.live)
         assert party.task is not None  # just started
         party.task.add_done_callback(lambda task: self._ended(party, task))
-        self.note(name, "started", str(self._lives[name]))
-        return party
+        self.note(party.name, "started", str(party.life))
 
     def _start_all(self) -> None:
         """All who are to be there and are not."""
@@ -260,9 +287,14 @@ class World:
             return
         if (error := task.exception()) is not None:
             parts = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
-            self.oracle.broken("a party ends only when told to", f"{party.name}: {parts[0]!r}")
+            if not may_end_by(party, parts[0]):
+                self.oracle.broken("a party ends only when told to", f"{party.name}: {parts[0]!r}")
         party.alive = False
         self.note(party.name, "ended")
+
+    def _dying(self) -> list[Party]:
+        """Ranks of learners of which another one was killed."""
+        return [one for one in self._alive("learner") if isinstance(one, WorldRank) and one.crew.struck]
 
     def _alive(self, kind: str) -> list[Party]:
         return [party for name, party in sorted(self._parties.items()) if name.startswith(kind) and party.alive]
@@ -281,34 +313,39 @@ class World:
     async def _strike(self, fault: Fault) -> None:
         kind = "learner" if fault.kind.startswith("learner") else "syncer"
         alive = self._alive(kind)
+        learners = {party.unit for party in alive}
+        of_ranks = [one for one in self._alive("learner") if isinstance(one, WorldRank) and one.crew.ranks > 1]
         match fault.kind:
             case Kind.LEARNER_KILLED | Kind.SYNCER_KILLED | Kind.LEARNER_PAUSED | Kind.SYNCER_PAUSED if alive:
-                await self._strike_down(fault, alive[fault.party % len(alive)])
-            case Kind.LEARNER_JOINED if len(alive) < LEARNERS:
+                await self.strike_down(fault, alive[fault.party % len(alive)])
+            case _ if fault.kind.startswith("rank"):
+                if of_ranks:
+                    await strike_rank(self, fault, of_ranks[fault.party % len(of_ranks)])
+            case Kind.LEARNER_JOINED if len(learners) < LEARNERS:
                 self._join(fault)
-            case Kind.LEARNER_LEFT if len(alive) > 1:
+            case Kind.LEARNER_LEFT if len(learners) > 1:
                 await self._send_away(fault, alive[fault.party % len(alive)])
             case Kind.SYNCER_REPLACED if alive:
                 await self._send_away(fault, alive[fault.party % len(alive)])
             case Kind.PARTITION if everybody := self._alive(""):
-                self._happened(fault.kind, fault.id)
-                self._cut(everybody[fault.party % len(everybody)], fault.lasts_s)
+                self.happened(fault.kind, fault.id)
+                self.cut(everybody[fault.party % len(everybody)], fault.lasts_s)
             case Kind.BUS_RESTARTED | Kind.BUS_REWOUND:
                 await self._server.restart(fault, lambda: self._disconnected(fault))
             case Kind.BUS_FULL:
-                self._happened(fault.kind, fault.id)
+                self.happened(fault.kind, fault.id)
                 await self._server.fill(fault.lasts_s)
 
     def _disconnected(self, fault: Fault) -> None:
-        self._happened(fault.kind, fault.id)
+        self.happened(fault.kind, fault.id)
         for party in self._parties.values():
             party.link.break_calls()
 
-    def _cut(self, party: Party, lasts_s: float) -> None:
+    def cut(self, party: Party, lasts_s: float) -> None:
         party.link.cut_until = self.clock.now() + lasts_s
         party.link.break_calls()
 
-    async def _strike_down(self, fault: Fault, party: Party) -> None:
+    async def strike_down(self, fault: Fault, party: Party) -> None:
         """Kill or pause it at its point; start a killed one again some time later."""
         if fault.method:
             if party.name in self._armed:
@@ -320,41 +357,43 @@ class World:
             self._hit(fault, party, "anywhere")
         if fault.kind not in PAUSES:
             await asyncio.sleep(fault.lasts_s)
-            if not self._calm and not self._is_alive(party.name):
-                self._start(party.name)
+            while not self._calm and self._is_alive(party.unit) and party in self._dying():
+                await asyncio.sleep(0.05)
+            if not self._calm and not self._is_alive(party.unit):
+                self._start(party.unit)
 
     def _hit(self, fault: Fault, party: Party, where: str) -> None:
         if party.alive:
-            self._happened(fault.kind, fault.id)
+            self.happened(fault.kind, fault.id)
             if fault.kind in PAUSES:
-                party.link.pause(fault.lasts_s)
+                party.pause(fault.lasts_s)
             else:
                 self.crashed[where] += 1
                 self.note(party.name, "killed", where)
                 party.kill()
+                if isinstance(party, WorldRank):
+                    self._spawn(ends_as_a_whole(self, party.crew))
 
     def _join(self, fault: Fault) -> None:
         free = [name for i in range(LEARNERS) if not self._is_alive(name := f"learner-{i}")]
         if free:
-            self._happened(fault.kind, fault.id)
+            self.happened(fault.kind, fault.id)
             self._start(free[fault.party % len(free)])
 
     def _is_alive(self, name: str) -> bool:
-        return name in self._parties and self._parties[name].alive
+        """Whether any process of a party is."""
+        return any(party.alive for party in self._parties.values() if party.unit == name)
 
     async def _send_away(self, fault: Fault, party: Party) -> None:
         """As SIGTERM, and another one in its place after a while."""
-        self._happened(fault.kind, fault.id)
-        if isinstance(party, WorldLearner):
-            party.stop = True
-        elif isinstance(party, WorldSyncer):
-            party.stop.set()
+        self.happened(fault.kind, fault.id)
+        party.leave()
         await asyncio.sleep(fault.lasts_s)
         deadline = self.clock.now() + ENDS_S
-        while party.alive and not self._calm and self.clock.now() < deadline:  # it leaves in its own time
+        while self._is_alive(party.unit) and not self._calm and self.clock.now() < deadline:  # in its own time
             await asyncio.sleep(0.05)
-        if not self._calm and not self._is_alive(party.name):
-            self._start(party.name)
+        if not self._calm and not self._is_alive(party.unit):
+            self._start(party.unit)
 
     # --- the three stages ------------------------------------------------------------------------------------
 
@@ -386,6 +425,8 @@ class World:
         self._calm = True
         self._armed.clear()
         self.note("world", "calm")
+        while self._dying():
+            await asyncio.sleep(0.05)
         self._start_all()
         goals = [(fragment.version + 2, p) for p, fragment in enumerate(self.oracle.fragments)]
         return await self._until(lambda: all(self.oracle.fragments[p].version >= goal for goal, p in goals))

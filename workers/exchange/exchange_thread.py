@@ -1,7 +1,7 @@
 """The thread that does all of a learner's I/O, and what the training thread hands to it and takes from it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
@@ -160,26 +160,28 @@ class ExchangeThread:
         peers = recovery.peers(bus, LoopClock(), training.spec.sync.chunk_bytes)
         versions = tuple(base.version for base in shared.adoptions.values())
         found = await recovery.find(peers, versions, shared.state)
-        await self._say_joined(bus, versions, shared.state)
+        await say_joined(bus, training.learner, training.incarnation, versions, shared.state)
         self._joined.set_result((exchange, found))
         if peers is not None:
             await peers.answer(lambda: rounds.steps, recovery.copy)
         await asyncio.Event().wait()
 
-    async def _say_joined(self, bus: Bus, versions: tuple[int, ...], state: RunState | None) -> None:
-        training, live = self._training, None
-        with suppress(BusError):  # it trains all the same
-            live = len(live_learners(await bus.read_reports(), state))
-        least, most = min(versions), max(versions)
-        structlog.get_logger().info(
-            "learner_joined",
-            run=self._run_name,
-            learner=training.learner,
-            incarnation=training.incarnation,
-            version=least if least == most else f"{least} to {most}",
-            fragments=len(versions),
-            learners_live=live,
-        )
+
+async def say_joined(bus: Bus, learner: str, incarnation: str, versions: Sequence[int], state: RunState | None) -> None:
+    """Log that a learner has joined its run, at these versions."""
+    live = None
+    with suppress(BusError):  # it trains all the same
+        live = len(live_learners(await bus.read_reports(), state))
+    least, most = min(versions), max(versions)
+    structlog.get_logger().info(
+        "learner_joined",
+        run=bus.keys.run,
+        learner=learner,
+        incarnation=incarnation,
+        version=least if least == most else f"{least} to {most}",
+        fragments=len(versions),
+        learners_live=live,
+    )
 
 
 class JoinedLearner:

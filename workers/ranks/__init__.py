@@ -9,8 +9,9 @@ gathered and served in turns, fragment p by rank p modulo their number. docs/exp
 | `agreed` | what ranks tell each other at each step, and what rank 0 decides (pure) |
 | `found` | which ranks are one learner, and how they meet: all that knows torch.distributed |
 | `told` | what they say then |
-| `wires` | connections between them, of their exchange threads |
+| `lines`, `wires` | connections between them, of their exchange threads; what they ask each other over these |
 | `part` | what each rank carries: its pieces, and the fragments that it serves |
 | `carrier` | rank 0's way to all parts |
-| `thread`, `joined` | the exchange thread of a rank; its training thread's side |
+| `working`, `thread` | what a rank does beside its training; the thread for that |
+| `joined` | its training thread's side |
 """

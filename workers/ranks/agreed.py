@@ -12,14 +12,16 @@ later it is read, on all ranks alike. What it says is done then: fragments are a
 So rank 0 counts (`Rounds`) in the order of the steps, `LAG` of them behind.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 LAG = 2
 """Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
 gradients. So after two it is there, and nobody waits."""
-AHEAD = 2 * LAG
-"""Steps between what rank 0 has counted as it decides, and the doing of it."""
+AHEAD = 2 * LAG + 1
+"""Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
+another sum."""
 PARTS = 2**40
 """Of the run's progress, as a whole number."""
 _HEAD = 4
@@ -48,6 +50,31 @@ class Agreed:
     stop: bool
     """A rank was asked to end."""
     decided: Decided
+
+
+class Sum(Protocol):
+    """Of what all ranks put in at one step; under way."""
+
+    def wait(self, within_s: float | None = None) -> list[int]:
+        """It.
+
+        Raises:
+            RankGone: it will never be there, or is not in this time.
+        """
+
+
+class Meets(Protocol):
+    """By what the ranks of a learner add up numbers."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+
+    def start_sum(self, numbers: Sequence[int]) -> Sum:
+        """Begin one with this rank's numbers; all ranks begin theirs in the same order."""
+
+    def hand_round(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
+        """What rank `source` makes (elements,), on all ranks, which call this together."""
 
 
 def numbers(tokens: int, stop: bool, fragments: int, decided: Decided = Decided()) -> list[int]:

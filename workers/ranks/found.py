@@ -31,9 +31,9 @@ from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.ranks.lines import TOKEN_BYTES, listen
 from diloco.workers.ranks.shares import Range
 from diloco.workers.ranks.told import Agreed, Place, Rows, said_by, said_by_all
-from diloco.workers.ranks.wires import TOKEN_BYTES, listen
 
 Float32 = npt.NDArray[np.float32]
 
@@ -148,6 +148,27 @@ def _range(tensor: Any) -> Range:
     return (offset[0] * row, offset[0] * row + elements) if elements else (0, 0)
 
 
+def _wait(work: Any, within: timedelta | None) -> None:
+    try:
+        work.wait() if within is None else work.wait(within)
+    except RuntimeError as error:
+        raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
+
+
+class GlooSum:
+    """An `agreed.Sum`, begun by its making."""
+
+    def __init__(self, group: Any, numbers: Sequence[int]) -> None:
+        self._vector = torch.tensor(numbers, dtype=torch.int64)
+        self._work = distributed.all_reduce(self._vector, group=group, async_op=True)
+
+    def wait(self, within_s: float | None = None) -> list[int]:
+        """As `agreed.Sum`."""
+        _wait(self._work, None if within_s is None else timedelta(seconds=within_s))
+        found: list[int] = self._vector.tolist()
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """The ranks of one learner that have met. The training thread's."""
@@ -167,9 +188,9 @@ class Meeting:
     listener: socket.socket
     token: bytes
 
-    def start_sum(self, vector: torch.Tensor) -> Any:
-        """Begin to sum whole numbers (n,) over all ranks, in place; `wait` waits for it."""
-        return distributed.all_reduce(vector, group=self.group, async_op=True)
+    def start_sum(self, numbers: Sequence[int]) -> GlooSum:
+        """As `agreed.Meets`."""
+        return GlooSum(self.group, numbers)
 
     def abort(self) -> None:
         """Break off what any process group has under way with a rank that is gone.
@@ -195,26 +216,14 @@ class Meeting:
             except Exception as error:  # the others are told first
                 failure = error
         made, first = torch.tensor([failure is None]), distributed.get_global_rank(self.group, source)
-        wait(distributed.broadcast(made, first, self.group, async_op=True), TOGETHER)
+        _wait(distributed.broadcast(made, first, self.group, async_op=True), TOGETHER)
         if failure is not None:
             raise failure
         if not made:
             raise RankGone(f"rank {source} of this learner could not read what all are to have: its error says why")
         whole = whole if self.rank == source else np.empty(elements, np.float32)
-        wait(distributed.broadcast(torch.from_numpy(whole), first, self.group, async_op=True), TOGETHER)
+        _wait(distributed.broadcast(torch.from_numpy(whole), first, self.group, async_op=True), TOGETHER)
         return whole
-
-
-def wait(work: Any, within: timedelta | None = None) -> None:
-    """Until a sum is there.
-
-    Raises:
-        RankGone: it never will be, or not within that time.
-    """
-    try:
-        work.wait() if within is None else work.wait(within)
-    except RuntimeError as error:
-        raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
 
 
 def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str]) -> Meeting:

@@ -5,11 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
-
-import torch
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
@@ -18,9 +15,8 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, UnderWay, numbers, read
+from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, Meets, Sum, UnderWay, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
-from diloco.workers.ranks.found import Meeting, wait
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.wires import Wires
@@ -84,8 +80,12 @@ class Rank:
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
-        for what in "bye", "go":
-            await asyncio.gather(*(self._wires.ask(rank, what, in_order) for rank in range(self._wires.ranks)))
+        ranks = range(self._wires.ranks)
+        await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in ranks))
+        gone = await asyncio.gather(*(self._wires.ask(rank, "go", in_order) for rank in ranks), return_exceptions=True)
+        for error in gone:
+            if isinstance(error, BaseException) and not isinstance(error, RankGone):
+                raise error
 
     async def _take_bye(self, _: int, in_order: bool) -> None:
         self._wires.leaving = True
@@ -124,7 +124,7 @@ class JoinedRank(JoinedLearner):
         training: Training,
         rank: Rank,
         thread: ExchangeThread,
-        meeting: Meeting,
+        meeting: Meets,
         shares: Shares,
         stopping: Stopping,
     ) -> None:
@@ -134,8 +134,8 @@ class JoinedRank(JoinedLearner):
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
-        self._sums: deque[tuple[int, torch.Tensor, Any]] = deque()
-        """Those under way: of which step, what, and what it can be waited for by."""
+        self._sums: deque[tuple[int, Sum]] = deque()
+        """Those under way, and of which step."""
         self._servers: dict[int, int] = {}
         """Fragment -> rank that has the base of what was adopted."""
         self._bases: dict[int, Base] = {}
@@ -201,8 +201,7 @@ class JoinedRank(JoinedLearner):
         self._steps += 1
         fragments = len(self.training.layout.fragments)
         said = numbers(tokens, self._stopping.heard > 0, fragments, self._decide())
-        vector = torch.tensor(said, dtype=torch.int64)
-        self._sums.append((self._steps, vector, self._meeting.start_sum(vector)))
+        self._sums.append((self._steps, self._meeting.start_sum(said)))
         return self._settle() if len(self._sums) > LAG else 0
 
     def _decide(self) -> Decided:
@@ -216,11 +215,10 @@ class JoinedRank(JoinedLearner):
         over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
         return Decided(over, progress, snapshots, {p: base.values for p, base in bases.items()})
 
-    def _settle(self, within: timedelta | None = None) -> int:
+    def _settle(self, within_s: float | None = None) -> int:
         """Read the oldest sum, and do what it says; the tokens of its step."""
-        step, vector, work = self._sums.popleft()
-        wait(work, within)
-        agreed = read(vector.tolist())
+        step, told = self._sums.popleft()
+        agreed = read(told.wait(within_s))
         self._do(agreed.decided)
         if agreed.stop:
             self._stopping.agree()
@@ -286,7 +284,7 @@ class JoinedRank(JoinedLearner):
         """
         training, rank = self.training, self._rank
         while self._sums:
-            self._settle(timedelta(seconds=within_s + BYE_S))
+            self._settle(within_s + BYE_S)
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:
             leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))

@@ -15,7 +15,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, Text
 from diloco.pipeline.payload import codec
-from diloco.workers.ranks.wires import TOKEN_BYTES
+from diloco.workers.ranks.lines import TOKEN_BYTES
 
 Element = Annotated[int, Field(ge=0, le=2**62)]
 

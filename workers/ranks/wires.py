@@ -4,15 +4,13 @@ A message has a head (msgpack: what is asked, of which question) and may have a 
 answer. What one rank asks another is begun there in the order in which it was asked.
 
 A rank whose process is killed is noticed at once, since the system closes its connections; one whose machine is gone,
-after `SILENT_S`. Then this rank's learner is broken: `watch` raises.
+after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises.
 """
 
 import asyncio
-import hmac
 import itertools
-import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -24,43 +22,32 @@ import structlog
 from diloco.pipeline.errors import DilocoError, RankGone, UsageError
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
+from diloco.workers.ranks.lines import Lines, Writer
 
-Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 Handler = Callable[..., Awaitable[Any]]
 """Called with the rank that asks, then what it says; a vector comes last. What it returns must be msgpack's."""
 
-SILENT_S = 20
-CONNECT_S = 60.0
 SLICE_BYTES = 2**20
 """Written and read at a time."""
 MAX_HEAD_BYTES = 16 * 2**20
-TOKEN_BYTES = 32
 _SIZES = struct.Struct("<IQ")
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
-
-
-def listen(host: str) -> socket.socket:
-    """A socket on which other ranks will call."""
-    return socket.create_server((host, 0))
 
 
 class Wires:
     """One rank's. Use in `async with`: until then nothing is connected."""
 
-    def __init__(
-        self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes, most: int
-    ) -> None:
-        """addresses: of all ranks. token: shows that who calls is one of them. most: elements that a vector has."""
-        self.rank, self.ranks = rank, len(addresses)
-        self._addresses, self._listener, self._token, self._most = addresses, listener, token, most
+    def __init__(self, lines: Lines, most: int) -> None:
+        """most: elements that a vector has."""
+        self.rank, self.ranks = lines.rank, lines.ranks
+        self._lines, self._most = lines, most
         self._handlers: dict[str, Handler] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._locks = [asyncio.Lock() for _ in addresses]
+        self._writers: dict[int, Writer] = {}
+        self._locks = [asyncio.Lock() for _ in range(lines.ranks)]
         self._questions = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        """Question -> the rank that was asked, and its answer."""
         self._tasks = set[asyncio.Task[Any]]()
-        self._all_here = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leaving = False
         """From now on the others may go."""
@@ -70,32 +57,19 @@ class Wires:
         self._handlers |= handlers
 
     async def __aenter__(self) -> Self:
-        """Connect to all: to lower ranks by calling them.
+        """Connect to all. What they ask is done from now on: their questions must be known (`handle`) before.
 
         Raises:
             RankGone: one does not answer in time.
         """
-        self._server = await asyncio.start_server(self._called, sock=self._listener)
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                for other in range(self.rank):
-                    reader, writer = await asyncio.open_connection(*self._addresses[other])
-                    writer.write(_HELLO.pack(self._token, self.rank))
-                    self._connected(other, reader, writer)
-                if self.ranks > 1:
-                    await self._all_here.wait()
-        except (OSError, TimeoutError) as error:
-            await self.__aexit__()
-            missing = [r for r in range(self.ranks) if r != self.rank and r not in self._writers]
-            raise RankGone(f"rank {self.rank} of this learner cannot reach ranks {missing}: {error!r}") from error
-        except BaseException:
-            await self.__aexit__()
-            raise
+        for other, (reader, writer) in (await self._lines.connect()).items():
+            self._writers[other] = writer
+            self.go_on(self._hear(other, reader))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.leaving = True
-        self._server.close()
+        self._lines.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +100,7 @@ class Wires:
         if rank == self.rank:
             return await self._handlers[what](rank, *said, *([] if vector is None else [vector]))
         number, answer = next(self._questions), asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        self._asked[number] = rank, answer
         try:
             await self._write(rank, [number, what, *said], vector)
             return await answer
@@ -154,37 +128,13 @@ class Wires:
         if not self._broken.done() and not self.leaving:
             self._broken.set_exception(error)
 
-    async def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                token, other = _HELLO.unpack(await reader.readexactly(_HELLO.size))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            token, other = b"", 0
-        if not hmac.compare_digest(token, self._token) or not self.rank < other < self.ranks or other in self._writers:
-            writer.close()
-            return
-        self._connected(other, reader, writer)
-
-    def _connected(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = writer.get_extra_info("socket")
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in ("TCP_KEEPIDLE", SILENT_S // 4), ("TCP_KEEPINTVL", SILENT_S // 4), ("TCP_KEEPCNT", 3):
-            if hasattr(socket, name):
-                line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
-        self._writers[other] = writer
-        self.go_on(self._hear(other, reader))
-        if len(self._writers) == self.ranks - 1:
-            self._all_here.set()
-
     async def _write(self, rank: int, head: list[Any], vector: Float32 | None = None) -> None:
         packed: bytes = msgpack.packb([vector is not None, *head])
         data = memoryview(b"") if vector is None else as_bytes(vector)
         try:
             async with self._locks[rank]:
-                writer = self._writers[rank]
+                if (writer := self._writers.get(rank)) is None:
+                    raise ConnectionError("it is connected no more")
                 writer.write(_SIZES.pack(len(packed), len(data)) + packed)
                 for start in range(0, len(data), SLICE_BYTES):
                     writer.write(data[start : start + SLICE_BYTES])
@@ -212,15 +162,16 @@ class Wires:
         except (OSError, asyncio.IncompleteReadError, ValueError, TypeError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
-            for answer in self._asked.values():
-                if not answer.done() and not self.leaving:
+            self._writers.pop(rank).close()  # whoever asks it from now on is told at once
+            for of, answer in self._asked.values():
+                if of == rank and not answer.done():
                     answer.set_exception(gone)
                     answer.exception()
 
     def _take(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
         if what is not None:
             self.go_on(self._answer(rank, number, what, said))
-        elif (answer := self._asked.get(number)) is not None and not answer.done():
+        elif number in self._asked and not (answer := self._asked[number][1]).done():
             refused, found = said
             if refused is None:
                 answer.set_result(found)

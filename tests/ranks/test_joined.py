@@ -1,0 +1,89 @@
+"""What a rank does at which step, with a learner of one rank: no threads, no connections."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.errors import RankGone
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.exchange.shared import Shared
+from diloco.workers.ranks.agreed import AHEAD, UnderWay
+from diloco.workers.ranks.joined import JoinedRank, Rank
+from diloco.workers.ranks.shares import Shares
+from diloco.workers.rounds import Base, Publication, Rounds
+from diloco.workers.stopping import Stopping
+
+TENSOR = TensorSpec(name="t", shape=(2,), dtype="float32", rule="mean", fragment=0)
+
+
+class Alone:
+    """Sums over one rank."""
+
+    rank = 0
+
+    def start_sum(self, numbers: list[int]) -> Any:
+        """It is there at once."""
+        return SimpleNamespace(wait=lambda within_s: list(numbers))
+
+
+def learner(interval: int, told: list[tuple[Publication, int]]) -> JoinedRank:
+    """One of one rank that has adopted version 3; what it publishes is told, with the step of its snapshot."""
+    layout = layout_of((TENSOR,))
+    rounds = Rounds(layout, SyncSettings(fragments=1, sync_interval=interval, first_interval=0).sync_spec())
+    parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
+    shared = Shared()
+    part: Any = SimpleNamespace(pulled={(0, 1): np.zeros(2)}, adopted=lambda p, number: None, send=lambda items: None)
+    exchange = SimpleNamespace(
+        publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
+    )
+    rank: Any = SimpleNamespace(
+        part=part,
+        shared=shared,
+        exchange=exchange,
+        under_way=UnderWay(1),
+        late=False,
+        begin={0: 1},
+        bases={0: Base(0, 3, b"", 1)},
+    )
+    training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
+    thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
+    return JoinedRank(training, rank, thread, Alone(), Shares(layout, [{"t": (0, 2)}]), Stopping())
+
+
+@pytest.mark.parametrize("interval", [AHEAD, AHEAD + 1, 24])
+def test_a_snapshot_is_of_the_step_at_which_its_fragment_is_due(interval: int) -> None:
+    """The interval is as long as for a learner of one process, though ranks agree some steps ahead."""
+    told: list[tuple[Publication, int]] = []
+    joined = learner(interval, told)
+    joined.adopt()
+    for _ in range(2 * interval + AHEAD):
+        joined.stepped(10)
+    publication, step = told[0]
+    first = interval + 1  # the first round of one who joins later has its fragment's turn on top
+    assert (step, publication.steps, publication.tokens, publication.due) == (first, first, 10 * first, True)
+
+
+def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
+    """All have heard goodbye: one that ends without another word is not missed, and nobody waits for it."""
+
+    class Wires:
+        ranks, leaving = 2, False
+
+        def handle(self, **handlers: Any) -> None:
+            """Nobody asks."""
+
+        async def ask(self, rank: int, what: str, *said: Any) -> None:
+            if (rank, what) == (1, "go"):
+                raise RankGone("rank 1 is gone")
+
+    async def leave() -> None:
+        wires: Any = Wires()
+        nothing: Any = None
+        await Rank(wires, nothing, nothing, nothing, nothing).say_bye(True)
+
+    asyncio.run(leave())
