@@ -1,6 +1,7 @@
 """What a rank does at which step, with a learner of one rank: no threads, no connections."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,14 +31,20 @@ class Alone:
         """It is there at once."""
         return SimpleNamespace(wait=lambda within_s: list(numbers))
 
+    def hand_round(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
+        """It has it."""
+        return make()
 
-def learner(interval: int, told: list[tuple[Publication, int]]) -> JoinedRank:
+
+def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> JoinedRank:
     """One of one rank that has adopted version 3; what it publishes is told, with the step of its snapshot."""
     layout = layout_of((TENSOR,))
     rounds = Rounds(layout, SyncSettings(fragments=1, sync_interval=interval, first_interval=0).sync_spec())
     parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
     shared = Shared()
-    part: Any = SimpleNamespace(pulled={(0, 1): np.zeros(2)}, adopted=lambda p, number: None, send=lambda items: None)
+    part: Any = SimpleNamespace(
+        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number, server: None, send=lambda items: None
+    )
     exchange = SimpleNamespace(
         publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
     )
@@ -45,7 +52,8 @@ def learner(interval: int, told: list[tuple[Publication, int]]) -> JoinedRank:
         part=part,
         shared=shared,
         exchange=exchange,
-        under_way=UnderWay(1),
+        carrier=SimpleNamespace(adopted=lambda p: None),
+        under_way=UnderWay(),
         late=False,
         begin={0: 1},
         bases={0: Base(0, 3, b"", 1)},
@@ -58,12 +66,12 @@ def learner(interval: int, told: list[tuple[Publication, int]]) -> JoinedRank:
 @pytest.mark.parametrize("interval", [AHEAD, AHEAD + 1, 24])
 def test_a_snapshot_is_of_the_step_at_which_its_fragment_is_due(interval: int) -> None:
     """The interval is as long as for a learner of one process, though ranks agree some steps ahead."""
-    told: list[tuple[Publication, int]] = []
+    told: list[tuple[Publication, tuple[int, int]]] = []
     joined = learner(interval, told)
     joined.adopt()
     for _ in range(2 * interval + AHEAD):
         joined.stepped(10)
-    publication, step = told[0]
+    publication, (step, _) = told[0]
     first = interval + 1  # the first round of one who joins later has its fragment's turn on top
     assert (step, publication.steps, publication.tokens, publication.due) == (first, first, 10 * first, True)
 
