@@ -1,4 +1,4 @@
-"""A run of a model's size without its training: `python -m diloco.studies.bench.size --model 1b --fragments 24`.
+"""A run of a model's size without its training: `python -m diloco.studies.bench.memory.size --model 1b --fragments 24`.
 
 Redis and the production syncer as processes of their own merge deltas of that many parameters, save a checkpoint, and
 resume it on an empty Redis. Learners are the production exchange with a carrier that makes up what it sends, so that
