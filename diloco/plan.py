@@ -70,8 +70,8 @@ def show(console: Console, needs: Needs) -> None:
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, training, rate)
     console.print(machines)
     console.print(
-        f"of a {needs.parties[0].name}: what its exchange adds to training, which has parameters, gradients and AdamW's "
-        "moments, without activations",
+        f"of a {needs.parties[0].name}: what its exchange adds to training, which has parameters, gradients and "
+        "AdamW's moments, without activations",
         soft_wrap=True,
     )
     console.print(

@@ -388,8 +388,8 @@ class Needs:
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
             f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
             f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
-            f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} at "
-            f"most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
+            f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} "
+            f"at most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
             f"{as_bytes(self.checkpoint_bytes)}"
         )
 

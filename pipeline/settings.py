@@ -314,7 +314,8 @@ class SyncerSettings(Settings):
     )
     shutdown_s: Duration = expert(
         default_factory=_following(4, 20.0),
-        description="Time to commit and checkpoint when told to stop (default: four leases, at least 20 s)",
+        description="Time to commit and begin a checkpoint when told to stop, and for each fragment of it "
+        "(default: four leases, at least 20 s)",
     )
     http_host: str = expert("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
     http_token: SecretStr | None = Field(

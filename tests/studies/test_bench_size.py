@@ -8,7 +8,7 @@ import pytest
 from diloco.pipeline.fragments import LEVEL
 from diloco.pipeline.needs import Site, needs_of, pace_of
 from diloco.pipeline.redis_memory import offered_bytes
-from diloco.studies.bench import size
+from diloco.studies.bench.memory import size
 
 LEAST = 0.4
 """Of what is planned, that a run takes whose windows are all open at once."""

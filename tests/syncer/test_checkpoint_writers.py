@@ -20,7 +20,7 @@ from diloco.syncer.checkpoints.saving import checkpoint_name, finish_checkpoint
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
-from tests.virtual_run import VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 KILLED = """
 import sys
@@ -236,3 +236,35 @@ def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
             await one.kill()
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(("each_s", "in_time"), [(0.6, True), (1.5, False)])
+def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_s: float, in_time: bool
+) -> None:
+    """A large model takes longer than `shutdown_s`, a second here, but no fragment of it does. One that does ends it:
+    the log says so, and nothing is named that is not whole.
+    """
+    write = saving.save_fragment
+
+    async def slowly(*args: Any) -> None:
+        await asyncio.sleep(each_s)
+        await write(*args)
+
+    monkeypatch.setattr(saving, "save_fragment", slowly)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=8, tokens=10**9))
+        service = world.start_syncer(checkpoint_dir=str(tmp_path), checkpoint_every=0.0, shutdown_s=1.0)
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(1)
+        await learner.kill()
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        assert service.in_order == in_time
+
+    run_virtual(main())
+    assert (tmp_path / "latest").exists() == in_time
+    if in_time:
+        assert len(load_checkpoint(str(tmp_path)).fragments) == 8

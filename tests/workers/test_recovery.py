@@ -165,6 +165,25 @@ def test_moments_of_more_than_a_peer_can_send_are_not_asked_of_one(tmp_path: Pat
     assert [(one["event"], one["bytes"]) for one in log] == [("moments_too_large_for_peers", 8 * elements)]
 
 
+def test_above_what_a_peer_sends_moments_come_from_the_state_folder_else_they_are_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes back asks nobody, and its log says why, and where its moments are from."""
+    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 1)
+    first = left(tmp_path)
+    bus: Any = None
+    for folder, source in ((tmp_path, "checkpoint"), (None, "fresh")):
+        again = Party(folder)
+        with structlog.testing.capture_logs() as log:
+            peers: Any = again.recovery.peers(bus, bus, 1024)
+            assert again.join(peers=peers) == source
+        told = [(one["event"], one.get("source")) for one in log]
+        assert told == [("moments_too_large_for_peers", None), ("moments_recovered", source)]
+        assert log[0]["instead"] == "its own from --state-dir, else fresh with the ramp"
+        assert again.keeper.earlier_steps == 5 * (source == "checkpoint")
+        assert folder is None or same(again.moments(), first.moments())
+
+
 def test_the_checkpoint_is_safetensors_and_json_with_the_shard_in_hand(tmp_path: Path) -> None:
     party = Party(tmp_path)
     party.join((0, 0))

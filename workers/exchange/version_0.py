@@ -76,7 +76,7 @@ class Version0:
             self._chunks = []
 
     async def _keep_claim(self, nonce: str) -> None:
-        while await self._member.outages.retry(self._bus.claim_initial, nonce, CLAIM_TTL_S):  # noqa: ASYNC110  # it renews a claim
+        while await self._member.outages.retry(self._bus.claim_initial, nonce, CLAIM_TTL_S):  # noqa: ASYNC110  # no event
             await asyncio.sleep(RENEW_S)
         raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
 

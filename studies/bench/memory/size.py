@@ -1,4 +1,4 @@
-"""A run of a model's size without its training: `python -m diloco.studies.bench.size --model 1b --fragments 24`.
+"""A run of a model's size without its training: `python -m diloco.studies.bench.memory.size --model 1b --fragments 24`.
 
 Redis and the production syncer as processes of their own merge deltas of that many parameters, save a checkpoint, and
 resume it on an empty Redis. Learners are the production exchange with a carrier that makes up what it sends, so that
@@ -254,7 +254,7 @@ class Syncers:
         """Tell all of them to stop, one after the other, and wait: the last one saves."""
         for process in self.processes:
             os.kill(process.pid, signal.SIGTERM)
-            while _resident(process.pid):
+            while _resident(process.pid):  # noqa: ASYNC110  # of another process
                 await asyncio.sleep(LOOK_S)
 
     async def said(self, event: str) -> None:
@@ -348,10 +348,9 @@ def main(
         stages = measure(case, place)
         saved = sum(one.stat().st_size for one in place.rglob("*") if one.is_file())
     for one in stages:
-        print(
-            f"{one.name:18}{one.seconds:8.1f} s   Redis {one.redis_bytes / MB:7.0f} MB "
-            f"(process {one.redis_resident_bytes / MB:.0f})   syncer {one.peak_bytes / MB:7.0f} MB, +{(one.peak_bytes - one.before_bytes) / MB:.0f}"
-        )
+        redis = f"Redis {one.redis_bytes / MB:7.0f} MB (process {one.redis_resident_bytes / MB:.0f})"
+        more = (one.peak_bytes - one.before_bytes) / MB
+        print(f"{one.name:18}{one.seconds:8.1f} s   {redis}   syncer {one.peak_bytes / MB:7.0f} MB, +{more:.0f}")
     print(f"checkpoint: {saved / MB:.0f} MB; a fragment with its momentum: {8 * max(sizes) / MB:.0f} MB")
 
 

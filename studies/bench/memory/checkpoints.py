@@ -1,4 +1,4 @@
-"""Memory and time of saving a checkpoint and of resuming it: `python -m diloco.studies.bench.checkpoints`.
+"""Memory and time of saving a checkpoint and of resuming it: `python -m diloco.studies.bench.memory.checkpoints`.
 
 A run's globals and outer momentum are put on an embedded Redis. Then one process of its own saves them, another one
 reads them onto a second run. Their peak memory counts beyond what they had before they began. Linux only.

@@ -1,0 +1,1 @@
+"""What a run of a size holds in memory: as it merges, saves and resumes."""
