@@ -260,7 +260,7 @@ class LearnerSettings(Settings):
         None,
         ge=1,
         le=4096,
-        description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)",
+        description="Torch threads (default: all usable cores; those of `diloco run` share them)",
     )
     compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
     precision: Literal["fp32", "bf16"] = expert(
