@@ -165,11 +165,10 @@ def _ranks(rehearsal: bool, gpus: int) -> Piece:
         rates = {way: report["learners"][0]["tokens_per_s"] for way, report in reports.items()}
         return {"ranks": 2 if rehearsal else gpus} | rates
 
-    size = ("--devices", "cpu+cpu", "--model", "nano", "--seq-len", "64", "--batch", "4", "--tokens", "40k")
+    size = "--devices cpu+cpu --model nano --seq-len 64 --batch 4 --tokens 40k"
     if not rehearsal:
-        size = ("--devices", "all", "--model", "124m", "--seq-len", "1024", "--batch", str(16 * gpus))
-        size = (*size, "--tokens", f"{8 * gpus}M")
-    command = (*DILOCO, "run", "--learners", "1", "--quorum", "1", *size)
+        size = f"--devices all --model 124m --seq-len 1024 --batch {16 * gpus} --tokens {8 * gpus}M"
+    command = (*DILOCO, "run", "--learners", "1", "--quorum", "1", *size.split())
     return Piece(
         name="ranks",
         about=about,
