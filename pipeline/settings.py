@@ -45,8 +45,7 @@ LEAVE_S = 20.0
 STATE_S = 30.0
 EncodeOn = Literal["auto", "cpu", "device"]
 DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
-DEVICES = r"^(auto|mps|cpu(\+cpu)*|cuda(:\d+)?|cuda:\d+(\+cuda:\d+)+)$"
-"""Also a set, for a rank on each."""
+DEVICES = r"^(auto|mps|cpu(\+cpu)*|cuda(:\d+)?|cuda:\d+(\+cuda:\d+)+)$"  # or a set: a rank on each
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
@@ -254,13 +253,10 @@ class LearnerSettings(Settings):
         description="Name of this learner, unique in its run (default: made up)",
     )
     device: str = Field(
-        "auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N or mps; cuda:0+cuda:1: a rank on each of these"
+        "auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; cuda:0+cuda:1: a set, for ranks"
     )
     threads: int | None = Field(
-        None,
-        ge=1,
-        le=4096,
-        description="Torch threads (default: all usable cores; those of `diloco run`: cores // learners)",
+        None, ge=1, le=4096, description="Torch threads (default: all usable cores, which those of `diloco run` share)"
     )
     compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
     precision: Literal["fp32", "bf16"] = expert(
@@ -271,8 +267,7 @@ class LearnerSettings(Settings):
     )
     sharding: Literal["ddp", "fsdp"] = expert(
         "ddp",
-        description="Of a learner of several ranks. ddp: each has the whole model; fsdp: parameters, gradients and "
-        "moments are divided among them",
+        description="ddp: each rank has the whole model; fsdp: it is divided among them, with gradients and moments",
     )
     encode_on: EncodeOn = expert(
         "auto",

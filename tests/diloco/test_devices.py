@@ -12,6 +12,8 @@ from tests.diloco.test_run import flag, launched
 TWO, UNNAMED = ["0", "1"], ["GPU-aa", "GPU-bb"]
 C0, C1 = Place("cuda", "0", "cuda:0"), Place("cuda", "1", "cuda:1")
 CPU, MPS, FREE = Place("cpu", "", "cpu"), Place("mps", "", "mps"), Place("auto")
+BOTH, CPUS = Place("cuda:0+cuda:1", "0,1", "cuda:0+cuda:1"), Place("cpu+cpu", "", "cpu+cpu")
+EIGHT = list(map(str, range(8)))
 
 
 @pytest.mark.parametrize(
@@ -21,7 +23,14 @@ CPU, MPS, FREE = Place("cpu", "", "cpu"), Place("mps", "", "mps"), Place("auto")
         ("auto", 2, TWO, [C0, C1]),
         ("all", 2, TWO, [C0, C1]),
         ("all", 5, TWO, [C0, C1, C0, C1, C0]),
-        ("all", 1, TWO, [C0]),
+        ("all", 1, TWO, [BOTH]),
+        ("auto", 1, TWO, [C0]),
+        ("0+1", 1, TWO, [BOTH]),
+        ("cuda:1+cuda:0", 1, UNNAMED, [Place("cuda:0+cuda:1", "GPU-bb,GPU-aa", "cuda:1+cuda:0")]),
+        ("0+1,cpu", 3, TWO, [BOTH, CPU, BOTH]),
+        ("cpu+cpu", 1, [], [CPUS]),
+        ("all", 8, EIGHT, [Place("cuda", str(n), f"cuda:{n}") for n in range(8)]),
+        ("all", 4, EIGHT, [Place("cuda:0+cuda:1", f"{n},{n + 1}", f"cuda:{n}+cuda:{n + 1}") for n in (0, 2, 4, 6)]),
         ("cuda:1,cuda:0", 2, TWO, [C1, C0]),
         ("1,0", 2, TWO, [C1, C0]),
         ("cuda:1", 3, TWO, [C1, C1, C1]),
@@ -43,10 +52,10 @@ def test_learners_take_the_devices_in_turn(asked: str, learners: int, gpus: list
         ("cuda:0", [], "cuda:0 is not on this machine: torch can use no GPU"),
         ("cuda:0,cuda:2", TWO, "cuda:2 is not on this machine: there are cuda:0 to cuda:1"),
         ("0+2", TWO, "cuda:2 is not on this machine"),
-        ("0+1", TWO, r"0\+1 is a set of GPUs for one learner, which is a single process as yet"),
+        ("all", ["0", "1", "2"], "3 GPUs cannot be divided among 2 learners evenly: name them"),
         ("0+0", TWO, "'0[+]0' is no device"),
         ("0+cpu", TWO, "no device"),
-        ("cuda", TWO, "'cuda' is no device: give cuda:0,cuda:1 and so on, or all, cpu, mps or auto"),
+        ("cuda", TWO, r"'cuda' is no device: give cuda:0,cuda:1 and so on \(0\+1 for one learner\), or all, cpu"),
         ("cuda:-1", TWO, "no device"),
         ("cuda:0,", TWO, "'' is no device"),
         ("", TWO, "no device"),
@@ -96,6 +105,28 @@ async def test_a_learners_process_sees_its_own_device_alone(tmp_path, monkeypatc
     ]
     assert "3 learners share 2 devices in turn: cuda:0, cuda:1" in screen.notes
     assert "CUDA_VISIBLE_DEVICES" not in children["evaluator"].environ
+
+
+async def test_ranks_share_the_cores_and_the_gpus_of_their_learner(tmp_path, monkeypatch) -> None:
+    """A learner on a set is told of it as it sees it. Threads are divided among all processes that train."""
+    monkeypatch.setattr(launch, "count_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "usable_cores", lambda: 12)
+    _, children, screen, _ = launched(tmp_path, devices="2+3,0", learners=2)
+    first, second = children.named("learner-")
+    assert (flag(first, "--device"), first.environ["CUDA_VISIBLE_DEVICES"]) == ("cuda:0+cuda:1", "2,3")
+    assert (flag(second, "--device"), second.environ["CUDA_VISIBLE_DEVICES"]) == ("cuda", "0")
+    assert flag(first, "--threads") == flag(second, "--threads") == "4"
+    assert "a device for each learner: cuda:2+cuda:3, cuda:0" in screen.notes
+
+
+def test_what_has_no_use_for_sets_refuses_them(capsys, tmp_path, monkeypatch) -> None:
+    """The baseline, whose learners are ranks themselves; and pausing, which no one process of a learner can be."""
+    out = ["--devices", "cpu+cpu", "--out", str(tmp_path / "out")]
+    assert cli.main(["run", "--method", "data-parallel", *out]) == 2
+    assert "a set of devices for one learner needs another --method" in capsys.readouterr().err
+    assert cli.main(["chaos", "--pause", "learner:5s", *out]) == 2
+    assert "--pause with --devices cpu+cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["run", "chaos"])

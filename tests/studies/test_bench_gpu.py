@@ -55,22 +55,31 @@ def test_what_has_not_ended_well_is_to_do_in_its_order(results: dict[str, Any], 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 def test_the_plan_is_whole(rehearsal: bool, tmp_path: Path) -> None:
-    """Tests, encoding, speed with and without bf16, a kill, and at each size all four ways at equal tokens. A rehearsal
-    has the same pieces, and none of its commands names a GPU."""
-    pieces = plan(rehearsal)
+    """Tests, encoding, speed with and without bf16, a kill, ranks, and at each size all four ways at equal tokens. A
+    rehearsal has the same pieces, and none of its commands names a GPU."""
+    pieces = plan(rehearsal, 8)
     names = [one.name for one in pieces]
     quality = [f"quality-{size}-{way}" for size in ("10m", "30m") for way in WAYS]
-    assert names == ["tests", "encoding", "speed-fp32", "speed-bf16", "kill", *quality]
+    assert names == ["tests", "encoding", "speed-fp32", "speed-bf16", "kill", "ranks", *quality]
     words = " ".join(" ".join(command) for one in pieces for command in one.commands)
     assert ("cuda" in words) is not rehearsal
     budgets = set()
-    for one in pieces[5:]:
+    for one in pieces[6:]:
         file = tmp_path / f"{one.name}.toml"
         file.write_text(one.files["experiment.toml"])
         (run,) = read_experiment(file).runs
         assert run.model in SIZES
         budgets.add((run.budget_examples, run.seq_len))
     assert len(budgets) == 1
+
+
+def test_ranks_of_one_gpu_are_skipped_and_it_is_said(tmp_path: Path) -> None:
+    (one,) = (one for one in plan(False, 1) if one.name == "ranks")
+    assert said(do(one, tmp_path, "H100", False)) == "skipped there is one GPU"
+    (all_of_8,) = (one for one in plan(False, 8) if one.name == "ranks")
+    assert [("--batch", "128") for _ in all_of_8.commands] == [
+        command[command.index("--batch") :][:2] for command in all_of_8.commands
+    ]
 
 
 def test_a_command_gets_the_folder_in_its_place() -> None:
@@ -167,7 +176,7 @@ def test_interrupted_it_leaves_nothing_running_and_goes_on_with_the_piece_under_
 def test_the_command_goes_on_and_its_status_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """1 while a piece has failed or is to do, 0 once all have ended well; what is done is not done again."""
     pieces = [GOOD, BAD]
-    monkeypatch.setattr(command, "plan", lambda rehearsal: pieces)
+    monkeypatch.setattr(command, "plan", lambda rehearsal, gpus: pieces)
     call = ["bench", "gpu", "--rehearse", "--out", str(tmp_path)]
     assert cli.main([*call, "--only", "good"]) == 1
     assert cli.main(call) == 1
@@ -189,11 +198,15 @@ def test_without_a_gpu_it_says_how_to_rehearse(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("name", "figures"),
-    [("speed-bf16", {"tokens/s", "alone", "step() ms"}), ("quality-10m-paper", {"held-out loss", "tokens", "wall_s"})],
+    [
+        ("speed-bf16", {"tokens/s", "alone", "step() ms"}),
+        ("ranks", {"ranks", "ddp", "fsdp"}),
+        ("quality-10m-paper", {"held-out loss", "tokens", "wall_s"}),
+    ],
 )
 def test_a_piece_is_rehearsed_for_real(name: str, figures: set[str], tmp_path: Path) -> None:
     """By the program's own commands, on the CPU: its figures are read from what they leave."""
-    (one,) = (one for one in plan(True) if one.name == name)
+    (one,) = (one for one in plan(True, 1) if one.name == name)
     result = do(one, tmp_path, "cpu", True)
     assert result["reason"] == ""
     assert set(result["figures"]) == figures

@@ -31,6 +31,12 @@ def lives(run: Run) -> int:
     return (run.out / "logs/learner-0.log").read_text().count('"event": "learner_joined"')
 
 
+def train(run: Run, *learners: str) -> None:
+    """Wait until all of these do."""
+    run.reaches(1)
+    wait_for(lambda: {one["id"] for one in run.status()["learners"] if one["step"] > 10} >= {*learners})
+
+
 def merged_of(run: Run, learner: str) -> set[str]:
     """Incarnations of which something was merged."""
     merges = [record for record in read_archive(run.out / "tape") if isinstance(record, Committed)]
@@ -41,7 +47,7 @@ def test_a_rank_that_is_killed_comes_back_and_all_end_in_order(tmp_path: Path) -
     """Two learners, one of two ranks, to the budget. A killed rank takes its learner along, which begins again by
     itself, and is merged again. All tokens are accounted for, and no process is left."""
     with started(tmp_path / "out", *TWO_AND_ONE, "--tokens", "400k", "--pace", "50ms") as run:
-        run.reaches(20_000)
+        train(run, "learner-0", "learner-1")
         ranks = ranks_of(run.pids["learner-0"])
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
@@ -53,7 +59,8 @@ def test_a_rank_that_is_killed_comes_back_and_all_end_in_order(tmp_path: Path) -
     assert run.report["tokens_lost"]["unaccounted"] == 0
     learners = {one["id"]: one for one in run.report["learners"]}
     assert [learners[f"learner-{n}"]["incarnations"] for n in (0, 1)] == [2, 1]
-    assert all(one["left"] for one in learners.values())
+    assert (run.out / "logs/learner-0.log").read_text().count('"event": "learner_left"') == 1
+    assert learners["learner-1"]["left"]
     assert len(merged_of(run, "learner-0")) == 2
     assert len(merged_of(run, "learner-1")) == 1
     assert not any(map(is_running, (*ranks, *again)))
@@ -65,7 +72,7 @@ def test_ctrl_c_ends_ranks_in_order_and_a_killed_learner_takes_its_ranks_along(t
     the ranks of the other learner have left in order."""
     devices = ("--learners", 2, "--devices", "cpu+cpu", "--model", "nano")
     with started(tmp_path / "out", *devices, "--tokens", "50M") as run:
-        run.reaches(5_000)
+        train(run, "learner-0", "learner-1")
         ranks = {name: ranks_of(run.pids[name]) for name in ("learner-0", "learner-1")}
         assert list(map(len, ranks.values())) == [2, 2]
         os.kill(run.pids["learner-1"], signal.SIGKILL)

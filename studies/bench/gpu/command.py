@@ -9,6 +9,7 @@ from diloco.extras import need_extras
 from diloco.pipeline.errors import UsageError
 from diloco.studies.bench.gpu.pieces import Piece, plan, said, summary, to_do
 from diloco.studies.bench.gpu.running import LIMIT_S, SUMMARY_FILE, Result, device_name, do_all, read_results
+from diloco.workers.gpus import count_gpus
 
 MEASURED, REHEARSED = Path("runs/gpu"), Path("runs/gpu-rehearsal")
 
@@ -23,7 +24,7 @@ def main(
         list[str] | None, typer.Option(metavar="PIECE", help="Do this piece, done or not; give it once for each")
     ] = None,
 ) -> None:
-    """All that needs a GPU, in pieces of at most nine minutes: tests, encoding, speed, a kill, quality.
+    """All that needs a GPU, in pieces of at most nine minutes: tests, encoding, speed, a kill, ranks, quality.
 
     What came of a piece is kept as soon as it is there. Interrupted in whatever way, the same command goes on with
     the piece that was under way. One that fails is said with its reason, and done again by the next call.
@@ -32,7 +33,7 @@ def main(
     Example: diloco bench gpu --out runs/gpu
     """
     need_extras("run")
-    pieces, folder = plan(rehearse), out or (REHEARSED if rehearse else MEASURED)
+    pieces, folder = plan(rehearse, 1 if rehearse else count_gpus()), out or (REHEARSED if rehearse else MEASURED)
     names = [piece.name for piece in pieces]
     if strange := [name for name in only or () if name not in names]:
         raise UsageError(f"--only {strange[0]}: one of {', '.join(names)}")

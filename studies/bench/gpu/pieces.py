@@ -7,16 +7,18 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import tomli_w
 
 from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.settings import LearnerSettings
 
 FOLDER = "FOLDER"
 """Stands in a command for the piece's folder."""
 DILOCO = ("-m", "diloco")
+SHARDINGS = get_args(LearnerSettings.model_fields["sharding"].annotation)
 Figures = dict[str, float | int | str]
 
 
@@ -42,8 +44,8 @@ class Piece:
         return [argument.replace(FOLDER, str(folder)) for argument in self.commands[number]]
 
 
-def plan(rehearsal: bool) -> list[Piece]:
-    """All pieces, in order: what is short and says most comes first."""
+def plan(rehearsal: bool, gpus: int) -> list[Piece]:
+    """All pieces, in order: what is short and says most comes first. gpus: how many there are."""
     device = "cpu" if rehearsal else "cuda"
     return [
         _tests(rehearsal),
@@ -51,6 +53,7 @@ def plan(rehearsal: bool) -> list[Piece]:
         _speed("fp32", device, rehearsal),
         _speed("bf16", device, rehearsal),
         _kill(rehearsal),
+        _ranks(rehearsal, gpus),
         *(_quality(size, way, device, rehearsal) for size in ("10m", "30m") for way in WAYS),
     ]
 
@@ -150,6 +153,29 @@ def _kill(rehearsal: bool) -> Piece:
     command = (*DILOCO, "demo", "--learners", "2", *size, "--out", f"{FOLDER}/run")
     about = "two learners on one device; one is killed at 40 % and comes back at 60 %: the other one's step rate"
     return Piece("kill", about, (command,), figures)
+
+
+def _ranks(rehearsal: bool, gpus: int) -> Piece:
+    about = "one learner on all GPUs at 124m in bf16, with DDP and with fully_shard: tokens/s"
+    if gpus == 1 and not rehearsal:
+        return Piece("ranks", about, (), lambda folder: {"skipped": "there is one GPU"})
+
+    def figures(folder: Path) -> Figures:
+        reports = {way: _json(folder / way / "report.json") for way in SHARDINGS}
+        rates = {way: report["learners"][0]["tokens_per_s"] for way, report in reports.items()}
+        return {"ranks": 2 if rehearsal else gpus} | rates
+
+    size = "--devices cpu+cpu --model nano --seq-len 64 --batch 4 --tokens 40k"
+    if not rehearsal:
+        size = f"--devices all --model 124m --seq-len 1024 --batch {16 * gpus} --tokens {8 * gpus}M"
+    command = (*DILOCO, "run", "--learners", "1", "--quorum", "1", *size.split())
+    return Piece(
+        name="ranks",
+        about=about,
+        commands=tuple((*command, "--config", f"{FOLDER}/{way}.toml", "--out", f"{FOLDER}/{way}") for way in SHARDINGS),
+        figures=figures,
+        files={f"{way}.toml": tomli_w.dumps({"sharding": way, "precision": "bf16"}) for way in SHARDINGS},
+    )
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
