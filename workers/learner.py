@@ -412,7 +412,7 @@ class Learner:
         spec = self._proposal(*self._agreed())
         if self._ranks:
             return self._prepare_rank(spec)
-        training = self._training(spec)
+        training = self._training(spec, folder=partial(RankFolder.of_one, whole=layout_of(spec.tensors).trained))
         return training, ExchangeThread(self._url, self._given.run, training)
 
     def _prepare_rank(self, spec: Spec) -> tuple[Training, ExchangeThread]:

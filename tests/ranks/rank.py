@@ -4,10 +4,12 @@ KIND is plain, ddp, fsdp or hsdp. The model has tensors that no number of ranks 
 of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
 """
 
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 from diloco import Learner
 from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size
+from diloco.workers.ranks import found
 
 kind, name, folder = sys.argv[1:4]
 step_s = float(os.environ.get("TEST_STEP_S", "0.02"))
@@ -95,13 +98,37 @@ with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, st
         if steps % 10 == 0:
             print(f"step {steps} blocked {1000 * learner.times.blocked_s / steps:.3f} ms", flush=True)
 print(f"left {learner.left_in_order} {steps} {Counted.sent} {Counted.read}", flush=True)
+taken = list[Any]()
+if os.environ.get("TEST_GO"):  # ranks come one after the other, while the run goes on
+    hand_round = found.Meeting.hand_round
+
+    def handed(*given: Any) -> Any:
+        """As before, and kept."""
+        taken.append(hand_round(*given))
+        return taken[-1]
+
+    found.Meeting.hand_round = handed  # type: ignore[method-assign]
+    while not Path(f"{folder}/go-{rank}").exists():
+        time.sleep(0.05)
 learner.load_globals()
 if kind in ("fsdp", "hsdp"):
     whole = {key: value.full_tensor() for key, value in model.state_dict().items()}
 else:
     whole = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
 heads = learner.globals()
+if taken:
+    held = learner._life.once_joined._shares.layout.whole(taken)
+    heads = {key: torch.from_numpy(value) for key, value in held.items()}
 print(f"alike {all(torch.equal(whole[key], heads[key]) for key in heads)} {len(heads)}", flush=True)
+for one in taken:
+    print(f"took {hashlib.sha256(one).hexdigest()}", flush=True)
+if taken:
+    with Learner(model, optimizer, run="ranks", learner_id=name) as learner:
+        for _ in range(5):
+            model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+            learner.step(tokens=4)
+    print("again", flush=True)
 if rank == 0:
     torch.save(whole, f"{folder}/{name}.pt")
 if size > 1 or kind != "plain":

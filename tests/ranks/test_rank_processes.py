@@ -74,6 +74,43 @@ def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
             assert party.ended(*learner) == [0] * ranks, party.shown()
 
 
+def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Though they ask one after the other, while another learner trains; then they make a learner again, in place."""
+    with Party(tmp_path, sync_interval=4, fragments=4, tokens=10**9) as party:
+        party.learner("plain", "solo")
+        trio = party.learner("fsdp", "trio", 3, TEST_GO="1")
+        party.until(lambda: party.said("trio-0", "step 20") and party.said("solo-0", "step 20"))
+        trio[1].terminate()
+        for rank in range(3):
+            seen = len(party.said("solo-0", "step "))
+            party.until(lambda: len(party.said("solo-0", "step ")) > seen + 3)  # noqa: B023  # called here
+            (tmp_path / f"go-{rank}").touch()
+        assert party.ended(*trio) == [0] * 3, party.shown()
+        first, *others = ([party.said(f"trio-{rank}", what) for what in ("took", "alike True")] for rank in range(3))
+        assert [len(lines) for lines in first] == [4, 1], party.shown()
+        assert others == [first, first], party.shown()
+        assert all(party.said(f"trio-{rank}", "again") for rank in range(3)), party.shown()
+
+
+def test_a_process_goes_on_from_ranks_and_ranks_from_a_process(tmp_path: Path) -> None:
+    """FSDP2 of 3, then one process, then FSDP2 of 2: each with the moments of the one before, and the log says so."""
+    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
+        party.learner("plain", "solo")
+        earlier = 0
+        for life, (kind, ranks) in enumerate([("fsdp", 3), ("plain", 1), ("fsdp", 2)]):
+            learner = party.learner(kind, "them", ranks, TEST_STATE="1")
+            party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
+            source, steps = party.said("them-0", "joined ")[-1].split()[1:]
+            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
+            earlier = int(steps)
+            stepped = len(party.said("them-0", "step "))
+            party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
+            for rank in learner:
+                rank.terminate()
+            assert party.ended(*learner) == [0] * ranks, party.shown()
+            assert len(party.said("them-0", "state_resharded")) == life, party.shown()
+
+
 def test_replicated_shards_end_on_the_heads(tmp_path: Path) -> None:
     """HSDP of 2 x 2 ranks: both replicas of each shard have the run's values at the end."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10_000) as party:

@@ -1,7 +1,7 @@
-"""The state folder of a learner of several ranks: each rank saves what it holds, and any number of ranks read it again.
+"""A learner's state folder: each of its ranks saves what it holds, and any number of ranks read it again, also one.
 
     <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; of replicas the first one saves
-    <folder>/                   what the learner saved as one process
+    <folder>/                   that of a learner which is one process
 
 What is read is the set that has gone furthest, of those that are whole. Where it is of other ranks, each rank takes
 from all of its files what it holds now.
@@ -39,11 +39,18 @@ class RankFolder(StateFolder):
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
-        told = {
-            "held": dict(held[rank]),
-            "partition": digest_of(msgpack.packb([sorted(one.items()) for one in held])).hex(),
-        }
-        super().__init__(path / f"rank-{first}-of-{len(held)}", kept, told)
+        if len(held) == 1:
+            super().__init__(path, kept)
+        else:
+            partition = digest_of(msgpack.packb([sorted(one.items()) for one in held])).hex()
+            told = {"held": dict(held[rank]), "partition": partition}
+            super().__init__(path / f"rank-{first}-of-{len(held)}", kept, told)
+
+    @classmethod
+    def of_one(cls, path: Path, kept: Layout, whole: Layout) -> "RankFolder":
+        """That of a learner which is one process."""
+        held = {slot.tensor.name: (0, slot.tensor.whole.elements) for _, slot in slots(whole)}
+        return cls(path, kept, whole, [held], 0)
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """As `StateFolder`; replicas but the first have nothing of their own to save."""
@@ -58,7 +65,7 @@ class RankFolder(StateFolder):
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
         """As `StateFolder`, of what this rank holds."""
         parts = self._newest(identity)
-        same = self.path in parts and parts[self.path].partition == self._ranks["partition"]
+        same = self.path in parts and parts[self.path].partition == self._ranks.get("partition", "")
         if not parts or same:
             found = super().load(identity, kind)
             return found if found is None or self._saves else (_with_own_chance(found[0]), found[1])
