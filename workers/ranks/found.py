@@ -192,16 +192,19 @@ def wait(work: Any, within: timedelta | None = None) -> None:
         raise RankGone(f"a rank of this learner is gone, and the learner with it: {error}") from error
 
 
-def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str]) -> Meeting:
+def meet(
+    ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str], asked: Mapping[str, str]
+) -> Meeting:
     """Wait for all ranks of a learner, and learn what each holds.
 
     Args:
         ranks: global ones.
         model: this rank's.
         spec, learner: as it would be by itself.
+        asked: arguments of the `Learner` that all must have in common, as text.
 
     Raises:
-        UsageError: they have different models.
+        UsageError: they have different models or arguments; on all ranks.
         RankGone: one is gone.
     """
     try:
@@ -212,14 +215,27 @@ def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str,
         listener = listen(LOOPBACK if alone else "")
         host = LOOPBACK if alone else _own_address(hosts[rank] == hosts[0])
         own = codec.encode(spec), learner, held(_synchronised(model)), (host, listener.getsockname()[1])
-        told = gather((*own, secrets.token_bytes(TOKEN_BYTES)))
+        told = gather((*own, secrets.token_bytes(TOKEN_BYTES), dict(asked)))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
-    specs, learners, holds, addresses, tokens = zip(*told, strict=True)
+    specs, learners, holds, addresses, tokens, all_asked = zip(*told, strict=True)
     agreed = codec.decode(Spec, specs[0])
-    if agreed.tensors != spec.tensors:
-        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed)}")
+    for other, (encoded, its) in enumerate(zip(specs, all_asked, strict=True)):  # what one refuses, all refuse
+        theirs = codec.decode(Spec, encoded)
+        if _tensors(theirs) != _tensors(agreed):
+            what, differ = "another model", differences(theirs, agreed)
+        else:
+            pairs = ((name, its[name], all_asked[0][name]) for name in its)
+            what = "other arguments"
+            differ = "\n".join(f"  {name}: {one}; rank 0: {first}" for name, one, first in pairs if one != first)
+        if differ:
+            listener.close()
+            raise UsageError(f"rank {other} of this learner has {what} than rank 0; all must have the same:\n{differ}")
     return Meeting(group, rank, learners[0], agreed, holds, addresses, listener, tokens[0])
+
+
+def _tensors(spec: Spec) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {tensor.name: (tensor.shape, tensor.dtype) for tensor in spec.tensors}
 
 
 def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
