@@ -41,9 +41,10 @@ def check_rows(folder: Path, party: Party, name: str, ranks: int, halves: bool) 
 
 @pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8")])
 def test_each_ranks_rows_have_the_heads_digests(tmp_path: Path, codecs: tuple[str, str]) -> None:
-    """Whatever deltas and globals travel in, of DDP and FSDP2, with an empty shard and fragments that go round all ranks.
+    """Whatever deltas and globals travel in, of DDP and FSDP2, with an empty shard; fragments go round all ranks.
 
-    A bias of 2 over three ranks, a vocabulary of 257. Of int8 globals the head's digest is of what was merged, so learners' bits are compared at the end alone.
+    A bias of 2 over three ranks, a vocabulary of 257. Of int8 globals the head's digest is of what was merged, so
+    learners' bits are compared at the end alone.
     """
     given = {"codec": codecs[0], "global_codec": codecs[1], "sync_interval": 6, "fragments": 5}
     with Party(tmp_path, tokens=12_000, **given) as party:
