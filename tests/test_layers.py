@@ -108,6 +108,7 @@ PURE = (
     "workers/in_hand.py",
     "workers/ranks/agreed.py",
     "workers/ranks/shares.py",
+    "workers/ranks/turns.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",

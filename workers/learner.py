@@ -35,7 +35,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
 from diloco.workers.batches import Batches
-from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
+from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen
 from diloco.workers.checks.model_checks import check_model
 from diloco.workers.exchange import reaching
@@ -416,7 +416,7 @@ class Learner:
         return training, ExchangeThread(self._url, self._given.run, training)
 
     def _prepare_rank(self, spec: Spec) -> tuple[Training, ExchangeThread]:
-        meeting = meet(self._ranks, self.model, spec, (self.id, self.incarnation))
+        meeting = meet(self._ranks, self.model, spec, (self.id, self.incarnation), together(self._given))
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)

@@ -12,12 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from diloco import Learner
-from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size, decode
 from diloco.workers.ranks import found
+from diloco.workers.ranks.part import Part
+from diloco.workers.ranks.turns import Turns
 
 kind, name, folder = sys.argv[1:4]
 step_s = float(os.environ.get("TEST_STEP_S", "0.02"))
@@ -60,6 +64,35 @@ def count(owner: type, name: str, field: str, size: Callable[[Any, Any], int]) -
     setattr(owner, name, counting)
 
 
+def keep_adopted() -> None:
+    """Write down what is adopted: of each rank its own rows, and of each pulled global what its server knows of it."""
+    pull, given = Part._pull, Part._given
+
+    async def pulling(self: Any, asker: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
+        head = decode(Head, encoded)
+        base = f"{head.version} {head.digest.hex()} {(head.payload_digest or b'').hex() or '-'}"
+        done = await pull(self, asker, p, number, at_once, encoded)
+        if done:
+            print(f"pulled {p} {number} {base}", flush=True)
+        return done
+
+    def giving(self: Any, p: int, number: int, server: int, at_once: bool, own: Any) -> None:
+        pieces = [(one.start, one.at, one.elements) for one in self._shares.pieces(rank, p)]
+        numpy.savez(f"{folder}/{name}-{rank}-{p}-{number}.npz", own=own, pieces=numpy.array(pieces).reshape(-1, 3))
+        given(self, p, number, server, at_once, own)
+
+    Part._pull, Part._given = pulling, giving  # type: ignore[method-assign]
+
+
+def next_one(self: Turns, p: int, busy: Any = ()) -> int | None:
+    """Have each fragment go round all ranks."""
+    chosen = (self.servers[p] + 1) % size
+    return None if chosen in busy else chosen
+
+
+if os.environ.get("TEST_KEEP"):
+    keep_adopted()
+    Turns.choose = next_one  # type: ignore[method-assign]
 count(Payload, "encoded", "sent", lambda index, chunk: chunk_size(chunk))
 count(PayloadReader, "feed", "read", lambda chunk, _: chunk_size(chunk))
 even = [layer for _ in range(5) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())]

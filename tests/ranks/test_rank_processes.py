@@ -3,9 +3,12 @@
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.settings import CHUNK_BYTES
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -15,6 +18,46 @@ def same(folder: Path, *names: str) -> bool:
     """All learners have the same model, bit for bit."""
     first, *others = (torch.load(folder / f"{name}.pt") for name in names)
     return all(one.keys() == first.keys() and all(torch.equal(one[k], first[k]) for k in first) for one in others)
+
+
+def check_rows(folder: Path, party: Party, name: str, ranks: int, halves: bool) -> int:
+    """What a learner's ranks were given of each global has the digest of its head; how many there were."""
+    versions = set()
+    for rank in range(ranks):
+        for line in party.said(f"{name}-{rank}", "pulled "):
+            p, number, version, digest, shown = line.split()[1:]
+            rows = [np.load(folder / f"{name}-{r}-{p}-{number}.npz") for r in range(ranks)]
+            flat = np.full(max(int(one["pieces"][:, [0, 2]].sum(1).max(initial=0)) for one in rows), np.nan, np.float32)
+            for one in rows:
+                for start, at, elements in one["pieces"]:
+                    there, here = flat[start : start + elements], one["own"][at : at + elements]
+                    assert np.isnan(there).all() or np.array_equal(there, here), "replicas differ"
+                    there[:] = here
+            data = (flat.view(np.uint32) >> 16).astype(np.uint16) if halves else flat
+            assert payload_digest(as_bytes(data), CHUNK_BYTES).hex() == (shown if halves else digest), line
+            versions.add((p, version))
+    return len(versions)
+
+
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8")])
+def test_each_ranks_rows_have_the_heads_digests(tmp_path: Path, codecs: tuple[str, str]) -> None:
+    """Whatever deltas and globals travel in, of DDP and FSDP2, with an empty shard; fragments go round all ranks.
+
+    A bias of 2 over three ranks, a vocabulary of 257. Of int8 globals the head's digest is of what was merged, so
+    learners' bits are compared at the end alone.
+    """
+    given = {"codec": codecs[0], "global_codec": codecs[1], "sync_interval": 6, "fragments": 5}
+    with Party(tmp_path, tokens=12_000, **given) as party:
+        counts = {"duo": ("ddp", 2), "trio": ("fsdp", 3)}
+        learners = [party.learner(kind, name, ranks, TEST_KEEP="1") for name, (kind, ranks) in counts.items()]
+        assert party.ended(*(rank for one in learners for rank in one), limit_s=360) == [0] * 5, party.shown()
+        for name, (_, ranks) in counts.items():
+            assert all(party.said(f"{name}-{rank}", "alike True") for rank in range(ranks)), party.shown()
+            served = [{line.split()[1] for line in party.said(f"{name}-{r}", "pulled ")} for r in range(ranks)]
+            assert sum(map(len, served)) > 5, "no fragment has changed its server"
+            if codecs[1] != "int8":
+                assert check_rows(tmp_path, party, name, ranks, codecs[1] == "bf16") > 5
+        assert same(tmp_path, "duo", "trio")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,6 +38,15 @@ class Arguments(BaseModel):
     same_frozen: bool
 
 
+OWN = {"redis_url", "leave_s", "state_dir", "state_every_s", "log_losses"}
+"""What each rank of a learner may have of its own."""
+
+
+def together(given: Arguments) -> dict[str, str]:
+    """What all ranks of a learner must have in common, as text."""
+    return {name: repr(value) for name, value in given if name not in OWN}
+
+
 def check_arguments(**given: Any) -> Arguments:
     """Judge what a `Learner` was called with.
 

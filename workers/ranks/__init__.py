@@ -1,11 +1,12 @@
 """Ranks that are one learner: processes of one process group, which train one model (DDP, FSDP2, HSDP).
 
 To the run they are one learner with one id. Rank 0 speaks for it; fragments stay canonical on the bus, and are
-gathered and served in turns, fragment p by rank p modulo their number. docs/explanation/ranks.md says why.
+gathered and served by one rank each. docs/explanation/ranks.md says why.
 
 | file | what |
 |---|---|
 | `shares` | which elements each rank holds, and who sends what (pure) |
+| `turns` | which rank serves which fragment (pure) |
 | `agreed` | what ranks tell each other at each step, and what rank 0 decides (pure) |
 | `found` | which ranks are one learner, and how they meet: all that knows torch.distributed |
 | `told` | what they say then |

@@ -33,7 +33,7 @@ from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.lines import TOKEN_BYTES, listen
 from diloco.workers.ranks.shares import Range
-from diloco.workers.ranks.told import Agreed, Place, Rows, said_by, said_by_all
+from diloco.workers.ranks.told import Agreed, Place, Rows, said_by_all
 
 Float32 = npt.NDArray[np.float32]
 
@@ -226,23 +226,28 @@ class Meeting:
         return whole
 
 
-def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str]) -> Meeting:
+def meet(
+    ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str], asked: Mapping[str, str]
+) -> Meeting:
     """Wait for all ranks of a learner, and learn what each holds.
 
     Args:
         ranks: global ones.
         model: this rank's.
         spec, learner: as it would be by itself.
+        asked: arguments of the `Learner` that all must have in common, as text.
 
     Raises:
-        UsageError: they have different models.
+        UsageError: they have different models or arguments; on all ranks.
         RankGone: one is gone.
     """
     try:
         group = _group_of(tuple(sorted(ranks)))
         rank = distributed.get_rank(group)
-        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=secrets.token_bytes(TOKEN_BYTES))
-        agreed = said_by(group, 0, own)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token, asked=tuple(asked.items()))
+        agreed, *_ = said = said_by_all(group, own)
+        _same_as_rank_0(said)
         ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
         told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
         machines = [one.machine for one in told]
@@ -252,14 +257,27 @@ def meet(ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str,
         places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
-    if agreed.spec.tensors != spec.tensors:
-        raise UsageError(f"rank {rank} has another model than rank 0:\n{differences(spec, agreed.spec)}")
     holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
-    for other, hold in enumerate(holds):
-        if hold.keys() != holds[0].keys():
-            raise UsageError(f"rank {other} has another model than rank 0: {min(hold.keys() ^ holds[0].keys())}")
     addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
     return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
+
+
+def _same_as_rank_0(own: Sequence[Agreed]) -> None:
+    """What one rank refuses, all refuse.
+
+    Raises:
+        UsageError: a rank has another model, or was given other arguments.
+    """
+    first, asked = own[0], dict(own[0].asked)
+    for rank, one in enumerate(own):
+        if _tensors(one.spec) != _tensors(first.spec):
+            what, differ = "another model", differences(one.spec, first.spec)
+        else:
+            what = "other arguments"
+            pairs = ((name, its, asked.get(name)) for name, its in one.asked)
+            differ = "\n".join(f"  {name}: {its}; rank 0: {its_0}" for name, its, its_0 in pairs if its != its_0)
+        if differ:
+            raise UsageError(f"rank {rank} of this learner has {what} than rank 0; all must have the same:\n{differ}")
 
 
 def _group_of(ranks: tuple[int, ...]) -> Any:
@@ -267,6 +285,10 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     if GROUPS.get(ranks) not in distributed.distributed_c10d._world.pg_map:
         GROUPS[ranks] = distributed.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
     return GROUPS[ranks]
+
+
+def _tensors(spec: Spec) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {tensor.name: (tensor.shape, tensor.dtype) for tensor in spec.tensors}
 
 
 def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,10 +21,10 @@ Element = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class Agreed(Message):
-    """Rank 0's, which all others take."""
+    """What a rank would have. All others take rank 0's."""
 
-    max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
-    max_parts: ClassVar[int] = Spec.max_parts + 1
+    max_bytes: ClassVar[int] = Spec.max_bytes + 2**21
+    max_parts: ClassVar[int] = Spec.max_parts + 202
     max_items: ClassVar[int] = MAX_TENSORS
 
     format: Literal[1] = 1
@@ -33,6 +33,8 @@ class Agreed(Message):
     incarnation: Nonce
     token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """Of their connections."""
+    asked: Annotated[tuple[tuple[Text, Annotated[str, Field(max_length=2**14)]], ...], Field(max_length=100)]
+    """Arguments of its learner, by name."""
 
 
 class Rows(Message):
