@@ -252,9 +252,7 @@ class LearnerSettings(Settings):
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="Name of this learner, unique in its run (default: made up)",
     )
-    device: str = Field(
-        "auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; cuda:0+cuda:1: a set, for ranks"
-    )
+    device: str = Field("auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; of ranks cuda:0+cuda:1")
     threads: int | None = Field(
         None, ge=1, le=4096, description="Torch threads (default: all usable cores, which those of `diloco run` share)"
     )
@@ -266,8 +264,7 @@ class LearnerSettings(Settings):
         False, description="Compute a layer's activations again in the backward pass instead of keeping them"
     )
     sharding: Literal["ddp", "fsdp"] = expert(
-        "ddp",
-        description="ddp: each rank has the whole model; fsdp: it is divided among them, with gradients and moments",
+        "ddp", description="ddp: each rank has all of the model; fsdp: it is divided, with gradients and moments"
     )
     encode_on: EncodeOn = expert(
         "auto",
