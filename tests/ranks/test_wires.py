@@ -78,10 +78,14 @@ async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
 async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:
     """Such as a rank that is gone by a write that failed: else the training would never hear why its exchange ended."""
     lines = TcpLines(0, [("127.0.0.1", 0)], listen("127.0.0.1"), TOKEN)
-    with pytest.raises(RankGone, match="by a write"):
+
+    async def fail() -> None:
         async with Wires(lines) as wires, meanwhile(wires.watch()):
             await asyncio.sleep(0)
             raise RankGone("by a write")
+
+    with pytest.raises(RankGone, match="by a write"):
+        await fail()
 
 
 async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
