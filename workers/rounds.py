@@ -209,15 +209,17 @@ class Rounds:
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
 
-        due: the run is draining, so that these may open windows. What was trained past an earlier snapshot on
-        the same base can never be merged: it counts as overwritten.
+        due: the run is draining, so that all of these may open windows; else those may that are due. Ranks have such
+        ones where an upload before has kept a snapshot waiting. What was trained past an earlier snapshot on the same
+        base can never be merged: it counts as overwritten.
         """
         for p, counters in enumerate(self._fragments):
             base = counters.base
             if base is not None and counters.tokens > 0 and counters.published_attempt is None:
                 window = windows.get(p)
                 same = window is not None and window.version == base.version
-                yield self._publication(counters, base, window if same else None, due)
+                late = counters.steps >= self._due_after(counters)
+                yield self._publication(counters, base, window if same else None, due or late)
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
         self._count()

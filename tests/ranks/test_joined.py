@@ -95,3 +95,16 @@ def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
         await Rank(wires, nothing, nothing, nothing, nothing).say_bye(True)
 
     asyncio.run(leave())
+
+
+@pytest.mark.parametrize(("steps", "due"), [(7, False), (8, True), (12, True)])
+def test_what_is_due_as_a_learner_leaves_may_open_a_window(steps: int, due: bool) -> None:
+    """A snapshot that had to wait for another's upload is no less due for that; what is not due opens none."""
+    sync = SyncSettings(fragments=1, sync_interval=8, first_interval=0).sync_spec()
+    rounds = Rounds(layout_of((TENSOR,)), sync)
+    for version in (3, 4):
+        rounds.adopt(Base(0, version, b"", 1))
+    for _ in range(steps):
+        rounds.trained(10)
+    (publication,) = rounds.last({}, due=False)
+    assert (publication.steps, publication.due) == (steps, due)

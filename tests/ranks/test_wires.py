@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import RankGone, UsageError
+from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires
 
@@ -72,6 +73,19 @@ async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
         with pytest.raises(RankGone):
             await asked
         assert not wires[2]._broken.done()
+
+
+async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:
+    """Such as a rank that is gone by a write that failed: else the training would never hear why its exchange ended."""
+    lines = TcpLines(0, [("127.0.0.1", 0)], listen("127.0.0.1"), TOKEN)
+
+    async def fail() -> None:
+        async with Wires(lines) as wires, meanwhile(wires.watch()):
+            await asyncio.sleep(0)
+            raise RankGone("by a write")
+
+    with pytest.raises(RankGone, match="by a write"):
+        await fail()
 
 
 async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:

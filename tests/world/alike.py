@@ -95,7 +95,9 @@ class Alike:
         self._said.pop(step - LATER, None)
 
     def overwrote(self, rank: int, step: int, p: int, own: Float32) -> None:
-        """A rank has adopted."""
+        """A rank has adopted; while it joins, once more where a newer global is there."""
+        if not step:
+            self._adopted[p][rank] = 0
         number = self._adopted[p][rank]
         self._adopted[p][rank] += 1
         if number == len(self._adoptions[p]):

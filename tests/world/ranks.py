@@ -63,7 +63,7 @@ class Joined(JoinedRank):
     party: "WorldRank"
 
     def _told(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
-        for publication, tag in items:
+        for publication, (tag, _) in items:
             self.party.alike.published(publication, tag, self.party.final)
         super()._told(items, adopted)  # type: ignore[arg-type]
 
@@ -101,7 +101,8 @@ class Parameters:
         party = self._party
         taken = party.values[p].copy()
         if party.trains:
-            if len(taken) and party.world.poisons((p, party.name, party.incarnation, party.step)):
+            whose = party.learner if party.crew.replicated else party.name  # replicas stay alike
+            if len(taken) and party.world.poisons((p, whose, party.incarnation, party.step)):
                 taken[0] = np.nan
             party.alike.snapshot(party.rank, party.step, p, taken.copy())
         return SimpleNamespace(numpy=lambda: taken)
@@ -214,7 +215,8 @@ class WorldRank(Party):
         self.alive = False
 
     async def _exchange(self) -> None:
-        wires = WorldWires(WorldLines(self.crew, self.rank))
+        most = max(fragment.elements for fragment in self.crew.layout.fragments)
+        wires = WorldWires(WorldLines(self.crew, self.rank), most)
         wires.party = self
         given: Any = self.link, self.clock, wires, self._training(), self.crew.shares, self._joined
         await Working(*given, abandoned=lambda: False, offload=inline).work()

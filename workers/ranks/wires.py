@@ -78,7 +78,7 @@ class Wires:
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
-        if self._broken.done():
+        if self._broken.done() and not self._broken.cancelled():  # as its watcher was, by an error from elsewhere
             self._broken.exception()  # it was told, or nobody was there to be told
 
     async def watch(self) -> None:
