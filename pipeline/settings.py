@@ -438,13 +438,11 @@ def load(
     """
     fields = kind.model_fields
     table = read_file(config)
-    unknown = sorted(set(table) - set(fields) - known)
-    if unknown:
-        near = nearest(unknown[0], {*fields, *known}, NEAR)
+    names = known.union(fields)
+    if unknown := sorted(table.keys() - names):
+        near = nearest(unknown[0], names, NEAR)
         meant = f" (is {near!r} meant?)" if near else ""
-        raise UsageError(
-            f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted({*fields, *known}))}"
-        )
+        raise UsageError(f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
     flags = flags or {}
     file_token = _file_values.set({name: table[name] for name in fields if name in table and name not in ignored})
     ignored_token = _ignored.set(ignored)
