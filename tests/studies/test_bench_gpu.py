@@ -200,7 +200,7 @@ def test_without_a_gpu_it_says_how_to_rehearse(tmp_path: Path, monkeypatch: pyte
     ("name", "figures"),
     [
         ("speed-bf16", {"tokens/s", "alone", "step() ms"}),
-        ("ranks", {"ranks", "ddp", "fsdp"}),
+        pytest.param("ranks", {"ranks", "ddp", "fsdp"}, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         ("quality-10m-paper", {"held-out loss", "tokens", "wall_s"}),
     ],
 )

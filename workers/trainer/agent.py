@@ -21,6 +21,8 @@ from diloco.pipeline.process.lifecycle import LAUNCHER_PID, end_signals
 from diloco.workers.ranks.thread import BROKEN_STATUS
 
 MOST_RESTARTS = 100
+REFUSED_STATUS = 2
+"""Of what is refused by the command line (`diloco.cli.main`)."""
 LEAVE_MARGIN_S = 40
 """On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
 
@@ -56,8 +58,12 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
 
 
 def may_start_again(statuses: Mapping[int, int]) -> bool:
-    """Whether ranks that ended so may do better: one was killed by a signal, or misses another one."""
-    return any(status < 0 or status == BROKEN_STATUS for status in statuses.values())
+    """Whether ranks that ended so may do better: one was killed by a signal, or all miss another one.
+
+    Not where one was refused, or has failed in its own way and the others have missed it, or were ended by SIGTERM.
+    """
+    ended = set(statuses.values()) - {-signal.SIGTERM}
+    return REFUSED_STATUS not in ended and (any(status < 0 for status in ended) or ended == {BROKEN_STATUS})
 
 
 def _config(count: int) -> LaunchConfig:

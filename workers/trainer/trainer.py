@@ -209,5 +209,6 @@ def train_once(
             steps += 1
             if settings.pace:
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
-    log.info("training_ended", learner=learner.id, steps=steps, reason="run finished" if learner.over else "signal")
+    asked = not learner.over if stop is None else stop.asked
+    log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
     return 0 if learner.left_in_order else 1
