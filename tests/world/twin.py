@@ -109,9 +109,11 @@ class _Entries:
     def from_here(self, memory: str) -> str:
         """An id on Redis that divides the known entries as an id, of an entry or not, does in memory."""
         at = bisect_left(self._order, entry_id(memory))
+        if not at:  # there may be older ones that no call has told of
+            return START
         if at < len(self._order):
             return "{}-{}".format(*self._redis[self._order[at]])
-        ms, number = self._redis[self._order[-1]] if self._order else (0, 0)
+        ms, number = self._redis[self._order[-1]]
         return f"{ms}-{number + 1}"
 
 
