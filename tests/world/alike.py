@@ -48,6 +48,8 @@ class Alike:
         ]
         self.steps = [0] * crew.ranks
         """Of each rank."""
+        self._trained_by_all = 0
+        """Steps."""
         self._tokens: dict[int, int] = defaultdict(int)
         """Step -> trained in it by all ranks."""
         self._values: dict[int, list[Float32]] = {}
@@ -78,7 +80,11 @@ class Alike:
             for p, (one, other) in enumerate(zip(first, values, strict=True)):
                 if not np.array_equal(one[~self._averaged[p]], other[~self._averaged[p]]):
                     self._broken("replicas stay alike", f"fragment {p} at step {step}, rank {rank}: {other}, not {one}")
-        least = min(self.steps)
+        least, before = min(self.steps), self._trained_by_all
+        self._trained_by_all = least
+        if least > before == 0:
+            for p, adoptions in enumerate(self._adoptions):
+                self._check_adopted(p, adoptions[0])
         self._values.pop(least - 1, None)
         for p, adoptions in enumerate(self._adoptions):
             if adoptions and adoptions[-1].step < least and len(adoptions[-1].parts) < self._crew.ranks:
@@ -141,6 +147,8 @@ class Alike:
         self._check_adopted(p, adoption)
 
     def _check_adopted(self, p: int, adoption: _Done) -> None:
+        if not adoption.step and not self._trained_by_all:
+            return  # a rank that joins may yet adopt a newer one
         if adoption.base is not None and len(adoption.parts) == self._crew.ranks:
             values = self.whole(p, adoption.parts, "adoption")
             if values is not None:
