@@ -80,7 +80,7 @@ async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> N
     lines = TcpLines(0, [("127.0.0.1", 0)], listen("127.0.0.1"), TOKEN)
 
     async def fail() -> None:
-        async with Wires(lines) as wires, meanwhile(wires.watch()):
+        async with Wires(lines, MOST) as wires, meanwhile(wires.watch()):
             await asyncio.sleep(0)
             raise RankGone("by a write")
 

@@ -28,6 +28,7 @@ from diloco.workers.trainer.models.hf import build_hf
 from diloco.workers.trainer.models.hf_checks import config_of
 from diloco.workers.trainer.models.hf_config import HfModel
 from diloco.workers.trainer.recipe import trainer_spec
+from diloco.workers.trainer.together import Ranks
 from tests.workers.byte_tokenizer import ByteTokenizer
 
 SMALL: dict[str, Any] = {
@@ -219,7 +220,7 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_refused_by_all(
     asked: dict[str, Any] = {"model": f"hf:{folder}", "data": str(book), "seq_len": 32, "threads": 1}
     stop: Any = None
     with pytest.raises(UsageError, match=told):
-        trainer.train_once(load(LearnerProcess, asked), None, "", stop)
+        trainer.train_once(load(LearnerProcess, asked), None, "", torch.device("cpu"), stop, Ranks())
     rank: Any = load(data_parallel.RankProcess, asked)
     with pytest.raises(UsageError, match=told):
         data_parallel.parts_of(rank)
@@ -251,7 +252,9 @@ def test_who_comes_with_another_vocabulary_than_the_runs_builds_nothing(
         (false, book, "with a vocabulary of 256, and the run's model has one of 1048576"),
     ):
         with pytest.raises(SpecMismatch, match=told):
-            trainer.train_once(load(LearnerProcess, {"data": str(data), "threads": 1}), run, "", stop)
+            trainer.train_once(
+                load(LearnerProcess, {"data": str(data), "threads": 1}), run, "", torch.device("cpu"), stop, Ranks()
+            )
         with pytest.raises(SpecMismatch, match=told):
             evaluator.built_in(run, EvaluatorProcess(data=str(data)))
 

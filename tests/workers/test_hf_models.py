@@ -27,6 +27,7 @@ from diloco.workers.trainer.models.hf_config import check_same, read_hf
 from diloco.workers.trainer.models.named import build_model, check_model, model_of
 from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import add_gradients, forward_of, held_out_loss, loss_of, trainer_spec
+from diloco.workers.trainer.together import Ranks
 from diloco.workers.trainer.trainer import follow
 
 CONFIG: dict[str, Any] = {
@@ -387,7 +388,9 @@ def test_a_config_of_other_tensors_than_the_runs_takes_no_memory(
         built_in(false, EvaluatorProcess())
     stop: Any = None
     with pytest.raises(SpecMismatch, match=told):
-        trainer.train_once(load(LearnerProcess, {"data": str(book), "threads": 1}), false, "", stop)
+        trainer.train_once(
+            load(LearnerProcess, {"data": str(book), "threads": 1}), false, "", torch.device("cpu"), stop, Ranks()
+        )
 
 
 @pytest.mark.trainers
@@ -427,11 +430,13 @@ def test_who_lacks_the_weights_waits_for_who_has_them(
     spec = run_of(book, f"hf:{folder}")
     stop: Any = None
     with pytest.raises(Joined):
-        trainer.train_once(load(LearnerProcess, told | {"model": f"hf:{folder}"}), None, "", stop)
+        trainer.train_once(
+            load(LearnerProcess, told | {"model": f"hf:{folder}"}), None, "", torch.device("cpu"), stop, Ranks()
+        )
     assert next(asked) is False
     spec = spec.model_copy(update={"trainer": spec.trainer | {"weights": agreed[0]["weights"]}})
     with pytest.raises(Joined):
-        trainer.train_once(load(LearnerProcess, told), spec, "", stop)
+        trainer.train_once(load(LearnerProcess, told), spec, "", torch.device("cpu"), stop, Ranks())
     assert list(asked) == []
     assert agreed[0] | {"data": None} == agreed[1] | {"data": None}
 
