@@ -13,10 +13,11 @@ from structlog.testing import capture_logs
 
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers
+from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import finish_checkpoint, save_checkpoint
 from tests import samples
@@ -154,7 +155,7 @@ def test_a_damaged_file_of_a_fragment_is_an_error_of_this_save(tmp_path: Path) -
         folder.mkdir()
         (folder / saved.name).write_text(saved.read_text()[:-9])
         spec = samples.spec()
-        await finish_checkpoint(await trained(spec), spec, place_of(tmp_path), NAME, range(2), Leftovers(), inline)
+        await finish_checkpoint(await trained(spec), spec, place_of(tmp_path), NAME, range(2), inline)
 
     with pytest.raises(OSError, match=f"{NAME}/{saved.name} is damaged"):
         run_virtual(main())
@@ -167,8 +168,10 @@ def test_a_damaged_file_of_a_fragment_is_an_error_of_this_save(tmp_path: Path) -
 def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -> list[str]:
     """The files that a syncer of both fragments writes, which sees the run's state name these one after the other.
 
-    None: the run has no state.
+    None: the run has no state. The lead has begun them in the same place.
     """
+    for name in filter(None, seen):
+        place_of(place).below(name).write(SUMS_FILE, [b""])
     written: list[str] = []
     write = Folder.write
 
