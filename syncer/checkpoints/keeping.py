@@ -13,7 +13,7 @@ import structlog
 
 from diloco.pipeline.errors import PeerError, UsageError
 from diloco.pipeline.files.sums import SUMS_FILE
-from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.syncer.checkpoints.loading import is_saved
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import place_of
@@ -94,6 +94,7 @@ class Checkpoints:
                     break  # it is whole without us, or in another place
                 if p not in found_fragments(names):
                     await save_fragment(self._bus, context.agreed.spec, folder, p, context.offload)
+                self.went_on.set()
         except (UsageError, PeerError, OSError) as error:  # whoever has begun it saves them too, or says why not
             self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))
 
@@ -137,7 +138,8 @@ class Checkpoints:
     async def _save(self, fragments: Collection[int], told: bool = False) -> bool:
         """Save one; False, and said in log and status, if that fails. The run goes on, the next try comes by itself.
 
-        fragments: those that are this syncer's to save. told: the run's state is this syncer's to write.
+        fragments: those that are this syncer's to save. told: this syncer does not move the run any more, so nobody
+        else names the checkpoint in the run's state.
         """
         context = self._context
         try:
@@ -146,7 +148,7 @@ class Checkpoints:
             await begin_checkpoint(self._place, name, self._leftovers, context.offload)
             self.begun = self._own = name
             if told and 0 < len(fragments) < self._count:  # others have some, and may help
-                await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
+                await self._tell()
             order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
             told_of = self._each(order)
             folder = await finish_checkpoint(
@@ -162,6 +164,15 @@ class Checkpoints:
         self.problem = ""
         self._log.info("checkpoint_saved", path=str(folder))
         return True
+
+    async def _tell(self) -> None:
+        """Name the checkpoint in the run's state, unless another syncer leads by now: the state is its to write."""
+        if not await self._bus.acquire_lease(0, self._context.nonce, self._lease_s):
+            return
+        state = await run_state(self._bus)
+        await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
+        if state.phase is not Phase.FINISHED:  # whoever saves the last one holds it on
+            await self._bus.release_lease(0, self._context.nonce)
 
     def _each(self, fragments: Iterable[int]) -> Iterator[int]:
         for p in fragments:

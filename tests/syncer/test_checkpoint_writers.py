@@ -96,7 +96,9 @@ def test_what_another_one_is_writing_is_no_leftover(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("name", ["checkpoint-500", "checkpoint-best", LEFT, ".writing-notes", "checkpoint-7-deadbeef0"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint-500", "checkpoint-best", LEFT, ".writing-notes", "checkpoint-7-deadbeef0"]
+)
 def test_what_others_keep_beside_checkpoints_stays(tmp_path: Path, name: str) -> None:
     """As transformers' Trainer names its own; and a folder named as ours, once somebody has put something into it."""
     (tmp_path / name).mkdir()
