@@ -47,6 +47,11 @@ def learner(settings: LearnerProcess) -> None:
 @takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
+    if str(settings.checkpoint_dir).startswith("memory://"):
+        raise UsageError(
+            f"--checkpoint-dir {settings.checkpoint_dir} would die with the syncer: give a folder, "
+            "s3://bucket/path or gs://bucket/path"
+        )
     _join(settings, "syncer")
     raise typer.Exit(load_extra("diloco.syncer.serving.service", "syncer").main(settings))
 

@@ -14,9 +14,9 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Precision, Site, as_bytes, as_rate, needs_of, pace_of, params_of
+from diloco.pipeline.needs import CHOSEN, Needs, Precision, Site, needs_of, pace_of, params_of
 from diloco.pipeline.settings import SyncSettings, defaults
-from diloco.pipeline.units import written
+from diloco.pipeline.units import as_bytes, as_rate, written
 
 USUAL = defaults(SyncSettings) | defaults(RunSettings)
 

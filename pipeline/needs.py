@@ -18,7 +18,7 @@ from diloco.pipeline.messages.wire import ORTHOGONALISES, OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
 from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, VALUE_BYTES, redis_bytes, redis_holds
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
-from diloco.pipeline.units import Amount, BitRate, Span, written
+from diloco.pipeline.units import Amount, BitRate, Span, as_bytes, as_rate, written
 
 USUAL = defaults(SyncSettings)
 """What a run has if nobody says otherwise: a plan departs from it only where it must."""
@@ -315,16 +315,6 @@ def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled:
     return 2 * site.latency + transfer_s + merge_s + outer_s + site.sync_time
 
 
-def as_bytes(amount: float) -> str:
-    """Bytes for people: '250MB'."""
-    return written(float(f"{amount:.3g}"), "TGMk") + "B"
-
-
-def as_rate(bytes_per_s: float) -> str:
-    """Bytes a second as a line's rate for people: '83Mbit/s'."""
-    return written(float(f"{8 * bytes_per_s:.3g}"), "TGMk") + "bit/s"
-
-
 class Party(NamedTuple):
     """What machines of one kind take, each of them."""
 
@@ -421,8 +411,13 @@ def needs_of(
     outer_cores = outer_operations(site, outer) / round_s / CORE_FLOPS
     cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
     syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
+    most, room = pace.fragments + 1, SYNCER_MEMORY_BYTES * LINK_SHARE  # beyond that, more than one would stand by
+
+    def memory_of(count: int) -> float:
+        return syncer_bytes(site.params, learners, pace.codec, outer, syncer_share(pace.fragments, count))
+
     syncers = {
-        "memory": 1 + math.ceil(whole / SYNCER_MEMORY_BYTES / LINK_SHARE),  # one of them may die
+        "memory": next((count for count in range(2, most) if memory_of(count) <= room), most),  # one of them may die
         "network": math.ceil(syncer_traffic / SYNCER_BYTES_PER_S / LINK_SHARE),
         "cores": math.ceil(cores / site.syncer_cores / LINK_SHARE),
     }
@@ -431,6 +426,13 @@ def needs_of(
         said = any(CHEAPER[outer] in warning for warning in warnings)
         cheaper = "" if said else f"; less has {CHEAPER[outer]}"
         warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
+    count, nodes = min(most, max(2, *syncers.values())), max(1, by_traffic, by_memory)
+    memory = memory_of(count)
+    if max(syncers.values()) > most or memory > room:
+        warnings.append(
+            f"{pace.fragments} fragments are for {most} syncers at most, which are too small: {as_bytes(memory)} of "
+            f"{as_bytes(room)} each; more fragments, or larger machines"
+        )
     if ranks > pace.fragments:
         warnings.append(
             f"{ranks - pace.fragments} of {ranks} ranks serve no fragment, since there are {pace.fragments}: more "
@@ -444,9 +446,7 @@ def needs_of(
         + f" ({whole / 1e9:.0f} GB for values, momenta and all windows at once, {syncer_traffic / 1e9:.2f} GB/s, "
         f"{cores:.2f} cores)",
     }
-    count, nodes = max(2, *syncers.values()), max(1, by_traffic, by_memory)
-    share, served = syncer_share(pace.fragments, count), busiest_share(pace.fragments, ranks)
-    memory = syncer_bytes(site.params, learners, pace.codec, outer, share)
+    served = busiest_share(pace.fragments, ranks)
     return Needs(
         learners=learners,
         sync_interval=pace.interval,

@@ -88,6 +88,16 @@ def written(amount: float, suffixes: str = "TBMk") -> str:
     return f"{amount:g}"
 
 
+def as_bytes(amount: float) -> str:
+    """Bytes for people: '250MB'."""
+    return written(float(f"{amount:.3g}"), "TGMk") + "B"
+
+
+def as_rate(bytes_per_s: float) -> str:
+    """Bytes a second as a line's rate for people: '83Mbit/s'."""
+    return written(float(f"{8 * bytes_per_s:.3g}"), "TGMk") + "bit/s"
+
+
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0, allow_inf_nan=False)]
 """Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'."""
 Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_nan=False)]

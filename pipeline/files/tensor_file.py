@@ -72,7 +72,10 @@ def tensors_in(whole: memoryview) -> dict[str, Tensor]:
     start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
     if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
         raise ValueError("its header does not fit in it")
-    header = json.loads(bytes(whole[_LENGTH:start]))
+    try:
+        header = json.loads(bytes(whole[_LENGTH:start]))
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
     if not isinstance(header, dict):
         raise ValueError("its header names no tensors")
     entries = _HEADER.validate_python({name: entry for name, entry in header.items() if name != METADATA})

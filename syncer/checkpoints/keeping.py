@@ -1,8 +1,9 @@
 """When a syncer saves: while the run lasts, when it is told to stop, when the run is finished. asyncio.
 
-The lead begins a checkpoint by naming it in the run's state. Every syncer that sees the name saves the fragments that
-it serves. So does the lead; then it goes through all others, backwards, and saves those that nobody has saved yet: of
-a dead syncer, or of one that saves to a place of its own. Nobody waits for anybody. The lead writes the manifest.
+The lead begins a checkpoint in its place, and names it in the run's state. Every syncer that sees the name, and finds
+it in its own place, saves the fragments that it serves. So does the lead; then it goes through all others, backwards,
+and saves those that nobody has saved yet: of a dead syncer, or of one that saves to a place of its own. Nobody waits
+for anybody. The lead writes the manifest.
 """
 
 import asyncio
@@ -11,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import structlog
 
 from diloco.pipeline.errors import PeerError, UsageError
-from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.files.sums import SUMS_FILE
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.syncer.checkpoints.loading import is_saved
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import (
+    begin_checkpoint,
     checkpoint_name,
-    drop_leftovers,
     finish_checkpoint,
     run_state,
     save_fragment,
@@ -88,11 +90,11 @@ class Checkpoints:
         try:
             for p in sorted(fragments):
                 names = await context.offload(folder.names)
-                if STATE_FILE in names:
-                    break  # it is whole without us
+                if STATE_FILE in names or SUMS_FILE not in names:
+                    break  # it is whole without us, or in another place
                 if p not in found_fragments(names):
                     await save_fragment(self._bus, context.agreed.spec, folder, p, context.offload)
-            await context.offload(drop_leftovers, self._place, self._leftovers)
+                self.went_on.set()
         except (UsageError, PeerError, OSError) as error:  # whoever has begun it saves them too, or says why not
             self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))
 
@@ -136,18 +138,21 @@ class Checkpoints:
     async def _save(self, fragments: Collection[int], told: bool = False) -> bool:
         """Save one; False, and said in log and status, if that fails. The run goes on, the next try comes by itself.
 
-        fragments: those that are this syncer's to save. told: the run's state is this syncer's to write.
+        fragments: those that are this syncer's to save. told: this syncer does not move the run any more, so nobody
+        else names the checkpoint in the run's state.
         """
         context = self._context
         try:
             state = await run_state(self._bus)
-            self.begun = self._own = checkpoint_name(state.tokens, context.random_hex)
+            name = checkpoint_name(state.tokens, context.random_hex)
+            await begin_checkpoint(self._place, name, self._leftovers, context.offload)
+            self.begun = self._own = name
             if told and 0 < len(fragments) < self._count:  # others have some, and may help
-                await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
+                await self._tell()
             order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
             told_of = self._each(order)
             folder = await finish_checkpoint(
-                self._bus, context.agreed.spec, self._place, self._own, told_of, self._leftovers, context.offload
+                self._bus, context.agreed.spec, self._place, name, told_of, context.offload
             )
         except (UsageError, PeerError, OSError) as error:  # not all fragments are there yet, or the disk is full
             self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
@@ -159,6 +164,15 @@ class Checkpoints:
         self.problem = ""
         self._log.info("checkpoint_saved", path=str(folder))
         return True
+
+    async def _tell(self) -> None:
+        """Name the checkpoint in the run's state, unless another syncer leads by now: the state is its to write."""
+        if not await self._bus.acquire_lease(0, self._context.nonce, self._lease_s):
+            return
+        state = await run_state(self._bus)
+        await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
+        if state.phase is not Phase.FINISHED:  # whoever saves the last one holds it on
+            await self._bus.release_lease(0, self._context.nonce)
 
     def _each(self, fragments: Iterable[int]) -> Iterator[int]:
         for p in fragments:

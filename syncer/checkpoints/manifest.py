@@ -5,7 +5,8 @@
         fragment-<id>-<version>-<digest>.safetensors   `globals`, and the vectors of the outer state that are not all
                                                 zeros: float32 (elements,), as the layout puts tensors into them
         fragment-<id>-<version>-<digest>.json   `SavedFragment`: written after it, so it is whole
-        SHA256SUMS                              digests of the files of the checkpoint
+        SHA256SUMS                              digests of the files of the checkpoint; empty while it is written:
+                                                by that others see that it is begun in this place
         state.json                              `SavedState`, the manifest, written last: it makes the files one
 
 A fragment's file is immutable, and named by what is in it. So any syncer may write any of them at any time, twice too,
@@ -13,13 +14,15 @@ and the manifest picks one of each fragment. Formats 1 and 2 (`earlier`) had fil
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from diloco.pipeline.files.replacing import TEMPORARY
+from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
@@ -33,6 +36,11 @@ GLOBALS = "globals"
 """Name of the values; those of the outer state have its names."""
 CHECKPOINT = "checkpoint-"
 _FRAGMENT = re.compile(r"^(fragment-([0-9]{4,})-([0-9]+)-[0-9a-f]{16})\.json$")
+_HALF = re.escape(TEMPORARY) + "[a-z0-9_]{8}"
+_LEFT = re.compile(rf"{CHECKPOINT}[0-9]{{1,19}}-[0-9a-f]{{8}}|{_HALF}")
+_FILE = re.compile(
+    rf"fragment-[0-9]{{4,}}-[0-9]+-[0-9a-f]{{16}}\.(json|safetensors)|{SUMS_FILE}|{re.escape(STATE_FILE)}|{_HALF}"
+)
 
 Float32 = npt.NDArray[np.float32]
 
@@ -85,26 +93,37 @@ def kept_names(before: Sequence[str], new: str) -> tuple[list[str], list[str]]:
     return names[:KEPT], names[KEPT:]
 
 
+def may_be_left(name: str) -> bool:
+    """Whether a killed writer of ours may have left this in a place: people and other programs have folders there."""
+    return _LEFT.fullmatch(name) is not None
+
+
+def all_ours(files: Iterable[str]) -> bool:
+    """Whether all files of a folder have names that we give."""
+    return all(map(_FILE.fullmatch, files))
+
+
 class Leftovers:
     """Tells what killed writers left, by looks at a place: folders that are not kept, and do not grow any more.
 
-    No clock is asked. What is not kept, and was there with the same files at the look before, is a leftover. Whole
+    What is not kept is a leftover if it is old, or had the same files at the look before, a checkpoint earlier. Whole
     ones go too, but only when there are as many newer ones as are kept.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, frozenset[str]] = {}
 
-    def look(self, others: Mapping[str, frozenset[str]], kept: int) -> list[str]:
+    def look(self, others: Mapping[str, frozenset[str]], old: Collection[str], kept: int) -> list[str]:
         """What may go.
 
         Args:
             others: names of what is not kept, with the names of the files in it.
+            old: those of them that nobody has written to for long.
             kept: how many are.
         """
-        same = [name for name, files in others.items() if self._before.get(name) == files]
+        left = [name for name, files in others.items() if name in old or self._before.get(name) == files]
         self._before = others
-        return [name for name in same if kept >= KEPT or STATE_FILE not in others[name]]
+        return [name for name in left if kept >= KEPT or STATE_FILE not in others[name]]
 
 
 def pieces(layout: Layout) -> dict[str, list[tuple[FragmentLayout, Slot]]]:

@@ -7,6 +7,7 @@ the environment, as each store's own tools have them, and from nowhere else.
 
 import importlib
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +51,10 @@ class Place(Protocol):
 
     def names(self) -> frozenset[str]:
         """Files and folders in it; none where it is not there."""
+        ...
+
+    def age_s(self) -> float:
+        """Seconds since anything in it was written; 0 where nothing is."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -109,6 +114,12 @@ class Folder:
             return frozenset(entry.name for entry in self.path.iterdir())
         return frozenset()
 
+    def age_s(self) -> float:
+        """As `Place`; also of a file."""
+        with suppress(FileNotFoundError):  # another syncer removes it
+            return time.time() - max(p.stat().st_mtime for p in (self.path, *map(self.path.joinpath, self.names())))
+        return 0.0
+
     def read(self, name: str) -> bytes:
         """As `Place`."""
         return (self.path / name).read_bytes()
@@ -150,6 +161,14 @@ class Store:
             except (FileNotFoundError, NotADirectoryError):
                 return frozenset()
         return frozenset(str(one).rstrip("/").rpartition("/")[2] for one in found)
+
+    def age_s(self) -> float:
+        """As `Place`."""
+        names = self.names()
+        with self._in_words(), suppress(FileNotFoundError):  # another syncer removes it
+            written = [self._files.modified(f"{self._address}/{name}").timestamp() for name in names]
+            return time.time() - max(written) if written else 0.0
+        return 0.0
 
     def read(self, name: str) -> bytes:
         """As `Place`."""

@@ -7,7 +7,7 @@ run is finished. Each fragment is consistent in itself, and checked by its diges
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload, UsageError
-from diloco.pipeline.files.replacing import TEMPORARY, digested
+from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import FragmentLayout, layout_of
@@ -36,13 +36,17 @@ from diloco.syncer.checkpoints.manifest import (
     Leftovers,
     SavedFragment,
     SavedState,
+    all_ours,
     found_fragments,
     fragment_name,
     kept_names,
+    may_be_left,
 )
 from diloco.syncer.checkpoints.places import Place
 from diloco.syncer.merging.merge import all_finite
 
+OLD_S = 3600.0
+"""What nobody has written to for so long is nobody's: no fragment takes so long, and no two clocks differ by it."""
 RandomHex = Callable[[int], str]
 T = TypeVar("T")
 _log = structlog.get_logger
@@ -59,8 +63,8 @@ async def save_checkpoint(
         BusError, OSError: nothing was changed, `latest` names the one before.
     """
     name = checkpoint_name((await run_state(bus)).tokens, random_hex)
-    fragments = range(spec.sync.fragments)
-    return await finish_checkpoint(bus, spec, place, name, fragments, Leftovers(), offload)
+    await begin_checkpoint(place, name, Leftovers(), offload)
+    return await finish_checkpoint(bus, spec, place, name, range(spec.sync.fragments), offload)
 
 
 def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
@@ -68,33 +72,55 @@ def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
     return f"{CHECKPOINT}{tokens}-{random_hex(4)}"
 
 
+async def begin_checkpoint(place: Place, name: str, leftovers: Leftovers, offload: Offload) -> None:
+    """Make room, by removing what killed writers left, and make the folder: by it others know that the place is theirs.
+
+    leftovers: of looks at this place before.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    await _or_unmade(offload, place, name, _to_its_end(offload, _begin, place, name, leftovers))
+
+
+def _begin(place: Place, name: str, leftovers: Leftovers) -> None:
+    try:
+        drop_leftovers(place, leftovers)
+    except OSError as error:
+        _log().warning("leftovers_not_removed", path=str(place), error=str(error))
+    place.below(name).write(SUMS_FILE, [b""])
+
+
 async def finish_checkpoint(
-    bus: Bus,
-    spec: Spec,
-    place: Place,
-    name: str,
-    fragments: Iterable[int],
-    leftovers: Leftovers,
-    offload: Offload,
+    bus: Bus, spec: Spec, place: Place, name: str, fragments: Iterable[int], offload: Offload
 ) -> Place:
     """Save the fragments that nobody has saved in a checkpoint yet, in this order, and make it one.
 
-    Others may save theirs meanwhile: what they have saved when its turn comes is taken. leftovers: of looks at this
-    place before. Returns and raises as `save_checkpoint`.
+    Others may save theirs meanwhile: what they have saved when its turn comes is taken. Returns and raises as
+    `save_checkpoint`.
     """
     folder = place.below(name)
-    try:
+
+    async def write() -> list[str]:
         for p in fragments:
             if p not in found_fragments(await offload(folder.names)):
                 await save_fragment(bus, spec, folder, p, offload)
         state = await _saved_state(bus, spec, folder, offload)
-        dropped = await _to_its_end(offload, _make_one, place, name, state)
+        return await _to_its_end(offload, _make_one, place, name, state)
+
+    dropped = await _or_unmade(offload, place, name, write())
+    await _to_its_end(offload, _drop, place, dropped)
+    return folder
+
+
+async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[T]) -> T:
+    """What work on a checkpoint comes to; where it fails, nothing of the checkpoint stays."""
+    try:
+        return await work
     except BaseException:
         with suppress(OSError):
             await _to_its_end(offload, _unmake, place, name)
         raise
-    await _to_its_end(offload, _drop, place, dropped, leftovers)
-    return folder
 
 
 async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) -> T:
@@ -237,13 +263,9 @@ def _unmake(place: Place, name: str) -> None:
         _remove(place, name)
 
 
-def _drop(place: Place, names: Iterable[str], leftovers: Leftovers) -> None:
+def _drop(place: Place, names: Iterable[str]) -> None:
     for name in names:
         _remove(place, name)
-    try:
-        drop_leftovers(place, leftovers)
-    except OSError as error:
-        _log().warning("leftovers_not_removed", path=str(place), error=str(error))
 
 
 def _remove(place: Place, name: str) -> None:
@@ -274,6 +296,9 @@ def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
     """
     there = place.names()
     kept = there & {*read_latest(place)}
-    others = [name for name in there - kept if name.startswith((CHECKPOINT, TEMPORARY))]
-    for name in leftovers.look({name: place.below(name).names() for name in others}, len(kept)):
+    found = {name: place.below(name).names() for name in there - kept if may_be_left(name)}
+    others = {name: files for name, files in found.items() if all_ours(files)}
+    old = [name for name in others if place.below(name).age_s() > OLD_S]
+    for name in leftovers.look(others, old, len(kept)):
+        _log().info("leftover_removed", path=str(place.below(name)))
         _remove(place, name)

@@ -70,6 +70,13 @@ def test_version_and_plain_call(capsys):
     assert "learner" in capsys.readouterr().out
 
 
+def test_checkpoints_that_would_die_with_the_syncer_are_refused(started, capsys):
+    """The memory of a process is a store for tests alone."""
+    assert cli.main(["syncer", "--redis-url", URL, "--checkpoint-dir", "memory://x"]) == 2
+    assert "memory://x would die with the syncer: give a folder" in capsys.readouterr().err
+    assert started == []
+
+
 def test_flags_reach_the_settings_with_units(started):
     assert cli.main(["learner", "--redis-url", URL, "--seq-len", "64", "--pace", "200ms", "--codec", "fp32"]) == 0
     [settings] = started

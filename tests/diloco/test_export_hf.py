@@ -20,6 +20,7 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.syncer.checkpoints import loading
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
@@ -319,6 +320,16 @@ def test_a_tensor_file_is_what_the_formats_own_library_reads(tmp_path: Path) -> 
         assert set(file.keys()) == {*arrays, "e"}
         for name, values in arrays.items():
             np.testing.assert_array_equal(file.get_tensor(name), values)
+
+
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    """As any other damage; also where Python's own parser gives up in another way."""
+    header = b"[" * 200_000
+    (tmp_path / "deep").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UsageError, match=r"deep cannot be read .*nested too deeply"):
+        read_tensors(tmp_path / "deep")
+    with pytest.raises(UsageError, match=r"cannot read deep: .*nested too deeply"):
+        loading._tensors((tmp_path / "deep").read_bytes(), "deep")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.needs import (
     GLOBALS,
     LINK_SHARE,
+    SYNCER_MEMORY_BYTES,
     SYNCER_SPARE,
     Site,
     layers_of,
@@ -75,6 +76,20 @@ def test_a_syncer_has_room_for_what_a_dead_one_served() -> None:
     assert whole - half == pytest.approx(0.5 * SYNCER_SPARE * 28e9)
     assert syncer_bytes(1e9, 4, "bf16", "muon") == whole + SYNCER_SPARE * 4e9
     assert syncer_bytes(1e9, 8, "bf16", "nesterov") == whole + SYNCER_SPARE * 8e9
+
+
+@pytest.mark.parametrize("params", ["1B", "7B", "30B", "70B", "500B"])
+@pytest.mark.parametrize("learners", [2, 8, 64])
+@pytest.mark.parametrize("link", ["1Gbps", "100Gbps"])
+def test_syncers_fit_their_machines_or_it_is_said(params: str, learners: int, link: str) -> None:
+    """A fragment cannot be divided: as few as fit in whole fragments, and never more than one beyond the fragments."""
+    site = Site(params=params, link=link)
+    made = needs_of(site, pace_of(site, learners, 2, "auto", "fp32", "nesterov"), learners, 2, "nesterov")
+    room = SYNCER_MEMORY_BYTES * LINK_SHARE
+    said = any("more fragments, or larger machines" in warning for warning in made.warnings)
+    assert 2 <= made.syncers <= made.fragments + 1
+    assert said or made.syncer_memory_bytes <= room
+    assert not said or made.syncers == made.fragments + 1
 
 
 def party(name: str, **told: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from diloco.pipeline.fragments import LEVEL
 from diloco.pipeline.needs import Site, needs_of, pace_of
 from diloco.pipeline.redis_memory import offered_bytes
-from diloco.studies.bench.memory import size
+from diloco.studies.bench.memory import checkpoints, size
 
 LEAST = 0.4
 """Of what is planned, that a run takes whose windows are all open at once."""
@@ -45,3 +45,10 @@ def test_a_run_takes_what_the_plan_says(tmp_path: Path) -> None:
         assert stages[name].peak_bytes - max(stages[name].before_bytes, size.PROGRAM_BYTES) < model, name
     saved = sum(one.stat().st_size for one in tmp_path.rglob("*.safetensors"))
     assert saved == pytest.approx(planned.checkpoint_bytes, rel=0.01)
+
+
+def test_a_child_that_fails_ends_the_measurement(tmp_path: Path) -> None:
+    """Of a checkpoint's memory: nobody waits for an answer that will not come."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SystemExit, match="has failed"):
+        checkpoints.main(params=1e4, fragments=2, global_codec="fp32", place=str(tmp_path / "file"))

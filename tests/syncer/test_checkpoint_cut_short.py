@@ -1,6 +1,7 @@
 """Saves that are cancelled, that lose their folder, and removals that fail; readers whose checkpoint is dropped."""
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ from structlog.testing import capture_logs
 
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers
+from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import finish_checkpoint, save_checkpoint
 from tests import samples
@@ -154,7 +156,7 @@ def test_a_damaged_file_of_a_fragment_is_an_error_of_this_save(tmp_path: Path) -
         folder.mkdir()
         (folder / saved.name).write_text(saved.read_text()[:-9])
         spec = samples.spec()
-        await finish_checkpoint(await trained(spec), spec, place_of(tmp_path), NAME, range(2), Leftovers(), inline)
+        await finish_checkpoint(await trained(spec), spec, place_of(tmp_path), NAME, range(2), inline)
 
     with pytest.raises(OSError, match=f"{NAME}/{saved.name} is damaged"):
         run_virtual(main())
@@ -164,11 +166,56 @@ def test_a_damaged_file_of_a_fragment_is_an_error_of_this_save(tmp_path: Path) -
 # --- helpers -----------------------------------------------------------------------------------------
 
 
+def checkpoints_of(bus: Any, place: Path) -> Checkpoints:
+    """Of a syncer of both fragments."""
+    spec, parts = samples.spec(), SimpleNamespace(fragments=range(2))
+    context: Any = SimpleNamespace(bus=bus, agreed=SimpleNamespace(spec=spec), offload=inline, layout=parts)
+    context.nonce, context.random_hex = "cd" * 8, secrets.token_hex
+    return Checkpoints(context, str(place), 5.0, lambda: [0, 1])
+
+
+def test_a_helper_tells_that_it_gets_on(tmp_path: Path) -> None:
+    """One that is told to stop while it helps with the last checkpoint has as much time again for each fragment."""
+
+    async def main() -> None:
+        checkpoints = checkpoints_of(await trained(samples.spec()), tmp_path)
+        for name in ("", NAME):
+            checkpoints.see(samples.run_state(checkpoint=name))
+        await checkpoints._help([0])
+        assert not checkpoints.went_on.is_set(), "it is in another place"
+        place_of(tmp_path).below(NAME).write(SUMS_FILE, [b""])
+        await checkpoints._help([0])
+        assert checkpoints.went_on.is_set()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_stops_names_its_checkpoint_unless_another_one_leads(tmp_path: Path, leads: bool) -> None:
+    """The run's state is the lead's to write: samples of its own would be lost. It is saved all the same."""
+
+    async def main() -> None:
+        bus = await trained(samples.spec())
+        await bus.release_lease(0, "ab" * 8)
+        if not leads:
+            assert await bus.acquire_lease(0, "ef" * 8, 60.0)
+        checkpoints = checkpoints_of(bus, tmp_path)
+        await checkpoints.save_stopped([0])
+        state = await bus.read_state()
+        assert state is not None
+        assert state.checkpoint == (folder_of(tmp_path).name if leads else "")
+        assert await bus.acquire_lease(0, "ef" * 8, 60.0), "it is given back"
+
+    run_virtual(main())
+
+
 def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -> list[str]:
     """The files that a syncer of both fragments writes, which sees the run's state name these one after the other.
 
-    None: the run has no state.
+    None: the run has no state. The lead has begun them in the same place.
     """
+    for name in filter(None, seen):
+        place_of(place).below(name).write(SUMS_FILE, [b""])
     written: list[str] = []
     write = Folder.write
 
@@ -178,8 +225,7 @@ def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -
 
     async def main() -> None:
         spec = samples.spec()
-        context: Any = SimpleNamespace(bus=await trained(spec), agreed=SimpleNamespace(spec=spec), offload=inline)
-        checkpoints = Checkpoints(context, str(place), 5.0, lambda: [0, 1])
+        checkpoints = checkpoints_of(await trained(spec), place)
         helping = asyncio.create_task(checkpoints.help())
         for name in seen:
             checkpoints.see(None if name is None else samples.run_state(checkpoint=name))

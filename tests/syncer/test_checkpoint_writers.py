@@ -1,27 +1,31 @@
 """Writers of checkpoints that are killed, or several in one folder: what is named is whole, and no more stays."""
 
 import asyncio
+import os
 import secrets
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints import keeping, saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import Folder, place_of
-from diloco.syncer.checkpoints.saving import checkpoint_name, finish_checkpoint
+from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint_name, finish_checkpoint
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
+LEFT = "checkpoint-7-deadbeef"
 KILLED = """
 import sys
 from pathlib import Path
@@ -73,7 +77,8 @@ def save_with(directory: Path, leftovers: Leftovers, times: int) -> list[str]:
         bus = await trained(spec)
         names = [checkpoint_name(7, secrets.token_hex) for _ in range(times)]
         for name in names:
-            await finish_checkpoint(bus, spec, place, name, range(2), leftovers, inline)
+            await begin_checkpoint(place, name, leftovers, inline)
+            await finish_checkpoint(bus, spec, place, name, range(2), inline)
         return names
 
     return run_virtual(main())
@@ -81,14 +86,75 @@ def save_with(directory: Path, leftovers: Leftovers, times: int) -> list[str]:
 
 def test_what_another_one_is_writing_is_no_leftover(tmp_path: Path) -> None:
     """It grows from look to look."""
-    leftovers, folder = Leftovers(), tmp_path / "checkpoint-1-others"
+    leftovers, folder = Leftovers(), tmp_path / LEFT
     folder.mkdir(parents=True)
     for n in range(4):
-        (folder / f"fragment-{n}").write_bytes(b"")
+        (folder / f"fragment-000{n}-1-0123456789abcdef.safetensors").write_bytes(b"")
         save_with(tmp_path, leftovers, times=1)
         assert len(list(folder.iterdir())) == n + 1
     save_with(tmp_path, leftovers, times=1)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-500", "checkpoint-best", LEFT, ".writing-notes", "checkpoint-7-deadbeef0"]
+)
+def test_what_others_keep_beside_checkpoints_stays(tmp_path: Path, name: str) -> None:
+    """As transformers' Trainer names its own; and a folder named as ours, once somebody has put something into it."""
+    (tmp_path / name).mkdir()
+    for file in ("model.safetensors", "trainer_state.json", "SHA256SUMS"):
+        (tmp_path / name / file).write_bytes(b"theirs")
+    old = time.time() - 2 * OLD_S
+    os.utime(tmp_path / name, (old, old))
+    save_with(tmp_path, Leftovers(), times=4)
+    assert len(list((tmp_path / name).iterdir())) == 3
+
+
+def left_behind(directory: Path, age_s: float) -> Path:
+    """What a writer leaves that was killed so long ago."""
+    folder = directory / LEFT
+    folder.mkdir()
+    (folder / "fragment-0000-1-0123456789abcdef.safetensors").write_bytes(b"x" * 100)
+    then = time.time() - age_s
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (then, then))
+    return folder
+
+
+def test_what_was_left_long_ago_goes_at_the_first_look(tmp_path: Path) -> None:
+    """A process may save but once. It is said which folder goes."""
+    left = left_behind(tmp_path, age_s=OLD_S / 2)
+    save(tmp_path)
+    assert left.exists()
+    then = time.time() - OLD_S - 60
+    os.utime(left, (then, then))
+    (file,) = left.iterdir()
+    save(tmp_path)
+    assert left.exists(), "a file of it is newer"
+    os.utime(file, (then, then))
+    with capture_logs() as log:
+        save(tmp_path)
+    assert not left.exists()
+    assert [line["path"] for line in log if line["event"] == "leftover_removed"] == [str(left)]
+
+
+def test_what_was_left_does_not_keep_a_full_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes before the next one is written: also while no save succeeds, each of which would need its room."""
+    left, leftovers, write = left_behind(tmp_path, age_s=0.0), Leftovers(), Folder.write
+
+    def full(self: Folder, name: str, parts: Any) -> None:
+        if left.exists() and name.endswith(".safetensors"):
+            raise OSError("no space left on device")
+        write(self, name, parts)
+
+    monkeypatch.setattr(Folder, "write", full)
+    with pytest.raises(OSError, match="no space"):
+        save_with(tmp_path, leftovers, times=1)
+    save_with(tmp_path, leftovers, times=1)
+    assert not left.exists()
+    left_behind(tmp_path, age_s=2 * OLD_S)
+    save(tmp_path)
+    assert not left.exists()
 
 
 def test_what_cannot_be_removed_takes_no_new_checkpoint_with_it(
@@ -217,7 +283,7 @@ def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
 def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the others save in vain does not pile up."""
+    """The others save nothing in vain."""
 
     async def main() -> None:
         Slowly(monkeypatch)
@@ -229,7 +295,7 @@ def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
         await asyncio.sleep(150.0)
         checkpoint = load_checkpoint(tmp_path / lead)
         assert len(found_fragments(checkpoint.folder.names())) == P
-        assert len(list((tmp_path / other).iterdir())) <= 2
+        assert not (tmp_path / other).exists()
         for party in learners:
             await party.kill()
         for one in syncers:

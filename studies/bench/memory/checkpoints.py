@@ -120,7 +120,7 @@ def memory(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def _stage(work: Callable[..., Any], url: str, run: str, spec: Spec, place: str, answers: Any) -> None:
+def _stage(work: Callable[..., Any], url: str, run: str, spec: Spec, place: str, answer: Any) -> None:
     async def main() -> Took:
         bus = await connect(url, run)
         begin_peak()
@@ -128,7 +128,7 @@ def _stage(work: Callable[..., Any], url: str, run: str, spec: Spec, place: str,
         await work(bus, spec, place)
         return Took(time.perf_counter() - began, memory("VmHWM") - before)
 
-    answers.put(asyncio.run(main()))
+    answer.send(asyncio.run(main()))
 
 
 def main(
@@ -149,11 +149,16 @@ def main(
     try:
         with server(None, False, None) as url:
             for work, run in ((fill, "one"), (save, "one"), (resume, "two")):
-                answers = processes.Queue()
-                child = processes.Process(target=_stage, args=(work, url, run, spec, where, answers))
+                answers, answer = processes.Pipe(duplex=False)
+                child = processes.Process(target=_stage, args=(work, url, run, spec, where, answer))
                 child.start()
-                took = answers.get()
-                child.join()
+                answer.close()  # the child's alone: it ends with it
+                try:
+                    took = answers.recv()
+                except EOFError:
+                    raise SystemExit(f"{work.__name__} has failed: its error is above") from None
+                finally:
+                    child.join()
                 peak = f"+{took.peak_bytes / MB:.0f} MB, {took.peak_bytes / size:.1f} fragments"
                 print(f"{work.__name__:7}{took.seconds:7.2f} s   peak {peak}")
     finally:

@@ -28,13 +28,14 @@ from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.needs import as_bytes, syncer_bytes, syncer_share
+from diloco.pipeline.needs import syncer_bytes, syncer_share
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.transfer.payloads import pull_shown, push
+from diloco.pipeline.units import as_bytes
 from diloco.pipeline.waiting import meanwhile
 from diloco.studies.bench.end_to_end import ROOT, Process, server
 from diloco.studies.bench.machine import need_memory, peak_mb, reset_peak
@@ -50,6 +51,8 @@ from diloco.workers.rounds import Publication, Rounds
 Float32 = npt.NDArray[np.float32]
 NOTHING = np.empty(0, np.float32)
 LOOK_S = 0.02
+ENDS_S = 1800.0
+"""A syncer that is told to stop, and has not ended by then, hangs."""
 MB = 1e6
 SCALES = {"initial": 0.02, "delta": 1e-4}
 """Of made up values."""
@@ -254,8 +257,9 @@ class Syncers:
         """Tell all of them to stop, one after the other, and wait: the last one saves."""
         for process in self.processes:
             os.kill(process.pid, signal.SIGTERM)
-            while _resident(process.pid):  # noqa: ASYNC110  # of another process
-                await asyncio.sleep(LOOK_S)
+            async with asyncio.timeout(ENDS_S):
+                while _resident(process.pid):  # noqa: ASYNC110  # of another process
+                    await asyncio.sleep(LOOK_S)
 
     async def said(self, event: str) -> None:
         """Until the first one's log says it."""
