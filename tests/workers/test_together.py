@@ -97,9 +97,10 @@ def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_ranks_that_were_killed_or_miss_another_are_started_again() -> None:
-    """What was refused would be refused again."""
-    assert not any(map(may_start_again, ({0: 2, 1: 2}, {1: 1})))
-    assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75})))
+    """What was refused would be refused again, also where the launcher has ended the other ranks for it."""
+    refused = {0: 2, 1: 2}, {0: -15, 1: 2}, {0: -9, 1: 2}, {0: 75, 1: 2}, {1: 1}, {0: 1, 1: -15}
+    assert not any(map(may_start_again, refused))
+    assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75}, {0: 75, 1: -15})))
 
 
 def test_blocks_are_the_layers_and_not_what_lies_within_them() -> None:

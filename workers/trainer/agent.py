@@ -21,6 +21,8 @@ from diloco.pipeline.process.lifecycle import LAUNCHER_PID, end_signals
 from diloco.workers.ranks.thread import BROKEN_STATUS
 
 MOST_RESTARTS = 100
+REFUSED_STATUS = 2
+"""Of a command that was given what it cannot use (`cli.main`)."""
 LEAVE_MARGIN_S = 40
 """On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
 
@@ -56,8 +58,12 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
 
 
 def may_start_again(statuses: Mapping[int, int]) -> bool:
-    """Whether ranks that ended so may do better: one was killed by a signal, or misses another one."""
-    return any(status < 0 or status == BROKEN_STATUS for status in statuses.values())
+    """Whether ranks that ended so may do better: one was killed by a signal or has crashed, and none was refused.
+
+    SIGTERM says nothing: the agent itself sends it to those that are left.
+    """
+    told = {*statuses.values()} - {-signal.SIGTERM}
+    return REFUSED_STATUS not in told and any(status < 0 or status == BROKEN_STATUS for status in told)
 
 
 def _config(count: int) -> LaunchConfig:

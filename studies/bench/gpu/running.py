@@ -20,6 +20,7 @@ from typing import Any
 
 from diloco.launcher.launch import PROGRAM
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.studies.bench.gpu.pieces import Figures, Piece, summary
@@ -93,7 +94,7 @@ def do(piece: Piece, folder: Path, device: str, rehearsal: bool) -> Result:
         "rehearsal": rehearsal,
         "commands": [" ".join(command) for command in piece.commands],
     }
-    _write(folder / f"{piece.name}.json", dumps(result, indent=1) + "\n")
+    replace(folder / f"{piece.name}.json", [f"{dumps(result, indent=1)}\n".encode()])
     return result
 
 
@@ -113,7 +114,7 @@ def do_all(
     for piece in doing:
         heard(piece, None)
         results[piece.name] = do(piece, folder, device, rehearsal)
-        _write(folder / SUMMARY_FILE, summary(pieces, results, rehearsal))
+        replace(folder / SUMMARY_FILE, [summary(pieces, results, rehearsal).encode()])
         heard(piece, results[piece.name])
     return results
 
@@ -154,9 +155,3 @@ def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-20:]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:300]
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
