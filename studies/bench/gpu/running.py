@@ -27,6 +27,8 @@ from diloco.studies.bench.gpu.pieces import Figures, Piece, summary
 
 LIMIT_S = 540.0
 """The longest that a piece may take."""
+WRITTEN = {"status", "reason", "figures", "seconds", "device", "rehearsal"}
+"""What a result has at least."""
 SUMMARY_FILE, LOG_FILE = "summary.md", "log.txt"
 Result = dict[str, Any]
 
@@ -49,7 +51,7 @@ def device_name() -> str:
 
 
 def read_results(folder: Path, pieces: list[Piece], rehearsal: bool) -> dict[str, Result]:
-    """Those of earlier calls, by their piece's name.
+    """Those of earlier calls, by their piece's name. One that cannot be read is said, and is to do again.
 
     Raises:
         UsageError: rehearsed ones among measured ones, or the other way round.
@@ -58,11 +60,21 @@ def read_results(folder: Path, pieces: list[Piece], rehearsal: bool) -> dict[str
     for piece in pieces:
         path = folder / f"{piece.name}.json"
         if path.is_file():
-            found[piece.name] = json.loads(path.read_text())
+            try:
+                found[piece.name] = _read(path)
+            except (OSError, ValueError) as error:
+                sys.stderr.write(f"warning: {path} cannot be read ({error}): {piece.name} is to do again\n")
     if any(one["rehearsal"] != rehearsal for one in found.values()):
         was = "measured" if rehearsal else "rehearsed"
         raise UsageError(f"{folder} holds {was} results: give another --out")
     return found
+
+
+def _read(path: Path) -> Result:
+    result = json.loads(path.read_text())
+    if not isinstance(result, dict) or not result.keys() >= WRITTEN:
+        raise ValueError("it is no result")
+    return result
 
 
 def do(piece: Piece, folder: Path, device: str, rehearsal: bool) -> Result:
