@@ -127,6 +127,18 @@ def test_rehearsed_and_measured_results_never_share_a_folder(tmp_path: Path) -> 
         read_results(tmp_path, [GOOD], False)
 
 
+@pytest.mark.parametrize("written", [b"", b'{"piece": "go', b"{}", b"null", b"\xff\0"])
+def test_a_result_that_cannot_be_read_is_said_and_done_again(written: bytes, tmp_path: Path, capsys: Any) -> None:
+    """As a machine leaves it that went off while it was written."""
+    good = do(GOOD, tmp_path, "cpu", True)
+    (tmp_path / "other.json").write_bytes(written)
+    results = read_results(tmp_path, [GOOD, OTHER], True)
+    assert results == {"good": good}
+    assert "other.json cannot be read" in capsys.readouterr().err
+    assert [one.name for one in to_do([GOOD, OTHER], results)] == ["other"]
+    assert "| other | about other |  | to do |" in summary([GOOD, OTHER], results, True)
+
+
 CALL = """
 import sys
 from pathlib import Path

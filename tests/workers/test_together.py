@@ -57,6 +57,18 @@ def test_two_ranks_make_the_steps_of_one_process(trained: dict[int, Path], way: 
         assert (tensor - two[name]).norm() < (1e-4 if "fp32" in way else 0.05) * moved, name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_in_bf16_a_parameter_that_one_rank_has_used_has_its_share_of_the_gradient_on_all(
+    trained: dict[int, Path],
+) -> None:
+    """Where a rank has no gradient it counts as zero, and no other parameter's takes its place."""
+    for rank in range(2):
+        *grads, frozen = torch.load(trained[2] / f"used-{rank}.pt")
+        assert [grad.tolist() for grad in grads] == [[5.0, 5.0], [10.0, 10.0], [0.0, 0.0]]
+        assert frozen is None
+
+
 def test_the_launchers_variables_say_which_rank_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without all of them, and where the launcher has started one process, it is a learner by itself."""
     names = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -97,9 +109,10 @@ def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_only_ranks_that_were_killed_or_miss_another_are_started_again() -> None:
-    """What was refused would be refused again."""
-    assert not any(map(may_start_again, ({0: 2, 1: 2}, {0: 2, 1: -15}, {0: -6, 1: 2}, {0: -15, 1: 1}, {0: 1, 1: 75})))
-    assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75, 1: -15})))
+    """What was refused would be refused again, also where the launcher has ended the other ranks for it."""
+    refused = {0: 2, 1: 2}, {0: -15, 1: 2}, {0: -9, 1: 2}, {0: 75, 1: 2}, {1: 1}, {0: 1, 1: -15}
+    assert not any(map(may_start_again, refused))
+    assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75}, {0: 75, 1: -15})))
 
 
 def test_blocks_are_the_layers_and_not_what_lies_within_them() -> None:

@@ -35,3 +35,12 @@ with process_group(ranks, device):
         if ranks.number == 0:
             named = {name.removeprefix("module."): tensor for name, tensor in whole.items()}
             torch.save(named, folder / f"{sharding}-{precision}-{again}.pt")
+
+    if ranks.count > 1:  # each uses a parameter that the others do not, and none the last two
+        settings = load(LearnerProcess, {"precision": "bf16"})
+        used = torch.nn.ParameterList(torch.zeros(2) for _ in range(ranks.count + 2))
+        used[-1].requires_grad = False
+        mean = prepare(used, device, settings, ranks).end
+        used[ranks.number].grad = torch.full((2,), 10.0 * (ranks.number + 1))
+        mean()
+        torch.save([p.grad for p in used], folder / f"used-{ranks.number}.pt")

@@ -22,7 +22,7 @@ from diloco.workers.ranks.thread import BROKEN_STATUS
 
 MOST_RESTARTS = 100
 REFUSED_STATUS = 2
-"""Of what is refused by the command line (`diloco.cli.main`)."""
+"""Of a command that was given what it cannot use (`cli.main`)."""
 LEAVE_MARGIN_S = 40
 """On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
 
@@ -58,12 +58,12 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
 
 
 def may_start_again(statuses: Mapping[int, int]) -> bool:
-    """Whether ranks that ended so may do better: one was killed by a signal, or all miss another one.
+    """Whether ranks that ended so may do better: one was killed by a signal or has crashed, and none was refused.
 
-    Not where one was refused, or has failed in its own way and the others have missed it, or were ended by SIGTERM.
+    SIGTERM says nothing: the agent itself sends it to those that are left.
     """
-    ended = set(statuses.values()) - {-signal.SIGTERM}
-    return REFUSED_STATUS not in ended and (any(status < 0 for status in ended) or ended == {BROKEN_STATUS})
+    told = {*statuses.values()} - {-signal.SIGTERM}
+    return REFUSED_STATUS not in told and any(status < 0 or status == BROKEN_STATUS for status in told)
 
 
 def _config(count: int) -> LaunchConfig:

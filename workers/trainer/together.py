@@ -155,13 +155,16 @@ def prepare(model: nn.Module, device: torch.device, settings: LearnerSettings, r
 
 
 class _Mean:
-    """Makes each gradient its mean over all ranks."""
+    """Makes each gradient its mean over all ranks; that of a parameter which a rank did not use is zero there."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self._model, self._ranks = model, ranks
+        self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], ranks
 
     def __call__(self) -> None:
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         torch._foreach_div_(gradients, self._ranks.count)
         for work in [distributed.all_reduce(gradient, async_op=True) for gradient in gradients]:
             work.wait()

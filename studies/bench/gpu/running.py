@@ -20,12 +20,15 @@ from typing import Any
 
 from diloco.launcher.launch import PROGRAM
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.studies.bench.gpu.pieces import Figures, Piece, summary
 
 LIMIT_S = 540.0
 """The longest that a piece may take."""
+WRITTEN = {"status", "reason", "figures", "seconds", "device", "rehearsal"}
+"""What a result has at least."""
 SUMMARY_FILE, LOG_FILE = "summary.md", "log.txt"
 Result = dict[str, Any]
 
@@ -48,7 +51,7 @@ def device_name() -> str:
 
 
 def read_results(folder: Path, pieces: list[Piece], rehearsal: bool) -> dict[str, Result]:
-    """Those of earlier calls, by their piece's name.
+    """Those of earlier calls, by their piece's name. One that cannot be read is said, and is to do again.
 
     Raises:
         UsageError: rehearsed ones among measured ones, or the other way round.
@@ -57,11 +60,21 @@ def read_results(folder: Path, pieces: list[Piece], rehearsal: bool) -> dict[str
     for piece in pieces:
         path = folder / f"{piece.name}.json"
         if path.is_file():
-            found[piece.name] = json.loads(path.read_text())
+            try:
+                found[piece.name] = _read(path)
+            except (OSError, ValueError) as error:
+                sys.stderr.write(f"warning: {path} cannot be read ({error}): {piece.name} is to do again\n")
     if any(one["rehearsal"] != rehearsal for one in found.values()):
         was = "measured" if rehearsal else "rehearsed"
         raise UsageError(f"{folder} holds {was} results: give another --out")
     return found
+
+
+def _read(path: Path) -> Result:
+    result = json.loads(path.read_text())
+    if not isinstance(result, dict) or not result.keys() >= WRITTEN:
+        raise ValueError("it is no result")
+    return result
 
 
 def do(piece: Piece, folder: Path, device: str, rehearsal: bool) -> Result:
@@ -93,7 +106,7 @@ def do(piece: Piece, folder: Path, device: str, rehearsal: bool) -> Result:
         "rehearsal": rehearsal,
         "commands": [" ".join(command) for command in piece.commands],
     }
-    _write(folder / f"{piece.name}.json", dumps(result, indent=1) + "\n")
+    replace(folder / f"{piece.name}.json", [f"{dumps(result, indent=1)}\n".encode()])
     return result
 
 
@@ -113,7 +126,7 @@ def do_all(
     for piece in doing:
         heard(piece, None)
         results[piece.name] = do(piece, folder, device, rehearsal)
-        _write(folder / SUMMARY_FILE, summary(pieces, results, rehearsal))
+        replace(folder / SUMMARY_FILE, [summary(pieces, results, rehearsal).encode()])
         heard(piece, results[piece.name])
     return results
 
@@ -154,9 +167,3 @@ def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-20:]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["it said nothing"])[-1][:300]
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
