@@ -10,6 +10,7 @@
 Anything else that spans several processes is refused, with the reason.
 """
 
+import ctypes
 import os
 import secrets
 import socket
@@ -192,12 +193,19 @@ class Meeting:
         """As `agreed.Meets`."""
         return GlooSum(self.group, numbers)
 
-    def abort(self) -> None:
-        """Break off what any process group has under way with a rank that is gone.
+    def part(self) -> None:
+        """Let this process end though a process group has something under way with a rank that is gone.
 
-        Else a training thread that waits for it goes on doing so, and so does the process as it ends.
+        gloo aborts nothing, and as a group is destroyed it waits for what is under way: ranks that end would wait for
+        each other. So what is held once more is never destroyed, neither by the loop nor as Python ends.
         """
         self.listener.close()
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    @staticmethod
+    def abort() -> None:
+        """Break off what is under way, so that a training thread that waits for it goes on; NCCL can."""
         for group in list(distributed.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
