@@ -11,6 +11,7 @@ Anything else that spans several processes is refused, with the reason.
 """
 
 import ctypes
+import gc
 import os
 import secrets
 import socket
@@ -197,11 +198,13 @@ class Meeting:
         """Let this process end though a process group has something under way with a rank that is gone.
 
         gloo aborts nothing, and as a group is destroyed it waits for what is under way: ranks that end would wait for
-        each other. So what is held once more is never destroyed, neither by the loop nor as Python ends.
+        each other. So what is held once more is never destroyed, neither by the loop nor as Python ends. That one
+        would collect garbage before, among all of torch: a second of a core, many on a busy machine.
         """
         self.listener.close()
         for group in list(distributed.distributed_c10d._world.pg_map):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        gc.freeze()
 
     @staticmethod
     def abort() -> None:
