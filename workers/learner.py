@@ -409,14 +409,15 @@ class Learner:
     def _prepare(self) -> tuple[Training, ExchangeThread]:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         self._check_ranks()
-        spec = self._proposal(*self._agreed())
         if self._ranks:
-            return self._prepare_rank(spec)
+            return self._prepare_rank()
+        spec = self._proposal(*self._agreed())
         training = self._training(spec, folder=partial(RankFolder.of_one, whole=layout_of(spec.tensors).trained))
         return training, ExchangeThread(self._url, self._given.run, training)
 
-    def _prepare_rank(self, spec: Spec) -> tuple[Training, ExchangeThread]:
-        meeting = meet(self._ranks, self.model, spec, (self.id, self.incarnation), together(self._given))
+    def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
+        who = self.id, self.incarnation
+        meeting = meet(self._ranks, self.model, lambda: self._proposal(*self._agreed()), who, together(self._given))
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)

@@ -44,6 +44,8 @@ class ExchangeThread:
         self._joined: Future[tuple[Any, Found]] = Future()
         self._abandoned = False
         """Nothing comes of having joined. Written by the training thread."""
+        self.left = False
+        """The learner has left its run. Written by the training thread."""
         self.failure: BaseException | None = None
         """What the thread has ended by, if not by `end`. Written by it, once."""
 
@@ -87,7 +89,7 @@ class ExchangeThread:
             CancelledError: the thread has ended before.
         """
         while not wait({asked}, LOOK_S).done:
-            if not self._thread.is_alive() and not asked.done():  # what a loop is asked as it closes is never answered
+            if not self.works and not asked.done():  # what a loop is asked as it closes is never answered
                 raise CancelledError
         return asked.result()
 
@@ -292,6 +294,7 @@ class JoinedLearner:
         except CancelledError:  # the thread failed meanwhile
             self.thread.join()
             raise self.thread.failure or UsageError("the learner's own thread ended before it had left") from None
+        self.thread.left = True
         if not in_order:
             structlog.get_logger().warning("leave_overrun", learner=self.training.learner, safe="all that was uploaded")
         return in_order

@@ -10,6 +10,8 @@
 Anything else that spans several processes is refused, with the reason.
 """
 
+import ctypes
+import gc
 import os
 import secrets
 import socket
@@ -27,13 +29,13 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.agreement import differences
-from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.errors import DilocoError, RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.lines import TOKEN_BYTES, listen
 from diloco.workers.ranks.shares import Range
-from diloco.workers.ranks.told import Agreed, Place, Rows, said_by_all
+from diloco.workers.ranks.told import MAX_REFUSED, Agreed, Asked, Place, Ready, Rows, said_by_all
 
 Float32 = npt.NDArray[np.float32]
 
@@ -192,12 +194,21 @@ class Meeting:
         """As `agreed.Meets`."""
         return GlooSum(self.group, numbers)
 
-    def abort(self) -> None:
-        """Break off what any process group has under way with a rank that is gone.
+    def part(self) -> None:
+        """Let this process end though a process group has something under way with a rank that is gone.
 
-        Else a training thread that waits for it goes on doing so, and so does the process as it ends.
+        gloo aborts nothing, and as a group is destroyed it waits for what is under way: ranks that end would wait for
+        each other. So what is held once more is never destroyed, neither by the loop nor as Python ends. That one
+        would collect garbage before, among all of torch: a second of a core, many on a busy machine.
         """
         self.listener.close()
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        gc.freeze()
+
+    @staticmethod
+    def abort() -> None:
+        """Break off what is under way, so that a training thread that waits for it goes on; NCCL can."""
         for group in list(distributed.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
@@ -227,27 +238,34 @@ class Meeting:
 
 
 def meet(
-    ranks: Sequence[int], model: nn.Module, spec: Spec, learner: tuple[str, str], asked: Mapping[str, str]
+    ranks: Sequence[int],
+    model: nn.Module,
+    propose: Callable[[], Spec],
+    learner: tuple[str, str],
+    asked: Mapping[str, str],
 ) -> Meeting:
     """Wait for all ranks of a learner, and learn what each holds.
 
     Args:
         ranks: global ones.
         model: this rank's.
-        spec, learner: as it would be by itself.
+        propose: what it would have by itself; what that raises on one rank is told to all.
+        learner: as it would be by itself.
         asked: arguments of the `Learner` that all must have in common, as text.
 
     Raises:
-        UsageError: they have different models or arguments; on all ranks.
+        UsageError: they have different models or arguments, or one cannot propose anything; on all ranks.
         RankGone: one is gone.
     """
     try:
         group = _group_of(tuple(sorted(ranks)))
         rank = distributed.get_rank(group)
         token = secrets.token_bytes(TOKEN_BYTES)
-        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token, asked=tuple(asked.items()))
+        _same_arguments(said_by_all(group, Asked(arguments=tuple(asked.items()))))
+        spec = _proposed(group, propose)
+        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
         agreed, *_ = said = said_by_all(group, own)
-        _same_as_rank_0(said)
+        _same_model(said)
         ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
         told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
         machines = [one.machine for one in told]
@@ -262,22 +280,39 @@ def meet(
     return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
 
 
-def _same_as_rank_0(own: Sequence[Agreed]) -> None:
-    """What one rank refuses, all refuse.
+def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
+    """This rank's proposal, once all have one. Else whoever has none would be waited for."""
+    refusal: DilocoError | None = None
+    try:
+        spec = propose()
+    except DilocoError as error:
+        refusal = error
+    said = said_by_all(group, Ready(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
+    if refusal is not None:
+        raise refusal
+    for rank, one in enumerate(said):
+        if one.refused:
+            raise UsageError(f"rank {rank} of this learner cannot join: {one.refused}")
+    return spec
 
-    Raises:
-        UsageError: a rank has another model, or was given other arguments.
-    """
-    first, asked = own[0], dict(own[0].asked)
-    for rank, one in enumerate(own):
-        if _tensors(one.spec) != _tensors(first.spec):
-            what, differ = "another model", differences(one.spec, first.spec)
-        else:
-            what = "other arguments"
-            pairs = ((name, its, asked.get(name)) for name, its in one.asked)
-            differ = "\n".join(f"  {name}: {its}; rank 0: {its_0}" for name, its, its_0 in pairs if its != its_0)
-        if differ:
-            raise UsageError(f"rank {rank} of this learner has {what} than rank 0; all must have the same:\n{differ}")
+
+def _same_arguments(said: Sequence[Asked]) -> None:
+    """What one rank refuses, all refuse: here before they propose, for which frozen shards are gathered by all."""
+    first = dict(said[0].arguments)
+    for rank, one in enumerate(said):
+        pairs = ((name, its, first.get(name)) for name, its in one.arguments)
+        _refuse(rank, "other arguments", "\n".join(f"  {n}: {its}; rank 0: {its_0}" for n, its, its_0 in pairs if its != its_0))
+
+
+def _same_model(said: Sequence[Agreed]) -> None:
+    for rank, one in enumerate(said):
+        if _tensors(one.spec) != _tensors(said[0].spec):
+            _refuse(rank, "another model", differences(one.spec, said[0].spec))
+
+
+def _refuse(rank: int, what: str, differ: str) -> None:
+    if differ:
+        raise UsageError(f"rank {rank} of this learner has {what} than rank 0; all must have the same:\n{differ}")
 
 
 def _group_of(ranks: tuple[int, ...]) -> Any:

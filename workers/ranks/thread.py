@@ -8,6 +8,7 @@ import structlog
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import RankGone
+from diloco.workers.background import OwnThread
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.ranks.found import Meeting
@@ -46,17 +47,19 @@ class RankThread(ExchangeThread):
     def join(self) -> None:
         """As `ExchangeThread`; the ranks part."""
         self.notice()
+        if not self.left:
+            self._meeting.part()
         super().join()
-        if self.failure is None:
-            self._meeting.listener.close()
-        elif not isinstance(self.failure, RankGone):
+        self._meeting.listener.close()
+        if self.failure is not None and not isinstance(self.failure, RankGone):
             self._meeting.abort()
 
     def _work(self) -> None:
         super()._work()
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
-            self._meeting.abort()
+            self._meeting.part()
+            OwnThread("abort", self._meeting.abort).start()  # it may itself wait
             if not self._noticed.wait(NOTICED_S):
                 self._log.error("rank_ended", detail="the training waits for the rank that is gone: this process ends")
                 os._exit(BROKEN_STATUS)

@@ -17,7 +17,28 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, 
 from diloco.pipeline.payload import codec
 from diloco.workers.ranks.lines import TOKEN_BYTES
 
+MAX_REFUSED = 2**14
 Element = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class Asked(Message):
+    """What a rank's learner was given."""
+
+    max_parts: ClassVar[int] = 202
+
+    format: Literal[1] = 1
+    arguments: Annotated[tuple[tuple[Text, Annotated[str, Field(max_length=2**14)]], ...], Field(max_length=100)]
+    """By name."""
+
+
+class Ready(Message):
+    """Whether a rank can join."""
+
+    max_bytes: ClassVar[int] = 2**17
+
+    format: Literal[1] = 1
+    refused: Annotated[str, Field(max_length=MAX_REFUSED)]
+    """Why not; empty: it can."""
 
 
 class Agreed(Message):
@@ -33,8 +54,6 @@ class Agreed(Message):
     incarnation: Nonce
     token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """Of their connections."""
-    asked: Annotated[tuple[tuple[Text, Annotated[str, Field(max_length=2**14)]], ...], Field(max_length=100)]
-    """Arguments of its learner, by name."""
 
 
 class Rows(Message):

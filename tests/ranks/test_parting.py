@@ -1,0 +1,59 @@
+"""A process ends though its gloo groups have something under way."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.ranks.party import ROOT, free_port
+
+PROGRAM = textwrap.dedent(
+    """
+    import datetime, os, socket, sys
+    import torch
+    from torch import distributed
+    from diloco.workers.ranks.found import Meeting
+
+    distributed.init_process_group("gloo")
+    hour = datetime.timedelta(hours=1)
+    group = distributed.new_group([0, 1], timeout=hour, backend="gloo", use_local_synchronization=True)
+    if distributed.get_rank():  # it is there, and puts nothing in
+        print("here", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    meeting = Meeting(group, 0, ("a", "b"), None, (), (), socket.create_server(("127.0.0.1", 0)), b"")
+    sums = [meeting.start_sum([1]) for _ in range(5)]
+    meeting.part()
+    if sys.argv[1] == "destroyed":
+        del group, sums
+        distributed.destroy_process_group()
+    raise SystemExit(3)
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["as it is", "destroyed"])
+def test_a_rank_that_parts_ends_though_the_others_never_answer(how: str) -> None:
+    """With its own status: gloo's groups would wait for their sums, and for each other's processes, for an hour."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how],
+            env=os.environ | group | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline() == b"here\n"
+        assert ranks[0].wait(120) == 3
+        assert ranks[1].poll() is None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
