@@ -463,7 +463,7 @@ class Learner:
         Again, or never opened: nothing happens. One that is joining in another thread gives it up.
 
         Args:
-            save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+            save_state: save the optimizer's state for a later incarnation.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
