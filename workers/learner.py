@@ -51,6 +51,7 @@ from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting, proposal
+from diloco.workers.ranks.agreed import AHEAD
 from diloco.workers.ranks.found import meet, ranks_of
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Shares
@@ -424,6 +425,7 @@ class Learner:
         whole, held = shares.layout.trained, meeting.held
         folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
+        training.follow_steps = AHEAD
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
     def _check_ranks(self) -> None:
@@ -462,7 +464,7 @@ class Learner:
         Again, or never opened: nothing happens. One that is joining in another thread gives it up.
 
         Args:
-            save_state: save the optimizer's state for a later incarnation, unless the run is finished.
+            save_state: save the optimizer's state for a later incarnation.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.

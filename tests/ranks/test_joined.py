@@ -76,6 +76,35 @@ def test_a_snapshot_is_of_the_step_at_which_its_fragment_is_due(interval: int) -
     assert (step, publication.steps, publication.tokens, publication.due) == (first, first, 10 * first, True)
 
 
+def follower() -> Any:
+    """A rank that rank 0 speaks for, and its mutable inside."""
+    joined: Any = learner(24, [])
+    joined._rank.exchange = joined._rank.under_way = joined._rank.carrier = None
+    joined._rank.bases = {}
+    joined._rank.part.still = SimpleNamespace(set=lambda: None)
+    joined.adopt()
+    return joined
+
+
+def test_a_rank_that_counts_nothing_keeps_nothing_of_its_steps() -> None:
+    """However many there are: rank 0 alone counts what was done at each."""
+    joined = follower()
+    for _ in range(100):
+        joined.stepped(10)
+    assert len(joined._done) == 0
+
+
+def test_ranks_save_their_moments_at_the_end_of_a_run_too() -> None:
+    """As one process does: the learner may come back in a run that is resumed."""
+    joined, saved = follower(), []
+    joined.training.keeper = SimpleNamespace(close=lambda shared, save, within_s: saved.append(save))
+    joined._rank.hear_bye = lambda within_s: True
+    joined.thread.ask = joined.thread.result_of = lambda given: given
+    joined._over = True
+    assert joined.leave(1.0, True)
+    assert saved == [True]
+
+
 def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
     """All have heard goodbye: one that ends without another word is not missed, and nobody waits for it."""
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import numpy as np
 import pytest
 
-from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires
@@ -41,17 +41,27 @@ async def test_each_asks_each_with_vectors_of_any_size() -> None:
             assert answers == [[one.rank, size, 2.0 * size] for one in wires for _ in range(3)]
 
 
-async def test_a_refusal_is_raised_where_it_was_asked() -> None:
-    """With its words; the connection goes on."""
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UsageError, UsageError),
+        (BadPayload, UsageError),
+        (BusUnavailable, BusUnavailable),
+        (LeaseLost, BusError),
+    ],
+)
+async def test_a_refusal_is_raised_where_it_was_asked(error: type[Exception], kind: type[Exception]) -> None:
+    """With its words, and as an outage where it was one: that is tried again. The connection goes on."""
     async with wired(2) as wires:
 
         async def refuse(rank: int) -> None:
-            raise UsageError("not finite")
+            raise error("not finite")
 
         wires[1].handle(refuse=refuse)
         for _ in range(2):
-            with pytest.raises(UsageError, match="not finite"):
+            with pytest.raises(kind, match="not finite") as raised:
                 await wires[0].ask(1, "refuse")
+            assert raised.type is kind
 
 
 async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:

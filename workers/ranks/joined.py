@@ -229,7 +229,9 @@ class JoinedRank(JoinedLearner):
         return agreed.tokens
 
     def _do(self, decided: Decided) -> None:
-        done = self._done.setdefault(self._steps, _Done())
+        done = _Done()
+        if True:  # the others count nothing of it
+            done = self._done.setdefault(self._steps, done)
         for p, number in sorted(decided.adoptions.items()):
             self._adopt(p, number)
             if p in self._bases:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from diloco.pipeline.errors import DilocoError, RankGone, UsageError
+from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, DilocoError, RankGone, UsageError
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.workers.ranks.lines import Lines, Writer
@@ -31,6 +31,8 @@ Handler = Callable[..., Awaitable[Any]]
 SLICE_BYTES = 2**20
 """Written and read at a time."""
 MAX_HEAD_BYTES = 16 * 2**20
+KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
+"""Of errors as they are told; all others are told as the first. After those of the bus it is tried again."""
 _SIZES = struct.Struct("<IQ")
 
 
@@ -94,7 +96,7 @@ class Wires:
         """Have a rank do something; its answer.
 
         Raises:
-            UsageError: as it did there.
+            UsageError, BusError: as it did there.
             RankGone: it is gone.
         """
         if rank == self.rank:
@@ -172,22 +174,25 @@ class Wires:
         if what is not None:
             self.go_on(self._answer(rank, number, what, said))
         elif number in self._asked and not (answer := self._asked[number][1]).done():
-            refused, found = said
-            if refused is None:
+            kind, found = said
+            if kind is None:
                 answer.set_result(found)
+            elif kind in KINDS:
+                answer.set_exception(KINDS[kind](found))
             else:
-                answer.set_exception(UsageError(refused))
+                raise ValueError(f"{kind!r:.40} is no kind of error")
 
     async def _answer(self, rank: int, number: int, what: str, said: list[Any]) -> None:
-        refused = found = None
+        kind = found = None
         try:
             found = await self._handlers[what](rank, *said)
         except RankGone:
             raise
         except DilocoError as error:
             structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
-            refused = str(error)
-        await self._write(rank, [number, None, refused, found])
+            kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
+            found = str(error)
+        await self._write(rank, [number, None, kind, found])
 
 
 async def _read_vector(reader: asyncio.StreamReader, nbytes: int) -> Float32:
