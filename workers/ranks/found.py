@@ -301,7 +301,8 @@ def _same_arguments(said: Sequence[Asked]) -> None:
     first = dict(said[0].arguments)
     for rank, one in enumerate(said):
         pairs = ((name, its, first.get(name)) for name, its in one.arguments)
-        _refuse(rank, "other arguments", "\n".join(f"  {n}: {its}; rank 0: {its_0}" for n, its, its_0 in pairs if its != its_0))
+        differ = [f"  {name}: {its}; rank 0: {its_0}" for name, its, its_0 in pairs if its != its_0]
+        _refuse(rank, "other arguments", "\n".join(differ))
 
 
 def _same_model(said: Sequence[Agreed]) -> None:
