@@ -11,7 +11,7 @@ from diloco.pipeline.errors import UsageError
 
 ENV_PREFIX = "DILOCO_"
 
-_NO_SETTINGS = ("launcher_pid", "test_")
+_NO_SETTINGS = ("launcher_pid", "ranks_at_work", "test_")
 """Beginnings of the names of other `DILOCO_*` variables of this project."""
 _MISSPELT = 0.82
 """Names that have so much in common differ by a slip; `difflib` counts."""

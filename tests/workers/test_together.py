@@ -2,18 +2,25 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.settings import LearnerProcess, load
+from diloco.workers.ranks.thread import BROKEN_STATUS
+from diloco.workers.trainer import agent, trainer
 from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
-from diloco.workers.trainer.together import Ranks, blocks_of, check_ranks, rank_device, ranks_here
+from diloco.workers.trainer.together import Ranks, blocks_of, check_ranks, mark, rank_device, ranks_here
 from tests.ranks.party import ROOT, free_port
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
@@ -113,6 +120,80 @@ def test_only_ranks_that_were_killed_or_miss_another_are_started_again() -> None
     refused = {0: 2, 1: 2}, {0: -15, 1: 2}, {0: -9, 1: 2}, {0: 75, 1: 2}, {1: 1}, {0: 1, 1: -15}
     assert not any(map(may_start_again, refused))
     assert all(map(may_start_again, ({1: -9}, {0: 1, 1: -9}, {0: 75}, {0: 75, 1: -15})))
+
+
+class Launched:
+    """In place of torch's launcher: each life of the ranks ends so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, end: Callable[[], object]) -> None:
+        self.lives, self._end = 0, end
+        monkeypatch.setattr(agent, "elastic_launch", lambda config, entrypoint: self._live)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def _live(self, *command: str) -> None:
+        self.lives += 1
+        self._end()
+
+
+def test_ranks_that_fail_again_and_again_at_once_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few lives; lives that had lasted are started again more often."""
+
+    def crash() -> None:
+        clock[0] += lasts
+        raise ChildFailedError("learner", {0: ProcessFailure(0, 1, BROKEN_STATUS, "nowhere")})
+
+    clock, lasts = [0.0], 5.0
+    launched = Launched(monkeypatch, crash)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert agent.run_ranks(2, "l", 1.0) == BROKEN_STATUS
+    assert launched.lives == agent.MOST_QUICK
+    lasts = 100.0
+    assert agent.run_ranks(2, "l", 1.0) == BROKEN_STATUS
+    assert launched.lives == agent.MOST_QUICK + agent.MOST_RESTARTS + 1
+
+
+@pytest.mark.parametrize(("left", "status"), [((), 1), ((0,), 1), ((0, 1), 0)])
+def test_after_a_signal_the_status_says_whether_all_ranks_have_left_in_order(
+    left: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 where one that trained was killed or left unflushed, as of one process; none of those had begun: 0."""
+
+    def train() -> None:
+        for rank in range(2):
+            mark(Ranks(rank, 2, rank, 2), at_work=True)
+        for rank in left:
+            mark(Ranks(rank, 2, rank, 2), at_work=False)
+        signalled()
+
+    def signalled() -> None:
+        raise SignalException("asked to end", signal.SIGTERM)
+
+    Launched(monkeypatch, train)
+    assert agent.run_ranks(2, "l", 1.0) == status
+    Launched(monkeypatch, signalled)
+    assert agent.run_ranks(2, "l", 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("CUDA error"), 75), (OSError("gone"), 75), (RankGone("1"), 75), (UsageError("no"), None)],
+)
+def test_a_rank_that_crashes_is_one_to_start_again_and_a_refused_one_is_not(
+    error: Exception, status: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*given: object) -> int:
+        raise error
+
+    monkeypatch.setattr(trainer, "process_group", lambda ranks, device: nullcontext())
+    monkeypatch.setattr(trainer, "agree_on_spec", lambda ranks, read: None)
+    monkeypatch.setattr(trainer, "train_once", crash)
+    given = load(LearnerProcess, {}), lambda: None, "unix:///nowhere", torch.device("cpu"), Ranks(0, 2, 0, 2)
+    if status is None:
+        with pytest.raises(type(error)):
+            trainer.train_together(*given)
+    else:
+        assert trainer.train_together(*given) == status
 
 
 def test_blocks_are_the_layers_and_not_what_lies_within_them() -> None:

@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import structlog
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -19,10 +21,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID, end_signals
 from diloco.workers.ranks.thread import BROKEN_STATUS
+from diloco.workers.trainer.together import AT_WORK
 
 MOST_RESTARTS = 100
 REFUSED_STATUS = 2
 """Of a command that was given what it cannot use (`cli.main`)."""
+MOST_QUICK, QUICK_S = 5, 60.0
+"""So many lives in a row that were so short: it will not do better."""
 LEAVE_MARGIN_S = 40
 """On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
 
@@ -39,21 +44,28 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(leave_s) + LEAVE_MARGIN_S)
+    quick = 0
     for restart in range(MOST_RESTARTS + 1):
-        try:
-            elastic_launch(_config(count), sys.executable)("-P", "-m", "diloco", *sys.argv[1:])
-        except SignalException as asked:
-            log.info("ranks_ended", learner=learner, reason=signal.Signals(asked.sigval).name)
-            return 0
-        except ChildFailedError as failed:
-            statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            if not may_start_again(statuses) or restart == MOST_RESTARTS:
-                log.error("ranks_ended", learner=learner, statuses=_words(statuses), restarts=restart)
-                return max(1, *statuses.values())
-            log.warning("ranks_restarted", learner=learner, statuses=_words(statuses), restarts=restart + 1)
-            time.sleep(1.0)
-        else:
-            return 0
+        began = time.monotonic()
+        with TemporaryDirectory(prefix="diloco-ranks-") as at_work:
+            os.environ[AT_WORK] = at_work
+            try:
+                if restart:
+                    time.sleep(1.0)
+                elastic_launch(_config(count), sys.executable)("-P", "-m", "diloco", *sys.argv[1:])
+                return 0
+            except SignalException as asked:
+                lost = sorted(path.name for path in Path(at_work).iterdir())
+                told = {"learner": learner, "reason": signal.Signals(asked.sigval).name, "not_in_order": lost}
+                (log.error if lost else log.info)("ranks_ended", **told)
+                return 1 if lost else 0
+            except ChildFailedError as failed:
+                statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
+        if not may_start_again(statuses) or quick == MOST_QUICK or restart == MOST_RESTARTS:
+            log.error("ranks_ended", learner=learner, statuses=_words(statuses), restarts=restart)
+            return max(1, *statuses.values())
+        log.warning("ranks_restarted", learner=learner, statuses=_words(statuses), restarts=restart + 1)
     raise AssertionError("the last restart has returned")
 
 

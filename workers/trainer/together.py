@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.precision import checkpoint_activations, training_forward
 from diloco.workers.trainer.recipe import choose_device, forward_of, read_batch
 
+AT_WORK = "DILOCO_RANKS_AT_WORK"
+"""Variable: a folder of the process that has started the ranks, with a file for each that trains (`mark`)."""
 Order = Iterator[tuple[int, int]]
 """(epoch, index) of blocks."""
 
@@ -97,6 +100,13 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     yield
     distributed.destroy_process_group()  # not after an error: it would wait for a rank that is gone
+
+
+def mark(ranks: Ranks, at_work: bool) -> None:
+    """Tell the process that has started this rank: what trains has something to lose, until it has left in order."""
+    if ranks.count > 1 and AT_WORK in os.environ:
+        path = Path(os.environ[AT_WORK], f"rank {ranks.number}")
+        path.touch() if at_work else path.unlink(missing_ok=True)
 
 
 def agree_on_spec(ranks: Ranks, read: Callable[[], Spec | None]) -> Spec | None:

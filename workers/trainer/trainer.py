@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from diloco.pipeline.errors import RankGone, SpecMismatch, UsageError
+from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
@@ -35,6 +35,7 @@ from diloco.workers.trainer.together import (
     Rows,
     agree_on_spec,
     check_ranks,
+    mark,
     prepare,
     process_group,
     rank_device,
@@ -95,19 +96,26 @@ def train(settings: LearnerProcess) -> int:
 def train_together(
     settings: LearnerProcess, read: Callable[[], Spec | None], redis_url: str, device: torch.device, ranks: Ranks
 ) -> int:
-    """As a rank among several, which end with each other; the exit status tells who starts them to do it again."""
-    with process_group(ranks, device):
-        spec = agree_on_spec(ranks, read)
-        try:
+    """As a rank among several, which end with each other; the exit status tells who starts them to do it again.
+
+    So it does after a crash, such as CUDA's or NCCL's: what is refused is an error of our own.
+    """
+    spec = None
+    try:
+        with process_group(ranks, device):
+            spec = agree_on_spec(ranks, read)
             return train_once(settings, spec, redis_url, device, None, ranks)
-        except RankGone as error:
-            log.error("rank_ended", rank=ranks.number, detail=str(error))
-            return BROKEN_STATUS
-        except SpecMismatch as error:
-            if spec is not None:
-                raise
-            log.warning("rank_ended", rank=ranks.number, detail=f"another learner has begun the run: {error}")
-            return BROKEN_STATUS
+    except SpecMismatch as error:
+        if spec is not None:
+            raise
+        log.warning("rank_ended", rank=ranks.number, detail=f"another learner has begun the run: {error}")
+    except RankGone as error:
+        log.error("rank_ended", rank=ranks.number, detail=str(error))
+    except DilocoError:  # it was refused, or its learner cannot go on
+        raise
+    except Exception as error:
+        log.exception("rank_ended", rank=ranks.number, detail=f"{type(error).__name__}: {error}")
+    return BROKEN_STATUS
 
 
 def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
@@ -187,6 +195,7 @@ def train_once(
     ) as learner:
         fresh = settings.ramp_steps
         ramp_steps = {"start": FRESH_MOMENTS_STEPS, "fresh": fresh, "checkpoint": fresh}.get(learner.recovered, 0)
+        mark(ranks, at_work=True)
         log.info("training_started", learner=learner.id, device=str(device), blocks=blocks.count, files=text.files)
         order = None if ranks.number else learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         rows = Rows(blocks, order, settings, ranks)
@@ -211,4 +220,7 @@ def train_once(
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
     asked = not learner.over if stop is None else stop.asked
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
-    return 0 if learner.left_in_order else 1
+    if not learner.left_in_order:
+        return 1
+    mark(ranks, at_work=False)
+    return 0
