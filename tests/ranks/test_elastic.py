@@ -18,8 +18,17 @@ LIMIT_S = 200.0
 
 def torchrun(party: Party, ranks: int) -> subprocess.Popen[bytes]:
     """Start learner "them" with a state folder."""
-    told = "--nproc-per-node", ranks, "--max-restarts", 5, "--master-port", free_port()
-    extra = {"TEST_STATE": "1"}
+    told = (
+        "--nproc-per-node",
+        ranks,
+        "--max-restarts",
+        5,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+    )
+    extra = {"TEST_STATE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return party.start("them.log", extra, "-m", "torch.distributed.run", *told, RANK, "fsdp", "them", party.folder)
 
 

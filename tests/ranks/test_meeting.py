@@ -34,18 +34,19 @@ PROGRAM = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("given", "named", "fragments"),
     [
-        ("[false, {}]", "tensor bias"),
-        ('[true, {"learner_id": "other"}]', "learner_id"),
-        ('[true, {"recover": "fresh"}]', "recover"),
-        ('[true, {"tokens": 7}]', "tokens"),
+        ("[false, {}]", "tensor bias", 1),
+        ("[false, {}]", "fragments", 2),
+        ('[true, {"learner_id": "other"}]', "learner_id", 1),
+        ('[true, {"recover": "fresh"}]', "recover", 1),
+        ('[true, {"tokens": 7}]', "tokens", 1),
     ],
-    ids=["model", "id", "setting", "budget"],
+    ids=["model", "no_proposal", "id", "setting", "budget"],
 )
-def test_what_one_rank_has_otherwise_all_refuse(tmp_path: Path, given: str, named: str) -> None:
+def test_what_one_rank_has_otherwise_all_refuse(tmp_path: Path, given: str, named: str, fragments: int) -> None:
     """Each names it, none waits; also what that rank refuses before it meets the others. Then they join, alike."""
-    with Party(tmp_path, fragments=1, tokens=10**9) as party:
+    with Party(tmp_path, fragments=fragments, tokens=10**9) as party:
         port = str(free_port())
         ranks = [
             party.start(
