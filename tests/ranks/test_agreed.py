@@ -33,7 +33,7 @@ def test_of_a_server_one_snapshot_is_under_way_at_a_time() -> None:
     assert under_way.choose([], [0, 1, 2, 3], servers) == ({0, 1}, set())
     under_way.counted([0, 1])
     assert under_way.choose([], [0, 1, 2, 3], servers) == (set(), set())
-    under_way.serving.discard(0)
+    under_way.uploaded(0)
     assert under_way.choose([], [0, 1, 2, 3], servers) == ({0}, set())
 
 
