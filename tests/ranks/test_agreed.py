@@ -33,7 +33,7 @@ def test_of_a_server_one_snapshot_is_under_way_at_a_time() -> None:
     assert under_way.choose([], [0, 1, 2, 3], servers) == ({0, 1}, set())
     under_way.counted([0, 1])
     assert under_way.choose([], [0, 1, 2, 3], servers) == (set(), set())
-    under_way.serving.discard(0)
+    under_way.uploaded(0)
     assert under_way.choose([], [0, 1, 2, 3], servers) == ({0}, set())
 
 
@@ -44,3 +44,18 @@ def test_with_a_fragment_one_thing_is_done_at_a_time() -> None:
     assert under_way.choose([0, 1], [0, 1], servers) == (set(), set())
     under_way.counted([0, 1])
     assert under_way.choose([1], [0], servers) == ({0}, {1})
+
+
+def test_a_fragment_goes_to_another_server_or_is_snapshot_but_not_both() -> None:
+    """From the decision to snapshot it until it is uploaded it stays; while it goes it is not snapshot."""
+    under_way, servers = UnderWay(), {0: 0, 1: 0}
+    assert under_way.choose([], [0], servers)[0] == {0}
+    under_way.counted([0])
+    assert not under_way.move(0)
+    assert under_way.move(1)
+    under_way.uploaded(0)
+    assert under_way.choose([], [1], servers)[0] == set()
+    assert under_way.move(0)
+    assert under_way.choose([], [0], servers)[0] == set()
+    under_way.moved(0)
+    assert under_way.choose([], [0, 1], servers)[0] == {0}

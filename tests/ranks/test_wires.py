@@ -154,3 +154,21 @@ async def test_what_no_rank_says_ends_the_learner(sent: bytes) -> None:
         wires[1]._writers[0].write(sent)
         with pytest.raises(RankGone, match=r"rank 1 of this learner says what cannot be read"):
             await wires[0].watch()
+
+
+async def test_a_question_that_is_cancelled_in_mid_vector_is_said_to_its_end() -> None:
+    """What comes after it on the connection is understood."""
+    async with wired(2) as wires:
+
+        async def take(rank: int, vector: np.ndarray) -> float:
+            return float(vector.sum(dtype=np.float64))
+
+        wires[1].handle(take=take)
+        asked = asyncio.create_task(wires[0].ask(1, "take", vector=np.ones(MOST, np.float32)))
+        while not wires[0]._locks[1].locked():
+            await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await wires[0].ask(1, "take", vector=np.ones(10, np.float32)) == 10
+        assert not wires[1]._broken.done()

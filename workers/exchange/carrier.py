@@ -1,7 +1,7 @@
 """What carries a learner's payloads to the bus and from it, and has its bases and residuals. asyncio.
 
 The rest of the exchange decides: it follows heads, sends headers, reports. A learner that is one process carries all
-itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.remote`).
+itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.carrier`).
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Carrier(Protocol):
         """Fetch a head's global: what the training side is to adopt (`Base.values`); None: it was replaced meanwhile.
 
         Raises:
-            BusError: it cannot be read.
+            BusError: it cannot be read, where that is not tried again by who carries it.
         """
 
     async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:

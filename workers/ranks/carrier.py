@@ -9,6 +9,7 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
+from diloco.workers.ranks.agreed import UnderWay
 from diloco.workers.ranks.turns import Turns
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Publication
@@ -27,9 +28,8 @@ class RanksCarrier:
     needs room for one. Snapshots that are taken while training waits have tags of their own, negative ones.
     """
 
-    def __init__(self, wires: Wires, member: Member, serving: set[int]) -> None:
-        """serving: servers with a snapshot that is not uploaded (`UnderWay`)."""
-        self._wires, self._serving = wires, serving
+    def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
+        self._wires, self._under_way = wires, under_way
         self._me = member.learner, member.incarnation
         sizes = [fragment.elements for fragment in member.layout.fragments]
         self._turns = Turns(sizes, wires.ranks)
@@ -37,43 +37,71 @@ class RanksCarrier:
         self.feedback = self
         self.joining = True
         """Nobody trains yet: what is pulled is adopted at once."""
-        self._pulled = set[int]()
+        self._pulled: dict[int, int] = {}
+        """Fragment -> number of its newest global; 0: it was adopted at once."""
         self._not_adopted: dict[int, int] = {}
         """Fragment -> server of a global that is pulled, or being pulled."""
+        self._before: dict[int, int] = {}
+        """Fragment of these -> its server until then."""
         self._adopted = asyncio.Condition()
         self._numbers, self._tags = itertools.count(1), itertools.count(-1, -1)
 
     async def pull(self, head: Head) -> Any | None:
-        """As `Carrier`; the number."""
+        """As `Carrier`; the number. What fails is tried again by its server, so no error of the bus is raised."""
         p, number, at_once = head.fragment, next(self._numbers), self.joining
-        server = await self._take_turn(p)
-        done = False
+        pulling = self._wires.go_on(self._pull(head, number, at_once))
         try:
-            done = await self._handed(p, server)
-            server = server if done else self._turns.servers[p]
-            done = await self._wires.ask(server, "pull", p, number, at_once, codec.encode(head))
-        finally:
-            if at_once or not done:
-                await self._free(p)
-        if not done:
-            if server != self._turns.servers[p]:
-                self._wires.tell(server, "drop", p)
+            server = await asyncio.shield(pulling)
+        except asyncio.CancelledError:  # its server goes on with it
+            self._wires.go_on(self._give_up(p, pulling))
+            raise
+        if server is None:
             return None
-        self._pulled.add(p)
+        self._pulled[p] = 0 if at_once else number
         self._turns.carried(p, server)
+        if at_once:
+            await self._free(p)
         return number
 
-    async def _take_turn(self, p: int) -> int:
+    async def _pull(self, head: Head, number: int, at_once: bool) -> int | None:
+        """The server that has it now, and all ranks from it."""
+        p, moves = head.fragment, True
+        server = await self._take_turn(p, moves)
+        if not await self._handed(p, server):
+            await self._free(p)
+            server = await self._take_turn(p, not moves)
+        if await self._wires.ask(server, "pull", p, number, at_once, codec.encode(head)):
+            return server
+        await self._free(p)
+        return None
+
+    async def _give_up(self, p: int, pulling: "asyncio.Task[int | None]") -> None:
+        """Of what nobody takes: it stays with its server."""
+        if await pulling is not None:
+            await self._free(p)
+
+    async def _take_turn(self, p: int, moves: bool) -> int:
         """The fragment's next server, once it has room."""
         async with self._adopted:
-            while p in self._not_adopted or (server := self._turns.choose(p, self._not_adopted.values())) is None:
+            while p in self._not_adopted or (server := self._choose(p, moves)) is None:
                 await self._adopted.wait()
-            self._not_adopted[p] = server
+            self._before[p], self._not_adopted[p] = self._turns.servers[p], server
             return server
 
+    def _choose(self, p: int, moves: bool) -> int | None:
+        now, busy = self._turns.servers[p], self._not_adopted.values()
+        server = self._turns.choose(p, busy) if moves else now
+        if server not in (None, now) and not self._under_way.move(p):
+            server = now
+        return None if server in busy else server
+
     async def _free(self, p: int) -> None:
+        """It is adopted, or will not be. Where it has changed its server, the one that has it no more forgets it."""
+        for server in {self._before[p], self._not_adopted[p]} - {self._turns.servers[p]}:
+            await self._wires.ask(server, "drop", p)
+        self._under_way.moved(p)
         async with self._adopted:
-            self._not_adopted.pop(p, None)
+            del self._not_adopted[p]
             self._adopted.notify_all()
 
     async def _handed(self, p: int, server: int) -> bool:
@@ -81,9 +109,10 @@ class RanksCarrier:
         now = self._turns.servers[p]
         return server == now or p not in self._pulled or bool(await self._wires.ask(now, "hand", p, server))
 
-    def adopted(self, p: int) -> None:
+    def adopted(self, p: int, number: int) -> None:
         """All ranks have, at this step."""
-        self._wires.go_on(self._free(p))
+        if self._pulled[p] == number:
+            self._wires.go_on(self._free(p))
 
     async def upload(self, publication: Publication, values: Taken, of_use: Callable[[], bool]) -> bool:
         """As `Carrier`."""
@@ -97,13 +126,13 @@ class RanksCarrier:
             tag = await self._snapshot(p, server) if tag is None else tag
             return bool(await self._wires.ask(server, "upload", p, tag, said))
         finally:
-            self._serving.discard(server)
+            self._under_way.uploaded(server)
 
     def forget(self, p: int, values: Taken) -> None:
         """A snapshot is not published."""
         tag, server = values
         self._wires.tell(server, "forget", p, tag)
-        self._serving.discard(server)
+        self._under_way.uploaded(server)
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """As `Carrier`."""

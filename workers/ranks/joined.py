@@ -247,9 +247,9 @@ class JoinedRank(JoinedLearner):
         if own is not None:
             self.training.parameters.overwrite(p, own)
         self._servers[p] = server
-        self.thread.call(self._rank.part.adopted, p, number, server)
+        self.thread.call(self._rank.part.adopted, p, number)
         if self._rank.carrier is not None:
-            self.thread.call(self._rank.carrier.adopted, p)
+            self.thread.call(self._rank.carrier.adopted, p, number)
 
     def _own_snapshot(self, p: int) -> Snapshot | None:
         sent = self._shares.sent(self._number, p, self._servers[p])

@@ -6,7 +6,7 @@ reads.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,7 @@ class Part:
         """(fragment, number of its global) -> its server, and this rank's own vector (elements,) unless it is adopted;
         the training thread takes it."""
         self._arriving: dict[tuple[int, int], Float32] = {}
+        self._inheriting: dict[tuple[int, str], Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
         """Fragment that is served -> number of the adopted global."""
@@ -110,23 +111,27 @@ class Part:
         items: fragment, tag of the snapshot, server, and what this rank has of it; None: others send it.
         """
         for item in items:
-            self._wires.go_on(self._send(*item))
+            self._wires.go_on(self._begin(*item))
 
-    async def _send(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> None:
+    def _begin(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> Coroutine[Any, Any, None]:
+        """The sending; its base is that of now, before another one is adopted."""
         if server == self._rank:
             self._gathered(p, tag).base = self._bases.get((p, self._adopted.get(p, 0)))
+        return self._send(p, tag, server, snapshot)
+
+    async def _send(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             return
         own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
         if server == self._rank:
             self._gathered(p, tag).take(own, pieces)
             return
-        for number, group in enumerate(in_slices(pieces)):
+        for number, group in enumerate(self._shares.slices(self._rank, p, server)):
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
     async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
         await self.still.wait()
-        await self._send(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
+        await self._begin(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
 
     def _gathered(self, p: int, tag: int) -> _Gathering:
         """That of a snapshot, begun with what is first heard of it."""
@@ -136,7 +141,7 @@ class Part:
 
     async def _take(self, rank: int, p: int, tag: int, number: int, vector: Float32) -> None:
         at, group = 0, list[Piece]()
-        sent = in_slices(self._shares.sent(rank, p, self._rank))[number]
+        sent = self._shares.slices(rank, p, self._rank)[number]
         _check_size(rank, p, vector, elements(sent))
         for piece in sent:
             group.append(Piece(piece.start, at, piece.elements))
@@ -205,12 +210,9 @@ class Part:
             self._overwrite(p, own)
         self.pulled[p, number] = server, None if at_once else own
 
-    def adopted(self, p: int, number: int, server: int) -> None:
+    def adopted(self, p: int, number: int) -> None:
         """The training thread has adopted it: older ones are no longer needed."""
         self._adopted[p] = number
-        newer = any(q == p and other > number for q, other in self._bases)
-        if server != self._rank and not newer:
-            self._carrier.drop(p)
         for kept in (self.pulled, self._bases):
             for q, other in list(kept):
                 if q == p and other < number:
@@ -224,12 +226,21 @@ class Part:
         if held is None:
             return False
         for name, vector in held.vectors.items():
-            said = name, held.version, held.digest
-            await self._wires.ask(server, "inherit", p, *said, vector=vector)
+            for start in range(0, len(vector), SLICE):
+                said = name, held.version, held.digest, start
+                await self._wires.ask(server, "inherit", p, *said, vector=vector[start : start + SLICE])
         return True
 
-    async def _inherit(self, _: int, p: int, name: str, version: int, digest: bytes, vector: Float32) -> None:
-        self._carrier.inherit(p, name, Base(p, version, digest, vector))
+    async def _inherit(
+        self, rank: int, p: int, name: str, version: int, digest: bytes, start: int, vector: Float32
+    ) -> None:
+        whole = self._member.layout.fragments[p].elements
+        if start == 0:
+            self._inheriting[p, name] = pooled(whole, np.float32)
+        _check_size(rank, p, vector, min(SLICE, whole - start))
+        self._inheriting[p, name][start : start + len(vector)] = vector
+        if start + len(vector) == whole:
+            self._carrier.inherit(p, name, Base(p, version, digest, self._inheriting.pop((p, name))))
 
     async def _drop(self, _: int, p: int) -> None:
         self._carrier.drop(p)

@@ -99,6 +99,7 @@ class Shares:
         self.layout, self.ranks = layout, len(held)
         self._held = held
         self.pieces, self.sent = cache(self._all_pieces), cache(self._sent_pieces)
+        self.slices = cache(self._sent_slices)
         for fragment in layout.fragments:
             for slot in fragment.slots:
                 self._sources(slot, 0)
@@ -114,6 +115,10 @@ class Shares:
     def _sent_pieces(self, rank: int, fragment: int, server: int) -> tuple[Piece, ...]:
         """What it sends when the fragment is gathered by its server."""
         return tuple(piece for slot, piece in self._pieces(rank, fragment) if rank in self._sources(slot, server))
+
+    def _sent_slices(self, rank: int, fragment: int, server: int) -> list[list[Piece]]:
+        """The same by messages."""
+        return in_slices(self._sent_pieces(rank, fragment, server))
 
     def _sources(self, slot: Slot, server: int) -> frozenset[int]:
         tensor = slot.tensor

@@ -10,9 +10,9 @@ after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises.
 import asyncio
 import itertools
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgpack
 import numpy as np
@@ -25,6 +25,7 @@ from diloco.pipeline.payload.codec import as_bytes
 from diloco.workers.ranks.lines import Lines, Writer
 
 Float32 = npt.NDArray[np.float32]
+T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 """Called with the rank that asks, then what it says; a vector comes last. What it returns must be msgpack's."""
 
@@ -104,7 +105,8 @@ class Wires:
         number, answer = next(self._questions), asyncio.get_running_loop().create_future()
         self._asked[number] = rank, answer
         try:
-            await self._write(rank, [number, what, *said], vector)
+            # Who asks may be cancelled: what was begun is written to its end, else the next message is read as its rest.
+            await asyncio.shield(self.go_on(self._write(rank, [number, what, *said], vector)))
             return await answer
         finally:
             self._asked.pop(number, None)
@@ -115,11 +117,12 @@ class Wires:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def go_on(self, work: Any) -> None:
+    def go_on(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Begin a task; if it fails, all is broken."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

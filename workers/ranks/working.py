@@ -115,7 +115,7 @@ class Working:
 
         def make_carrier(member: Member) -> Carrier:
             parts.append(self._part(member))
-            carriers.append(RanksCarrier(wires, member, under_way.serving))
+            carriers.append(RanksCarrier(wires, member, under_way))
             return carriers[0]
 
         try:

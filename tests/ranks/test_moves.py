@@ -1,0 +1,261 @@
+"""Fragments that go to another server: what was trained and merged is merged, or still owed."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import Head, MergedBase, WindowView
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.payload.codec import PayloadReader
+from diloco.pipeline.retry import Outages
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.encoding import OnHost
+from diloco.workers.exchange import carrier as own_carrier
+from diloco.workers.ranks.agreed import UnderWay
+from diloco.workers.ranks.carrier import RanksCarrier
+from diloco.workers.ranks.part import Part
+from diloco.workers.ranks.shares import SLICE, Shares
+from diloco.workers.ranks.wires import Wires
+from diloco.workers.rounds import Base, Publication
+from tests.ranks.test_wires import wired
+
+ELEMENTS = SLICE + 1000
+"""So that what is handed over takes two messages."""
+LAYOUT = layout_of((TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="mean", fragment=0),))
+SYNC = SyncSettings(fragments=1, codec="int8").sync_spec()
+ME = {"learner": "l", "incarnation": "0123abcd"}
+WINDOW = WindowView(state="idle", attempt=0, members=(), expected=1, reason="", deadline_unix_s=None)
+
+
+def head(version: int) -> Head:
+    return Head(
+        fragment=0,
+        version=version,
+        digest=bytes(16),
+        payload="p",
+        chunks=1,
+        momentum="",
+        previous_digest=None,
+        window=WINDOW,
+        merged=(),
+        merged_deltas=0,
+        merged_tokens=0,
+        rejected_tokens=0,
+    )
+
+
+class Crew:
+    """Ranks of a learner of one fragment, all of whose globals are zero; the fragment's server is as the test says."""
+
+    def __init__(self, wires: Sequence[Wires], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way, self.rng = UnderWay(), np.random.default_rng(0)
+        self.encoding, self.pulling = asyncio.Event(), asyncio.Event()
+        self.encoding.set()
+        self.pulling.set()
+        """Cleared: it takes until it is set."""
+        member: Any = SimpleNamespace(
+            **ME,
+            bus=SimpleNamespace(keys=RunKeys("r"), write_chunks=self._write_chunks),
+            spec=SimpleNamespace(sync=SYNC),
+            layout=LAYOUT,
+            encoder=OnHost(),
+            offload=self._offload,
+            outages=Outages(structlog.get_logger()),
+            log=structlog.get_logger(),
+        )
+        shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(wires))
+        self._shares = shares
+
+        async def pull_shown(*_: object) -> np.ndarray:
+            await self.pulling.wait()
+            return np.zeros(ELEMENTS, np.float32)
+
+        def none(p: int) -> Callable[[], np.ndarray]:
+            raise AssertionError
+
+        monkeypatch.setattr(own_carrier, "pull_shown", pull_shown)
+        self.parts = [Part(one, member, shares, none, lambda p, own: None) for one in wires]
+        self.carrier = RanksCarrier(wires[0], member, self.under_way)
+        self.carrier.joining = False
+        self.next_server = self.server = self.version = self.serial = 0
+        monkeypatch.setattr(self.carrier._turns, "choose", lambda p, busy=(): self.next_server)
+        self.true, self.merged, self.sent = np.zeros(ELEMENTS), np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+
+    async def _offload(self, work: Any, *args: Any) -> Any:
+        if work is OnHost.encode:
+            await self.encoding.wait()
+        return work(*args)
+
+    async def _write_chunks(self, key: str, first: int, batch: Sequence[Any], ttl_s: float) -> None:
+        reader = PayloadReader(ELEMENTS, "int8", SYNC.chunk_bytes)
+        for chunk in batch:
+            reader.feed(chunk.joined())
+        self.sent = reader.vector()[:]
+
+    @property
+    def residuals(self) -> list[Any]:
+        """By rank."""
+        return [part._carrier.feedback.residual(0) for part in self.parts]
+
+    async def pull(self, to: int) -> int | None:
+        self.next_server = to
+        return await self.carrier.pull(head(self.version + 1))
+
+    def adopt(self, number: int | None) -> None:
+        assert number is not None
+        self.version += 1
+        for part in self.parts:
+            self.server, _ = part.pulled.pop((0, number))
+            part.adopted(0, number)
+        self.carrier.adopted(0, number)
+
+    def decide(self) -> bool:
+        """Whether a snapshot may be taken now."""
+        return bool(self.under_way.choose([], [0], {0: self.server})[0])
+
+    async def publish(self) -> None:
+        """Snapshot it, and upload it."""
+        delta = (self.rng.standard_normal(ELEMENTS) * 1e-3).astype(np.float32)
+        self.delta, self.serial = delta, self.serial + 1
+        for part in self.parts:
+            own = (lambda: -delta) if self._shares.sent(part._rank, 0, self.server) else None
+            part.send([(0, self.serial, self.server, own)])
+        self.under_way.counted([0])
+        base = Base(0, self.version, b"", 0)
+        publication = Publication(base, 0, self.serial, 1, self.serial, True)
+        assert await self.carrier.upload(publication, (self.serial, self.server), lambda: True)
+
+    def merge(self) -> None:
+        """What was sent last."""
+        self.true += self.delta
+        self.merged += self.sent
+        self.carrier.merged(0, [MergedBase(**ME, base_version=self.version, tokens=self.serial)])
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        while not true():
+            await asyncio.sleep(0)
+
+    async def check(self) -> None:
+        """All that was merged is merged or owed, by one rank."""
+        await self.until(lambda: not any(part._carrier.feedback.undecided(0) for part in self.parts))
+        assert sum(one is not None for one in self.residuals) == 1
+        owed = next(one for one in self.residuals if one is not None)
+        np.testing.assert_allclose(self.merged + owed, self.true, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serves(ranks, monkeypatch) -> None:
+    """Over versions of which each has another server, and deltas of which some were refused."""
+    async with wired(ranks) as wires:
+        crew = Crew(wires, monkeypatch)
+        for version in range(9):
+            crew.adopt(await crew.pull(version % ranks))
+            assert crew.server == version % ranks
+            await crew.until(crew.decide)
+            await crew.publish()
+            if version % 4 == 2:
+                crew.carrier.passed(0, crew.version + 2)  # nobody merged it
+            else:
+                crew.merge()
+        await crew.check()
+
+
+async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch) -> None:
+    """From the decision until all is uploaded: its residual is fed once, and its error comes home."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(0))
+        await crew.until(crew.decide)
+        await crew.publish()
+        crew.merge()
+        crew.adopt(await crew.pull(0))
+        await crew.until(crew.decide)
+        crew.encoding.clear()
+        publishing = asyncio.create_task(crew.publish())
+        number = await crew.pull(1)
+        crew.encoding.set()
+        await publishing
+        crew.merge()
+        await crew.check()
+        crew.adopt(number)
+        assert crew.server == 0
+        await crew.check()
+
+
+async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch) -> None:
+    """A stale delta may still be merged; the next global may go."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(0))
+        await crew.until(crew.decide)
+        await crew.publish()
+        number = await crew.pull(1)
+        crew.merge()
+        crew.adopt(number)
+        assert crew.server == 0
+        crew.adopt(await crew.pull(1))
+        assert crew.server == 1
+        await crew.until(crew.decide)
+        await crew.check()
+        assert crew.residuals[0] is None
+
+
+async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypatch) -> None:
+    """Else the server before would feed a residual that the next one has got."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(0))
+        crew.pulling.clear()
+        pulling = asyncio.create_task(crew.pull(1))
+        await crew.until(lambda: crew.carrier._not_adopted.get(0) == 1)
+        assert not crew.decide()
+        crew.pulling.set()
+        number = await pulling
+        assert not crew.decide()
+        crew.adopt(number)
+        await crew.until(crew.decide)
+
+
+async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeypatch) -> None:
+    """With its residual; the next pull waits for its end, and goes on."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(0))
+        await crew.until(crew.decide)
+        await crew.publish()
+        crew.merge()
+        crew.pulling.clear()
+        pulling = asyncio.create_task(crew.pull(1))
+        await crew.until(lambda: crew.residuals[1] is not None)
+        pulling.cancel()
+        with suppress(asyncio.CancelledError):
+            await pulling
+        again = asyncio.create_task(crew.pull(0))
+        crew.pulling.set()
+        crew.adopt(await again)
+        assert crew.server == 0
+        await crew.check()
+        assert not crew.parts[1].pulled or set(crew.parts[1].pulled) == {(0, 2)}
+        assert [len(part._bases) for part in crew.parts] == [1, 0]
+
+
+async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch) -> None:
+    """Also where the next global is adopted in the same turn of the loop."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(0))
+        number = await crew.pull(0)
+        crew.parts[0].send([(0, 9, 0, lambda: np.zeros(ELEMENTS, np.float32))])
+        crew.adopt(number)
+        await crew.until(lambda: crew.parts[0]._gathering[0, 9].whole.is_set())
+        base = crew.parts[0]._gathering[0, 9].base
+        assert base is not None
+        assert base.version == 1
