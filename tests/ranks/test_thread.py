@@ -11,7 +11,7 @@ from diloco.workers.ranks.thread import BROKEN_STATUS, RankThread
 from diloco.workers.stopping import Stopping
 
 
-@pytest.mark.parametrize("error", [RankGone("it"), LearnerReplaced("by another"), UsageError("not so"), KeyError("bug")])
+@pytest.mark.parametrize("error", [RankGone("it"), LearnerReplaced("by another", 2), UsageError("not so"), KeyError("bug")])
 @pytest.mark.parametrize("told", [True, False])
 def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
