@@ -43,7 +43,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
     parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
     shared = Shared()
     part: Any = SimpleNamespace(
-        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number, server: None, send=lambda items: None
+        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number: None, send=lambda items: None
     )
     exchange = SimpleNamespace(
         publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
@@ -52,7 +52,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
         part=part,
         shared=shared,
         exchange=exchange,
-        carrier=SimpleNamespace(adopted=lambda p: None),
+        carrier=SimpleNamespace(adopted=lambda p, number: None),
         under_way=UnderWay(),
         late=False,
         begin={0: 1},

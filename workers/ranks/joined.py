@@ -230,7 +230,7 @@ class JoinedRank(JoinedLearner):
 
     def _do(self, decided: Decided) -> None:
         done = _Done()
-        if True:  # the others count nothing of it
+        if self._rank.exchange is not None:  # the others count nothing of it
             done = self._done.setdefault(self._steps, done)
         for p, number in sorted(decided.adoptions.items()):
             self._adopt(p, number)
@@ -295,7 +295,7 @@ class JoinedRank(JoinedLearner):
                 server = self._servers[publication.base.fragment]
                 self.thread.call(self._told, [(publication, (None, server))], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
-        training.keeper.close(self.shared, save_state and not self.over, within_s)
+        training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
 
     async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""The exchange thread of one rank, and how it ends with a rank that is gone."""
+"""The exchange thread of one rank, and how it ends, above all with a rank that is gone."""
 
 import os
 import threading
@@ -21,7 +21,8 @@ from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
 NOTICED_S = 10.0
-"""A training thread that waits for a rank that is gone may wait for ever. After so long its process is ended."""
+"""A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
+a call of the learner its process is ended."""
 BROKEN_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: the learner may be started again."""
 
@@ -51,18 +52,19 @@ class RankThread(ExchangeThread):
             self._meeting.part()
         super().join()
         self._meeting.listener.close()
-        if self.failure is not None and not isinstance(self.failure, RankGone):
-            self._meeting.abort()
 
     def _work(self) -> None:
         super()._work()
+        if self.failure is None:
+            return
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
-            self._meeting.part()
-            OwnThread("abort", self._meeting.abort).start()  # it may itself wait
-            if not self._noticed.wait(NOTICED_S):
-                self._log.error("rank_ended", detail="the training waits for the rank that is gone: this process ends")
-                os._exit(BROKEN_STATUS)
+        self._meeting.part()  # the other ranks end too, and training may wait for them
+        OwnThread("abort", self._meeting.abort).start()  # it may itself wait
+        if not self._noticed.wait(NOTICED_S):
+            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: the training may wait for ever: ended"
+            self._log.error("rank_ended", detail=detail)
+            os._exit(BROKEN_STATUS)
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training

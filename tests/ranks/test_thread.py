@@ -1,0 +1,37 @@
+"""How a rank's exchange thread ends."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.errors import LearnerReplaced, RankGone, UsageError
+from diloco.workers.ranks import thread
+from diloco.workers.ranks.thread import BROKEN_STATUS, RankThread
+from diloco.workers.stopping import Stopping
+
+
+@pytest.mark.parametrize(
+    "error", [RankGone("it"), LearnerReplaced("by another", 2), UsageError("not so"), KeyError("bug")]
+)
+@pytest.mark.parametrize("told", [True, False])
+def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
+    """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
+    done: list[object] = []
+    monkeypatch.setattr(thread, "NOTICED_S", 0.01)
+    monkeypatch.setattr(thread.os, "_exit", done.append)
+    training: Any = SimpleNamespace(learner="l0")
+    meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
+    monkeypatch.setattr(thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
+    ranks: Any = None
+    one = RankThread("redis://nowhere", "run", training, meeting, ranks, Stopping())
+
+    async def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(one, "_join_and_work", fail)
+    if told:
+        one.notice()
+    one._work()
+    assert one.failure is error
+    assert done == (["part", "abort"] if told else ["part", "abort", BROKEN_STATUS])
