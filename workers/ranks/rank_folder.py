@@ -1,6 +1,7 @@
 """A learner's state folder: each of its ranks saves what it holds, and any number of ranks read it again, also one.
 
-    <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; of replicas the first one saves
+    <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; of replicas the first one saves, the others only a
+                                `CHANCE_FILE`, with their random states
     <folder>/                   that of a learner which is one process
 
 What is read is the set that has gone furthest, of those that are whole. Where it is of other ranks, each rank takes
@@ -11,7 +12,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -19,6 +22,7 @@ import structlog
 import torch
 from pydantic import ValidationError
 
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.fragments import Layout, Slot
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.spec import TensorSpec
@@ -27,6 +31,8 @@ from diloco.workers.moments.moments import KeptLayout, Moments, slots
 from diloco.workers.moments.state_folder import STATE_FILE, RunIdentity, SavedState, StateFolder, StateRefused
 from diloco.workers.ranks.shares import Range, Ranges, local_layout
 
+CHANCE_FILE = "chance.json"
+"""A `SavedState` of which only the random states count."""
 Parts = dict[Path, SavedState]
 """Of one saved set: by where they are."""
 
@@ -39,6 +45,7 @@ class RankFolder(StateFolder):
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
+        self._own = path / f"rank-{rank}-of-{len(held)}"
         if len(held) == 1:
             super().__init__(path, kept)
         else:
@@ -53,9 +60,15 @@ class RankFolder(StateFolder):
         return cls(path, kept, whole, [held], 0)
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
-        """As `StateFolder`; replicas but the first have nothing of their own to save."""
+        """As `StateFolder`; replicas but the first have only random states of their own to save."""
         if self._saves:
             super().save(make)
+        else:
+            self._writer.submit(partial(self._logged, self._save_chance, make))
+
+    def _save_chance(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+        self._own.mkdir(parents=True, exist_ok=True)
+        replace(self._own / CHANCE_FILE, [make()[0].model_dump_json().encode()])
 
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
         """As `save`: replicas share the first one's folder."""
@@ -68,10 +81,15 @@ class RankFolder(StateFolder):
         same = self.path in parts and parts[self.path].partition == self._ranks.get("partition", "")
         if not parts or same:
             found = super().load(identity, kind)
-            return found if found is None or self._saves else (_with_own_chance(found[0]), found[1])
+            return found if found is None or self._saves else (self._with_own_chance(found[0]), found[1])
         if isinstance(self._layout, KeptLayout):
             raise StateRefused(f"{self._all} was saved by other ranks, and not all tensors keep the same moments")
         return self._gathered(parts, identity, kind)
+
+    def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
+        super()._compare(state, identity, kind)
+        if state.partition != self._ranks.get("partition", ""):
+            raise StateRefused(f"{self.path} was saved by ranks that held other rows, and some of theirs are missing")
 
     def _newest(self, identity: RunIdentity | None) -> Parts:
         """The whole set of this run that has gone furthest, its first rank first; empty: there is none."""
@@ -121,15 +139,25 @@ class RankFolder(StateFolder):
                         missing -= high - low
         if missing:
             raise StateRefused(f"{self._all} does not hold once what this rank holds: {missing} elements are left over")
-        state = _with_own_chance(next(iter(parts.values())))
+        state = self._with_own_chance(next(iter(parts.values())))
         structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
+    def _with_own_chance(self, state: SavedState) -> SavedState:
+        """With the random states that this rank of as many has saved last, else those that this process has.
 
-def _with_own_chance(state: SavedState) -> SavedState:
-    """With the random states that this process has: another rank's would have it draw that one's data."""
-    here = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
-    return state.model_copy(update=here)
+        Another rank's would have it draw that one's data.
+        """
+        here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
+        saved = list[SavedState]()
+        for name in (STATE_FILE, CHANCE_FILE):
+            with suppress(OSError, ValidationError):  # there is none, or a damaged one
+                saved.append(SavedState.model_validate_json((self._own / name).read_bytes()))
+        saved = [one for one in saved if one.identity == state.identity]
+        if saved:
+            last = max(saved, key=lambda one: one.steps)
+            here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng}
+        return state.model_copy(update=here)
 
 
 def _range(state: SavedState, tensor: TensorSpec) -> Range:

@@ -1,0 +1,82 @@
+"""What ranks find again in their learner's state folder."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.workers.moments.moments import Moments
+from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
+from diloco.workers.ranks.rank_folder import RankFolder
+from diloco.workers.ranks.shares import Ranges, local_layout
+
+WHOLE = layout_of((TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0),))
+RUN = RunIdentity(run="run", started_unix_s=5.0)
+KIND = OptimizerKind(optimizer="SGD", moments=("momentum",), numbers=())
+HALVES: list[Ranges] = [{"t": (0, 2)}, {"t": (2, 4)}]
+REPLICAS: list[Ranges] = [{"t": (0, 4)}, {"t": (0, 4)}]
+
+
+def folder(path: Path, held: list[Ranges], rank: int) -> RankFolder:
+    return RankFolder(path, local_layout(WHOLE, held[rank]), WHOLE, held, rank)
+
+
+def save(path: Path, held: list[Ranges], rank: int, chance: bytes, steps: int = 7) -> None:
+    """What a rank of that random state saves."""
+    start, stop = held[rank]["t"]
+    moments = Moments(KIND, ({"momentum": np.arange(start, stop, dtype=np.float32)},), {})
+    state = SavedState(
+        identity=RUN,
+        learner="l0",
+        layout=local_layout(WHOLE, held[rank]).digest,
+        kind=KIND,
+        moments_file=f"moments-{steps}.safetensors",
+        numbers={},
+        steps=steps,
+        tokens=70,
+        torch_rng=chance,
+        python_rng=(3, (1, 2), None),
+        shard=None,
+    )
+    one = folder(path, held, rank)
+    one.save(lambda: (state, moments))
+    one.close(60.0)
+
+
+@pytest.mark.parametrize("then", [REPLICAS, HALVES])
+def test_each_rank_goes_on_with_its_own_random_state(tmp_path: Path, then: list[Ranges]) -> None:
+    """Also a replica that saves no moments, and where as many ranks hold other rows now: none draws its data again."""
+    for rank, chance in enumerate((b"zero", b"one")):
+        save(tmp_path, REPLICAS, rank, chance)
+    for rank, chance in enumerate((b"zero", b"one")):
+        found = folder(tmp_path, then, rank).load(RUN, KIND)
+        assert found is not None
+        assert (found[0].torch_rng, found[0].python_rng) == (chance, (3, (1, 2), None))
+        start, stop = then[rank]["t"]
+        assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
+
+
+def test_a_random_state_of_other_ranks_or_another_run_is_not_taken(tmp_path: Path) -> None:
+    """A rank that was not there before goes on with what its process has."""
+    for rank in range(2):
+        save(tmp_path, REPLICAS, rank, b"old")
+    here = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
+    found = folder(tmp_path, [{"t": (0, 4)}] * 3, 1).load(RUN, KIND)
+    assert found is not None
+    assert found[0].model_dump(include=set(here)) == here
+    other = RunIdentity(run="run", started_unix_s=6.0)
+    with pytest.raises(StateRefused, match="another run"):
+        folder(tmp_path, REPLICAS, 1).load(other, KIND)
+
+
+def test_moments_of_other_rows_are_refused_where_no_set_is_whole(tmp_path: Path) -> None:
+    """As many elements as this rank holds, but of another place: they would be taken for its own."""
+    save(tmp_path, HALVES, 0, b"zero")
+    with pytest.raises(StateRefused, match="held other rows"):
+        folder(tmp_path, HALVES[::-1], 0).load(RUN, KIND)
+    assert folder(tmp_path, HALVES, 0).load(RUN, KIND) is not None
