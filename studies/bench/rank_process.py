@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import SyncSettings
 from diloco.studies.bench.machine import peak_mb, reset_peak
 from diloco.workers.exchange.carrier import OwnCarrier
@@ -90,7 +91,7 @@ def rss_mb() -> float:
 
 def say(**what: Any) -> None:
     """A line."""
-    print(json.dumps(what), flush=True)
+    print(dumps(what), flush=True)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
 from diloco.studies.bench.end_to_end import Fleet, server
 from diloco.studies.bench.plain import Plain
 from diloco.studies.bench.rank_process import Told
@@ -49,7 +50,7 @@ class Ranks:
 
     def _start(self, rank: int, environ: dict[str, str]) -> subprocess.Popen[str]:
         named = f"{self.told.url}?client_name={self.told.learner}-{rank}"
-        told = json.dumps(asdict(self.told) | {"url": named})
+        told = dumps(asdict(self.told) | {"url": named})
         with self._files[rank].open("w") as said, self._files[rank].with_suffix(".log").open("w") as log:
             command = [sys.executable, "-m", "diloco.studies.bench.rank_process", told]
             return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=said, stderr=log, text=True)

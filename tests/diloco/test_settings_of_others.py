@@ -222,7 +222,7 @@ def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
     export = importlib.import_module("diloco.export")
     tensor = export.Tensor("F32", (2,), 8, lambda: bytes(8))
     found = export.Globals({"w": tensor}, "of a test", {}, {}, "nowhere")
-    monkeypatch.setattr(export, "read_globals", lambda folder: found)
+    monkeypatch.setattr(export, "make_of_globals", lambda place, make: make(found))
     export.export(tmp_path, tmp_path / "new" / "model.safetensors")
     assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out
     export.export(tmp_path, tmp_path / "new" / "other.safetensors")

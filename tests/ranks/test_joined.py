@@ -13,9 +13,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.ranks.agreed import AHEAD, UnderWay
+from diloco.workers.ranks.agreed import AHEAD
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.rounds import Base, Publication, Rounds
 from diloco.workers.stopping import Stopping
 

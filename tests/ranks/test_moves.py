@@ -19,10 +19,10 @@ from diloco.pipeline.retry import Outages
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.encoding import OnHost
 from diloco.workers.exchange import carrier as own_carrier
-from diloco.workers.ranks.agreed import UnderWay
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.shares import SLICE, Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from tests.ranks.test_wires import wired

@@ -23,11 +23,12 @@ OTHER_MEANING = {
     ("studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
     ("studies/quality/settings.py", "method"): "the lab has one more",
     ("diloco/plan.py", "codec"): "auto is none of a run's",
+    ("diloco/plan.py", "precision"): "of a learner, which a plan does not start",
     ("studies/bench/recovery.py", "kill_at"): "of the measurement",
     ("studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/bench/stepping.py", "fragments"): "of the measurement",
     ("studies/bench/command.py", "fragments"): "of the measurement",
-    ("studies/bench/checkpoints.py", "fragments"): "of the measurement",
+    ("studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""
 USUAL = defaults(DemoProcess) | defaults(RankProcess)
