@@ -1,5 +1,6 @@
 """How a rank's exchange thread ends."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,15 @@ from diloco.workers.ranks.thread import BROKEN_STATUS, RankThread
 from diloco.workers.stopping import Stopping
 
 
-@pytest.mark.parametrize("error", [RankGone("it"), LearnerReplaced("by another", 2), UsageError("not so"), KeyError("bug")])
+@pytest.mark.parametrize(
+    "error", [RankGone("it"), LearnerReplaced("by another", 2), UsageError("not so"), KeyError("bug")]
+)
 @pytest.mark.parametrize("told", [True, False])
 def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
     done: list[object] = []
     monkeypatch.setattr(thread, "NOTICED_S", 0.01)
-    monkeypatch.setattr(thread.os, "_exit", done.append)
+    monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0")
     meeting: Any = SimpleNamespace(rank=1, abort=lambda: done.append("abort"))
     ranks: Any = None

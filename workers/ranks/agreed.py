@@ -20,8 +20,8 @@ LAG = 1
 """Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
 gradients. So after one it is there but for its own latency, and nobody waits for a rank."""
 AHEAD = 2 * LAG + 1
-"""As many steps it takes at most from an open window to its header. Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
-another sum."""
+"""Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
+another sum. As many it takes at most from an open window to its header."""
 PARTS = 2**40
 """Of the run's progress, as a whole number."""
 _HEAD = 4

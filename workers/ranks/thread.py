@@ -59,7 +59,7 @@ class RankThread(ExchangeThread):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.abort()  # the other ranks end too, and training may wait for them
         if not self._noticed.wait(NOTICED_S):
-            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: the training may wait for ever, and is ended"
+            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
             os._exit(BROKEN_STATUS)
 
