@@ -1,5 +1,6 @@
 """How a rank's exchange thread ends."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
     done: list[object] = []
     monkeypatch.setattr(thread, "NOTICED_S", 0.01)
-    monkeypatch.setattr(thread.os, "_exit", done.append)
+    monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0")
     meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
     monkeypatch.setattr(thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))

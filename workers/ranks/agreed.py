@@ -21,7 +21,7 @@ LAG = 1
 gradients. So after one it is there but for its own latency, and nobody waits for a rank."""
 AHEAD = 2 * LAG + 1
 """Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
-another sum. At most so many pass from an open window to its header."""
+another sum. As many it takes at most from an open window to its header."""
 PARTS = 2**40
 """Of the run's progress, as a whole number."""
 _HEAD = 4

@@ -62,7 +62,7 @@ class RankThread(ExchangeThread):
         self._meeting.part()  # the other ranks end too, and training may wait for them
         OwnThread("abort", self._meeting.abort).start()  # it may itself wait
         if not self._noticed.wait(NOTICED_S):
-            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: the training may wait for ever: ended"
+            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
             os._exit(BROKEN_STATUS)
 
