@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.agreed import PARTS, Decided, UnderWay, numbers, read
+from diloco.workers.ranks.agreed import PARTS, Decided, numbers, read
+from diloco.workers.ranks.under_way import UnderWay
 
 
 @given(

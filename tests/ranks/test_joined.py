@@ -13,9 +13,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.ranks.agreed import AHEAD, UnderWay
+from diloco.workers.ranks.agreed import AHEAD
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.rounds import Base, Publication, Rounds
 from diloco.workers.stopping import Stopping
 
@@ -43,7 +44,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
     parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
     shared = Shared()
     part: Any = SimpleNamespace(
-        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number, server: None, send=lambda items: None
+        pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number: None, send=lambda items: None
     )
     exchange = SimpleNamespace(
         publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
@@ -52,7 +53,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
         part=part,
         shared=shared,
         exchange=exchange,
-        carrier=SimpleNamespace(adopted=lambda p: None),
+        carrier=SimpleNamespace(adopted=lambda p, number: None),
         under_way=UnderWay(),
         late=False,
         begin={0: 1},

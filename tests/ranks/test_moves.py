@@ -19,10 +19,10 @@ from diloco.pipeline.retry import Outages
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.encoding import OnHost
 from diloco.workers.exchange import carrier as own_carrier
-from diloco.workers.ranks.agreed import UnderWay
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.shares import SLICE, Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from tests.ranks.test_wires import wired
@@ -87,7 +87,8 @@ class Crew:
         self.carrier.joining = False
         self.next_server = self.server = self.version = self.serial = 0
         monkeypatch.setattr(self.carrier._turns, "choose", lambda p, busy=(): self.next_server)
-        self.true, self.merged, self.sent = np.zeros(ELEMENTS), np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+        self.true, self.merged = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+        self.sent: Any = None
 
     async def _offload(self, work: Any, *args: Any) -> Any:
         if work is OnHost.encode:

@@ -12,8 +12,7 @@ later it is read, on all ranks alike. What it says is done then: fragments are a
 So rank 0 counts (`Rounds`) in the order of the steps, `LAG` of them behind.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,61 +98,3 @@ def read(sums: Sequence[int]) -> Agreed:
     snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p])
     adoptions = {p: number for p in range(fragments) if (number := sums[_HEAD + fragments + p])}
     return Agreed(tokens, stop > 0, Decided(over > 0, parts / PARTS, snapshots, adoptions))
-
-
-class UnderWay:
-    """What rank 0 has decided and not counted yet, whose uploads are under way, and what goes to another server.
-
-    With a fragment one thing is done at a time. Of the fragments of one server one snapshot is under way at a time, so
-    that a server has the room of one fragment. A fragment does not go to another server between the decision to
-    snapshot it and the end of that upload, and none is snapshot while it goes: so a residual is fed by one server, and
-    what becomes of a delta is told to the one that has made it. The training thread decides, the exchange thread moves.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._fragments: set[int] = set()
-        self._serving: dict[int, int] = {}
-        """Server -> its fragment that is snapshot and not uploaded."""
-        self._moving: set[int] = set()
-
-    def choose(
-        self, pulled: Iterable[int], due: Iterable[int], servers: Mapping[int, int]
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """Fragments to be snapshot, and to be adopted, by what is decided now.
-
-        pulled: those of which all ranks have a newer global. due: those to be published. servers: by fragment, of what
-        was adopted.
-        """
-        with self._lock:
-            adoptions = frozenset(pulled) - self._fragments
-            snapshots = set()
-            for p in due:
-                if p not in self._fragments | adoptions | self._moving and servers[p] not in self._serving:
-                    snapshots.add(p)
-                    self._serving[servers[p]] = p
-            self._fragments |= snapshots | adoptions
-            return frozenset(snapshots), adoptions
-
-    def counted(self, fragments: Iterable[int]) -> None:
-        """What was decided of these is done and counted."""
-        with self._lock:
-            self._fragments.difference_update(fragments)
-
-    def uploaded(self, server: int) -> None:
-        """Its snapshot is, or will not be."""
-        with self._lock:
-            self._serving.pop(server, None)
-
-    def move(self, p: int) -> bool:
-        """Whether the fragment may go to another server; if so it goes, until it has `moved`."""
-        with self._lock:
-            free = p not in self._serving.values()
-            if free:
-                self._moving.add(p)
-            return free
-
-    def moved(self, p: int) -> None:
-        """All ranks have adopted it from its new server, or it stays with the one before."""
-        with self._lock:
-            self._moving.discard(p)

@@ -9,8 +9,8 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.agreed import UnderWay
 from diloco.workers.ranks.turns import Turns
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Publication
 

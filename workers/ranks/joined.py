@@ -15,10 +15,11 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, Meets, Sum, UnderWay, numbers, read
+from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping

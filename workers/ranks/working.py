@@ -33,11 +33,11 @@ from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import UnderWay
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.part import Part, Snapshot
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.training import Training
 
