@@ -28,7 +28,8 @@ RANK_MUTATIONS = [
                 "if self._number and decided.snapshots:\n"
                 "        tag, late = self._steps, sorted(decided.snapshots)\n"
                 "        def send(self=self, tag=tag, late=late):\n"
-                "            self.thread.call(self._rank.part.send, [(p, tag, self._own_snapshot(p)) for p in late])\n"
+                "            items = [(p, tag, self._servers[p], self._own_snapshot(p)) for p in late]\n"
+                "            self.thread.call(self._rank.part.send, items)\n"
                 "        self.kept_sends = [*getattr(self, 'kept_sends', []), (tag, send)]\n"
                 "    for at, send in list(getattr(self, 'kept_sends', [])):\n"
                 "        if at < self._steps:\n"
@@ -44,8 +45,8 @@ RANK_MUTATIONS = [
         "_send",
         (
             (
-                "own = await self._member.offload(snapshot)",
-                "now = await self._member.offload(snapshot)\n"
+                "own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)",
+                "now, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)\n"
                 "    self.kept = getattr(self, 'kept', {})\n"
                 "    own = self.kept.get(p, now) if self._rank else now\n"
                 "    self.kept[p] = now.copy()",
@@ -55,7 +56,7 @@ RANK_MUTATIONS = [
     Mutation(
         "the server uploads before all rows are in",
         Part,
-        "_upload",
+        "_whole",
         (("await gathering.whole.wait()", "await asyncio.sleep(0)"),),
     ),
     Mutation(
@@ -82,8 +83,8 @@ RANK_MUTATIONS = [
         "_pull",
         (
             (
-                'await self._wires.ask(rank, "give", p, number, vector=own)',
-                'self._wires.go_on(self._wires.ask(rank, "give", p, number, vector=own))',
+                'await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)',
+                'self._wires.go_on(self._wires.ask(rank, "give", p, number, at_once, group, vector=vector))',
             ),
         ),
     ),

@@ -87,7 +87,8 @@ class Crew:
         self.carrier.joining = False
         self.next_server = self.server = self.version = self.serial = 0
         monkeypatch.setattr(self.carrier._turns, "choose", lambda p, busy=(): self.next_server)
-        self.true, self.merged, self.sent = np.zeros(ELEMENTS), np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+        self.true, self.merged = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+        self.sent: Any = None
 
     async def _offload(self, work: Any, *args: Any) -> Any:
         if work is OnHost.encode:
@@ -152,7 +153,9 @@ class Crew:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serves(ranks, monkeypatch) -> None:
+async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serves(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over versions of which each has another server, and deltas of which some were refused."""
     async with wired(ranks) as wires:
         crew = Crew(wires, monkeypatch)
@@ -168,7 +171,7 @@ async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serv
         await crew.check()
 
 
-async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch) -> None:
+async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the decision until all is uploaded: its residual is fed once, and its error comes home."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
@@ -190,7 +193,7 @@ async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch
         await crew.check()
 
 
-async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch) -> None:
+async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale delta may still be merged; the next global may go."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
@@ -208,7 +211,7 @@ async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch) -> None:
         assert crew.residuals[0] is None
 
 
-async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypatch) -> None:
+async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the server before would feed a residual that the next one has got."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
@@ -224,7 +227,7 @@ async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypa
         await crew.until(crew.decide)
 
 
-async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeypatch) -> None:
+async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its residual; the next pull waits for its end, and goes on."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
@@ -247,7 +250,7 @@ async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeyp
         assert [len(part._bases) for part in crew.parts] == [1, 0]
 
 
-async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch) -> None:
+async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the next global is adopted in the same turn of the loop."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)

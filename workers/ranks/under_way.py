@@ -1,4 +1,4 @@
-"""What rank 0 has under way with each fragment, so that it does one thing with it at a time. Of two threads."""
+"""What is under way with which fragment, for the two threads of rank 0 that decide."""
 
 import threading
 from collections.abc import Iterable, Mapping

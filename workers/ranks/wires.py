@@ -105,7 +105,7 @@ class Wires:
         number, answer = next(self._questions), asyncio.get_running_loop().create_future()
         self._asked[number] = rank, answer
         try:
-            # Who asks may be cancelled; what was begun is written to its end, or the next message is read as its rest.
+            # Cancelled or not, what was begun is written to its end: else the next message is read as its rest.
             await asyncio.shield(self.go_on(self._write(rank, [number, what, *said], vector)))
             return await answer
         finally:
