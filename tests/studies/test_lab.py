@@ -194,7 +194,7 @@ def test_stale_deltas_fare_as_told(text):
     """Without grace slow learners are late for their window: what is dropped counts as rejected, not as merged."""
     runs = {}
     for fate in (None, "drop", "keep"):
-        runs[fate] = run = train(small(text, learners=3, slowdown=0.18, grace_gamma=0.0, stale=fate), "cpu")
+        runs[fate] = run = train(small(text, learners=3, slowdown=0.3, grace_gamma=0.0, stale=fate), "cpu")
         assert run["stale_share"] > 0
         assert run["merged_share"] + run["overwritten_share"] + run["rejected_share"] == pytest.approx(1.0)
     assert len({run["digest"] for run in runs.values()}) == 3
