@@ -49,10 +49,8 @@ def test_a_world_that_does_not_hold_yet(seed: int) -> None:
 @pytest.mark.timeout(1500)
 def test_a_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     """Each with at least 200 merges; together they meet with every kind of fault."""
-    summary = Summary()
-    for line in campaign(
-        sorted({*range(WORLDS)} - OPEN.keys()), len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"
-    ):
+    summary, seeds = Summary(), sorted({*range(WORLDS)} - OPEN.keys())
+    for line in campaign(seeds, len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
         assert line["violation"] or line["merges"] >= MERGES
         summary.add(line)
     assert summary.violations == {}
