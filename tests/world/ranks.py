@@ -100,7 +100,7 @@ class Parameters:
         """As it is now; poisoned now and then, while it is trained."""
         party = self._party
         taken = party.values[p].copy()
-        if party.trains:
+        if party.trains and not party.still:
             whose = party.learner if party.crew.replicated else party.name  # replicas stay alike
             if len(taken) and party.world.poisons((p, whose, party.incarnation, party.step)):
                 taken[0] = np.nan
@@ -156,6 +156,11 @@ class WorldRank(Party):
     def report(self, left: bool) -> LearnerReport:
         """What it says about its learner."""
         return virtual_report(self.rounds, self.learner, self.incarnation, self.step_s, left)
+
+    @property
+    def still(self) -> bool:
+        """It waits, as it leaves: its last values are asked for."""
+        return bool(self._joined.result()[0].part.still.is_set())
 
     def final(self, p: int) -> dict[int, Float32]:
         """What all ranks have of a fragment."""

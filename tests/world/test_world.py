@@ -32,10 +32,7 @@ learner took no more, since all were leaving. 147: it was a failed write that no
 lost."""
 
 
-OPEN = {
-    20: "a learner of ranks: a fragment did not go on for 40 s",
-    52: "a learner of ranks: a delta was refused as not finite, and the oracle has it finite",
-}
+OPEN = {20: "a learner of ranks: a fragment did not go on for 40 s"}
 """Seeds of worlds that do not hold yet."""
 
 
