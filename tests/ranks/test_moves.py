@@ -106,6 +106,12 @@ class Crew:
         """By rank."""
         return [part._carrier.feedback.residual(0) for part in self.parts]
 
+    async def go_on(self) -> None:
+        """A version adopted from the first server, and a delta on it published."""
+        self.adopt(await self.pull(0))
+        await self.until(self.decide)
+        await self.publish()
+
     async def pull(self, to: int) -> int | None:
         self.next_server = to
         return await self.carrier.pull(head(self.version + 1))
@@ -175,9 +181,7 @@ async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch
     """From the decision until all is uploaded: its residual is fed once, and its error comes home."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
-        crew.adopt(await crew.pull(0))
-        await crew.until(crew.decide)
-        await crew.publish()
+        await crew.go_on()
         crew.merge()
         crew.adopt(await crew.pull(0))
         await crew.until(crew.decide)
@@ -197,9 +201,7 @@ async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.M
     """A stale delta may still be merged; the next global may go."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
-        crew.adopt(await crew.pull(0))
-        await crew.until(crew.decide)
-        await crew.publish()
+        await crew.go_on()
         number = await crew.pull(1)
         crew.merge()
         crew.adopt(number)
@@ -231,9 +233,7 @@ async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeyp
     """With its residual; the next pull waits for its end, and goes on."""
     async with wired(2) as wires:
         crew = Crew(wires, monkeypatch)
-        crew.adopt(await crew.pull(0))
-        await crew.until(crew.decide)
-        await crew.publish()
+        await crew.go_on()
         crew.merge()
         crew.pulling.clear()
         pulling = asyncio.create_task(crew.pull(1))

@@ -1,6 +1,7 @@
 """Learners of one and several ranks in one run, as processes over gloo."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,22 +100,29 @@ def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) ->
         assert all(rank.poll() is None for rank in (solo, *again)), party.shown()
 
 
+def lives(party: Party, *kinds: tuple[str, int]) -> Iterator[int]:
+    """One learner's, of these kinds and ranks: each goes on with the moments of the one before. Once it has left."""
+    party.learner("plain", "solo")
+    earlier = 0
+    for life, (kind, ranks) in enumerate(kinds):
+        learner = party.learner(kind, "them", ranks, TEST_STATE="1")
+        party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
+        source, steps = party.said("them-0", "joined ")[-1].split()[1:]
+        assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
+        earlier = int(steps)
+        stepped = len(party.said("them-0", "step "))
+        party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
+        for rank in learner:
+            rank.terminate()
+        assert party.ended(*learner) == [0] * ranks, party.shown()
+        yield life
+
+
 def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
     """FSDP2 of 3, then of 2, then DDP of 2, then of 3 again: each goes on from what the ones before have saved."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        party.learner("plain", "solo")
-        earlier = 0
-        for life, (kind, ranks) in enumerate([("fsdp", 3), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)]):
-            learner = party.learner(kind, "them", ranks, TEST_STATE="1")
-            party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
-            source, steps = party.said("them-0", "joined ")[-1].split()[1:]
-            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
-            earlier = int(steps)
-            stepped = len(party.said("them-0", "step "))
-            party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
-            for rank in learner:
-                rank.terminate()
-            assert party.ended(*learner) == [0] * ranks, party.shown()
+        for _ in lives(party, ("fsdp", 3), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)):
+            pass
 
 
 def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -138,19 +146,7 @@ def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) 
 def test_a_process_goes_on_from_ranks_and_ranks_from_a_process(tmp_path: Path) -> None:
     """FSDP2 of 3, then one process, then FSDP2 of 2: each with the moments of the one before, and the log says so."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        party.learner("plain", "solo")
-        earlier = 0
-        for life, (kind, ranks) in enumerate([("fsdp", 3), ("plain", 1), ("fsdp", 2)]):
-            learner = party.learner(kind, "them", ranks, TEST_STATE="1")
-            party.until(lambda: len(party.said("them-0", "joined ")) > life)  # noqa: B023  # called here
-            source, steps = party.said("them-0", "joined ")[-1].split()[1:]
-            assert (source == "checkpoint" and int(steps) > earlier) == (life > 0), (life, source, steps, earlier)
-            earlier = int(steps)
-            stepped = len(party.said("them-0", "step "))
-            party.until(lambda: len(party.said("them-0", "step ")) > stepped + 2)  # noqa: B023
-            for rank in learner:
-                rank.terminate()
-            assert party.ended(*learner) == [0] * ranks, party.shown()
+        for life in lives(party, ("fsdp", 3), ("plain", 1), ("fsdp", 2)):
             assert len(party.said("them-0", "state_resharded")) == life, party.shown()
 
 

@@ -226,6 +226,12 @@ class Slowly:
         self.by.append((str(folder), fragment, bus))
 
 
+async def kill_all(*parties: Any) -> None:
+    """One after the other."""
+    for party in parties:
+        await party.kill()
+
+
 def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the same time, and the lead writes the manifest: in half of the time that it would take alone.
 
@@ -244,10 +250,7 @@ def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypa
         assert len(slowly.by) <= P + 2
         assert took < 20.0 + P / 2 + 0.5
         assert load_checkpoint(tmp_path).state.tokens > 0
-        for party in learners:
-            await party.kill()
-        for one in syncers:
-            await one.kill()
+        await kill_all(*learners, *syncers)
 
     run_virtual(main())
 
@@ -271,11 +274,7 @@ def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
         await until(lambda: (tmp_path / "latest").exists(), 20.0)
         load_checkpoint(tmp_path)
         assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
-        for party in learners:
-            await party.kill()
-        for one in syncers:
-            if one is not dead:
-                await one.kill()
+        await kill_all(*learners, *(one for one in syncers if one is not dead))
 
     run_virtual(main())
 
@@ -296,10 +295,7 @@ def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
         checkpoint = load_checkpoint(tmp_path / lead)
         assert len(found_fragments(checkpoint.folder.names())) == P
         assert not (tmp_path / other).exists()
-        for party in learners:
-            await party.kill()
-        for one in syncers:
-            await one.kill()
+        await kill_all(*learners, *syncers)
 
     run_virtual(main())
 

@@ -65,11 +65,11 @@ class RanksCarrier:
 
     async def _pull(self, head: Head, number: int, at_once: bool) -> int | None:
         """The server that has it now, and all ranks from it."""
-        p, moves = head.fragment, True
-        server = await self._take_turn(p, moves)
+        p = head.fragment
+        server = await self._take_turn(p, moves=True)
         if not await self._handed(p, server):
             await self._free(p)
-            server = await self._take_turn(p, not moves)
+            server = await self._take_turn(p, moves=False)
         if await self._wires.ask(server, "pull", p, number, at_once, codec.encode(head)):
             return server
         await self._free(p)
@@ -80,7 +80,7 @@ class RanksCarrier:
         if await pulling is not None:
             await self._free(p)
 
-    async def _take_turn(self, p: int, moves: bool) -> int:
+    async def _take_turn(self, p: int, *, moves: bool) -> int:
         """The fragment's next server, once it has room."""
         async with self._adopted:
             while p in self._not_adopted or (server := self._choose(p, moves)) is None:

@@ -44,8 +44,8 @@ class Ready(Message):
 class Agreed(Message):
     """What a rank would have. All others take rank 0's."""
 
-    max_bytes: ClassVar[int] = Spec.max_bytes + 2**21
-    max_parts: ClassVar[int] = Spec.max_parts + 202
+    max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
+    max_parts: ClassVar[int] = Spec.max_parts + 1
     max_items: ClassVar[int] = MAX_TENSORS
 
     format: Literal[1] = 1

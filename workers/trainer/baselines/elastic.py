@@ -19,9 +19,10 @@ import multiprocessing
 import os
 from pathlib import Path
 
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 from diloco.pipeline.settings import RankProcess
+from diloco.workers.trainer.agent import one_machine
 from diloco.workers.trainer.baselines import preload
 from diloco.workers.trainer.baselines.elastic_rank import be_rank
 from diloco.workers.trainer.data.tokenized import open_for
@@ -51,16 +52,6 @@ def run_agent(settings: RankProcess, out: Path, learners: int, every_s: float) -
     multiprocessing.set_forkserver_preload([preload.__name__])
     for name in ("ranks", *(f"learners/learner-{rank}" for rank in range(learners))):
         (out / name).mkdir(parents=True, exist_ok=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=learners,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        run_id=settings.run,
-        max_restarts=MOST_RESTARTS,
-        start_method="forkserver",
-    )
+    config = one_machine(learners, settings.run, max_restarts=MOST_RESTARTS, start_method="forkserver")
     elastic_launch(config, be_rank)(settings, out, learners, every_s)
     return 0
