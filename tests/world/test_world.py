@@ -32,21 +32,10 @@ learner took no more, since all were leaving. 147: it was a failed write that no
 lost."""
 
 
-OPEN = {20: "a learner of ranks: a fragment did not go on for 40 s"}
-"""Seeds of worlds that do not hold yet."""
-
-
-@pytest.mark.xfail(strict=True, reason="open")
-@pytest.mark.parametrize("seed", OPEN)
-def test_a_world_that_does_not_hold_yet(seed: int) -> None:
-    """It is known, and nobody has found why. Once it holds, this fails: then its seed belongs to `FAILED`."""
-    assert run_seed(seed).violation is None
-
-
 @pytest.mark.timeout(1500)
 def test_a_hundred_worlds_keep_every_promise(tmp_path: Path) -> None:
     """Each with at least 200 merges; together they meet with every kind of fault."""
-    summary, seeds = Summary(), sorted({*range(WORLDS)} - OPEN.keys())
+    summary, seeds = Summary(), range(WORLDS)
     for line in campaign(seeds, len(os.sched_getaffinity(0)), tmp_path / "results.jsonl"):
         assert line["violation"] or line["merges"] >= MERGES
         summary.add(line)

@@ -357,7 +357,7 @@ class World:
             self._hit(fault, party, "anywhere")
         if fault.kind not in PAUSES:
             await asyncio.sleep(fault.lasts_s)
-            while not self._calm and self._is_alive(party.unit) and party in self._dying():
+            while not self._calm and any(one.unit == party.unit for one in self._dying()):
                 await asyncio.sleep(0.05)
             if not self._calm and not self._is_alive(party.unit):
                 self._start(party.unit)
