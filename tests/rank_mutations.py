@@ -9,35 +9,35 @@ RANK_MUTATIONS = [
     Mutation(
         "a rank adopts a step later",
         JoinedRank,
-        "_do",
+        "_settle",
         (
             (
-                "for p, number in sorted(decided.adoptions.items()):",
-                "now, self.kept = (getattr(self, 'kept', {}), decided.adoptions) if self._number else "
-                "(decided.adoptions, {})\n    for p, number in sorted(now.items()):",
+                "for p, number in sorted(agreed.decided.adoptions.items()):",
+                "now, self.kept = (getattr(self, 'kept', {}), agreed.decided.adoptions) if self._number else "
+                "(agreed.decided.adoptions, {})\n    for p, number in sorted(now.items()):",
             ),
         ),
     ),
     Mutation(
-        "a rank snapshots a step later",
+        "a rank sends the snapshot of an earlier step",
         JoinedRank,
-        "_do",
+        "stepped",
         (
             (
-                "if decided.snapshots:",
-                "if self._number and decided.snapshots:\n"
-                "        tag, late = self._steps, sorted(decided.snapshots)\n"
-                "        def send(self=self, tag=tag, late=late):\n"
-                "            items = [(p, tag, self._servers[p], self._own_snapshot(p)) for p in late]\n"
-                "            self.thread.call(self._rank.part.send, items)\n"
-                "        self.kept_sends = [*getattr(self, 'kept_sends', []), (tag, send)]\n"
-                "    for at, send in list(getattr(self, 'kept_sends', [])):\n"
-                "        if at < self._steps:\n"
-                "            self.kept_sends.remove((at, send))\n"
-                "            send()\n"
-                "    if decided.snapshots and not self._number:",
+                "fragments, stop =",
+                "if self._number:\n"
+                "        now, self.kept = taken, {**getattr(self, 'kept', {}), **taken}\n"
+                "        before, self.before = getattr(self, 'before', {}), dict(self.kept)\n"
+                "        taken = {p: one._replace(snapshot=before.get(p, one).snapshot) for p, one in now.items()}\n"
+                "    fragments, stop =",
             ),
         ),
+    ),
+    Mutation(
+        "a snapshot counts that not all ranks have taken",
+        JoinedRank,
+        "_count",
+        (("self._shares.ranks", "1"),),
     ),
     Mutation(
         "a gather takes rows from an earlier snapshot",
@@ -66,10 +66,15 @@ RANK_MUTATIONS = [
         (("numbers(tokens,", "numbers(tokens * (self._number == 0),"),),
     ),
     Mutation(
-        "what was trained since the decision is not in the header",
+        "the last step's tokens are not in the header",
         JoinedRank,
-        "_settle",
-        (("self._count(step, agreed.tokens)", "self._count(step - 1, agreed.tokens)"),),
+        "_count_agreed",
+        (
+            (
+                "self.training.rounds.trained(agreed.tokens)",
+                "self.training.rounds.trained(getattr(self, 'kept', 0))\n    self.kept = agreed.tokens",
+            ),
+        ),
     ),
     Mutation(
         "a rank's death is unnoticed",

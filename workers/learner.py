@@ -51,7 +51,6 @@ from diloco.workers.names import state_with
 from diloco.workers.parameters import tensor_table
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting, proposal
-from diloco.workers.ranks.agreed import AHEAD
 from diloco.workers.ranks.found import meet, ranks_of
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Shares
@@ -425,7 +424,6 @@ class Learner:
         whole, held = shares.layout.trained, meeting.held
         folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
-        training.follow_steps = AHEAD
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
     def _check_ranks(self) -> None:

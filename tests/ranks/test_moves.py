@@ -126,7 +126,7 @@ class Crew:
 
     def decide(self) -> bool:
         """Whether a snapshot may be taken now."""
-        return bool(self.under_way.choose([], [0], {0: self.server})[0])
+        return bool(self.under_way.snapshot([0], {0: self.server}))
 
     async def publish(self) -> None:
         """Snapshot it, and upload it."""

@@ -3,9 +3,9 @@
 An account of one life, kept by what its training threads do with their parameters and by the tokens that they train.
 It shares no state with the ranks' code.
 
-Invariants: all ranks adopt a fragment, and those that send it snapshot it, at the same step, and all of it; what they
-adopt together is one committed global; replicas stay alike; a delta has the very steps and tokens of all ranks between
-its base's adoption and its snapshot, and the very values of that snapshot.
+Invariants: all ranks adopt a fragment at the same step, and all of it, and what is published they have snapshot so;
+what they adopt together is one committed global; replicas stay alike; a delta has the very steps and tokens of all
+ranks between its base's adoption and its snapshot, and the very values of that snapshot.
 """
 
 from collections import defaultdict
@@ -89,9 +89,6 @@ class Alike:
         for p, adoptions in enumerate(self._adoptions):
             if adoptions and adoptions[-1].step < least and len(adoptions[-1].parts) < self._crew.ranks:
                 self._broken("all ranks adopt at the same step", f"fragment {p}: only {sorted(adoptions[-1].parts)}")
-            for done in self._snapshots[p].values():
-                if done.step == least - 1:
-                    self.whole(p, done.parts, f"snapshot of step {done.step}")
 
     def knows(self, rank: int, step: int, said: object) -> None:
         """What a rank knows of the run after a step."""
@@ -116,7 +113,7 @@ class Alike:
         self._check_adopted(p, adoption)
 
     def snapshot(self, rank: int, step: int, p: int, own: Float32) -> None:
-        """A rank has taken one while it trains."""
+        """A rank has taken one while it trains. It may be too early for the others, and never be published."""
         done = self._snapshots[p].setdefault(step, _Done(step))
         done.parts[rank] = own
         for other in [one for one in self._snapshots[p] if one < step - 8 * LATER]:

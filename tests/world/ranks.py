@@ -20,7 +20,6 @@ from diloco.pipeline.messages.wire import AVERAGED
 from diloco.pipeline.testing.virtual_time import inline
 from diloco.studies.quality.virtual_report import virtual_report
 from diloco.workers.moments.recovery import Found
-from diloco.workers.ranks.agreed import LAG
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
@@ -259,7 +258,7 @@ class WorldRank(Party):
             self.step += 1
             tokens = 0 if self.rank and self.step % 5 == 0 else self.step_tokens
             self.alike.trained(self.rank, self.step, tokens, self.values)
-            await meeting.sums(self.step - LAG)
+            await meeting.sums(self.step - 1)
             if self.crew.decided(self.step - 1):
                 self.crash_point("decided", False)
                 if self.link.dead:

@@ -202,6 +202,11 @@ class WorldSum:
     def __init__(self, result: "asyncio.Future[list[int]]") -> None:
         self.result = result
 
+    @property
+    def there(self) -> bool:
+        """As `agreed.Sum`."""
+        return self.result.done()
+
     def wait(self, within_s: float | None = None) -> list[int]:
         """As `agreed.Sum`."""
         return self.result.result()

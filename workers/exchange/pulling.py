@@ -79,6 +79,7 @@ class Pulling:
             self._carrier.feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
             if window.state in ("collecting", "grace"):
                 windows[p] = OpenWindow(head.version, window.attempt, self._member.learner in window.members)
+                self._member.shared.window_seen()
             else:
                 windows.pop(p, None)
             if self.latest.get(p) != (head.version, head.digest):

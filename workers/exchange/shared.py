@@ -1,6 +1,7 @@
 """Where a learner's training thread and its exchange thread meet: fields with one writer each, no locks. Pure."""
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco.pipeline.messages.run import RunState
@@ -29,5 +30,7 @@ class Shared:
     """Entry id of the shard in hand and blocks of it already read."""
     shard_handed_out: tuple[str, int] | None = None
     """The same with the block last handed out: what was read when no step is under way."""
+    window_seen: Callable[[], None] = lambda: None
+    """Called by the exchange as a head has an open window."""
     shards_wanted: tuple[int, int] | None = None
     """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""

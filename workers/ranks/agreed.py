@@ -1,27 +1,18 @@
 """What the ranks of a learner tell each other at each step, so that all do the same at the same step. Pure.
 
-Each step every rank puts a few whole numbers into a sum over all ranks, which goes on beside the training. `LAG` steps
-later it is read, on all ranks alike. What it says is done then: fragments are adopted and snapshot, the loop ends.
+Each step every rank puts a few whole numbers into a sum over all ranks, which goes on beside the training. At the end
+of the next step all have read it, alike. Adoptions are decided: rank 0 puts them in, all adopt when they have read it.
+Snapshots are not: rank 0's exchange tells all ranks beside the training what is wanted, and whoever has heard it takes
+one at its next step, and says so in that step's sum. Once all ranks have taken one at the same step, it counts; the
+others are thrown away, and taken again a step later. So a snapshot is of the step that was under way as it was wanted.
 
-| step | |
-|---|---|
-| t | rank 0 decides, and puts it into the sum of step t, with the tokens that it has trained in it |
-| t + LAG | all ranks read that sum, and do it |
-| t + 2 LAG | rank 0 reads the tokens of step t + LAG: it knows what the snapshots of that step have trained |
-
-So rank 0 counts (`Rounds`) in the order of the steps, `LAG` of them behind.
+A sum with snapshots is read as soon as it is there, in the exchange thread: it has the tokens of that very step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-LAG = 1
-"""Steps until a sum is read. The ranks train in step: all have put in theirs before any is through with the next one's
-gradients. So after one it is there but for its own latency, and nobody waits for a rank."""
-AHEAD = 2 * LAG + 1
-"""Steps between what rank 0 has counted as it decides, and the doing of it: it decides at a step's end, before it reads
-another sum. As many it takes at most from an open window to its header."""
 PARTS = 2**40
 """Of the run's progress, as a whole number."""
 _HEAD = 4
@@ -35,8 +26,6 @@ class Decided:
     """The run is over."""
     progress: float = 0.0
     """Of the run, 0..1."""
-    snapshots: frozenset[int] = frozenset()
-    """Fragments."""
     adoptions: Mapping[int, int] = field(default_factory=dict)
     """Fragment -> number of the pulled global, from 1."""
 
@@ -49,11 +38,17 @@ class Agreed:
     """Trained in its step by all ranks."""
     stop: bool
     """A rank was asked to end."""
+    snapshots: frozenset[int]
+    """Fragments of which all ranks have taken one at its end."""
     decided: Decided
 
 
 class Sum(Protocol):
-    """Of what all ranks put in at one step; under way."""
+    """Of what all ranks put in at one step; under way. Of any thread."""
+
+    @property
+    def there(self) -> bool:
+        """Whether nobody would wait for it."""
 
     def wait(self, within_s: float | None = None) -> list[int]:
         """It.
@@ -77,24 +72,27 @@ class Meets(Protocol):
         """What rank `source` makes (elements,), on all ranks, which call this together."""
 
 
-def numbers(tokens: int, stop: bool, fragments: int, decided: Decided = Decided()) -> list[int]:
+def numbers(
+    tokens: int, stop: bool, fragments: int, taken: Collection[int] = (), decided: Decided = Decided()
+) -> list[int]:
     """What a rank puts in.
 
     Args:
         tokens: that it has trained in this step.
         stop: it was asked to end.
         fragments: of the layout.
+        taken: those that it has snapshot at its end.
         decided: rank 0's; the others decide nothing.
     """
     told = [tokens, int(stop), int(decided.over), int(PARTS * decided.progress)]
-    told += [int(p in decided.snapshots) for p in range(fragments)]
+    told += [int(p in taken) for p in range(fragments)]
     return told + [decided.adoptions.get(p, 0) for p in range(fragments)]
 
 
-def read(sums: Sequence[int]) -> Agreed:
+def read(sums: Sequence[int], ranks: int) -> Agreed:
     """The sum of what all ranks have put in."""
     tokens, stop, over, parts = sums[:_HEAD]
     fragments = (len(sums) - _HEAD) // 2
-    snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p])
+    snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p] == ranks)
     adoptions = {p: number for p in range(fragments) if (number := sums[_HEAD + fragments + p])}
-    return Agreed(tokens, stop > 0, Decided(over > 0, parts / PARTS, snapshots, adoptions))
+    return Agreed(tokens, stop > 0, snapshots, Decided(over > 0, parts / PARTS, adoptions))

@@ -164,6 +164,11 @@ class GlooSum:
         self._vector = torch.tensor(numbers, dtype=torch.int64)
         self._work = distributed.all_reduce(self._vector, group=group, async_op=True)
 
+    @property
+    def there(self) -> bool:
+        """As `agreed.Sum`."""
+        return bool(self._work.is_completed())
+
     def wait(self, within_s: float | None = None) -> list[int]:
         """As `agreed.Sum`."""
         _wait(self._work, None if within_s is None else timedelta(seconds=within_s))

@@ -1,12 +1,12 @@
 """A rank in its learner's run: what its training thread does at each step, and as it leaves (`agreed`)."""
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
@@ -15,18 +15,21 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import AHEAD, LAG, Decided, Meets, Sum, numbers, read
+from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
 BYE_S = 30.0
 """Beyond what leaving may take, until ranks that have not all come to leave give up."""
+LOOKS_S = 0.001, 0.02
+"""Whether a sum is there is looked at so often: at first, and in the end."""
 
 
 class Rank:
@@ -54,6 +57,7 @@ class Rank:
         """Rank 0's: the same as bases."""
         self.late = False
         """The run was over as all joined."""
+        self.wishes = Wishes(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -78,6 +82,18 @@ class Rank:
         self.begin = dict(begin)
         self.part.still.clear()
         self._joined.set_result((self, self._found if self._found.source == source else Found(source)))
+
+    def once_there(self, told: Sum, do: Callable[[], object]) -> None:
+        """Do something as soon as a sum is there."""
+        self._wires.go_on(self._once_there(told, do))
+
+    @staticmethod
+    async def _once_there(told: Sum, do: Callable[[], object]) -> None:
+        pause_s, most_s = LOOKS_S
+        while not told.there:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, most_s)
+        do()
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
@@ -108,11 +124,25 @@ class Rank:
 
 
 @dataclass(slots=True)
-class _Done:
-    """What was done at a step, until it is counted."""
+class _Step:
+    """One that this rank has trained, and others may still train."""
 
-    adopted: list[Base] = field(default_factory=list)
-    snapshots: list[int] = field(default_factory=list)
+    number: int
+    told: Sum
+    taken: Mapping[int, "_Taken"]
+    adopted: list[Base]
+    """Rank 0's: at its end."""
+    agreed: Agreed | None = None
+    """Once it is counted."""
+
+
+class _Taken(NamedTuple):
+    """A snapshot of a fragment, for a wish."""
+
+    wish: int
+    server: int
+    snapshot: Snapshot | None
+    """None: others send it."""
 
 
 class JoinedRank(JoinedLearner):
@@ -135,13 +165,20 @@ class JoinedRank(JoinedLearner):
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
-        self._sums: deque[tuple[int, Sum]] = deque()
-        """Those under way, and of which step."""
+        self._step: _Step | None = None
+        """The last one, until its sum is settled."""
         self._servers: dict[int, int] = {}
         """Fragment -> rank that has the base of what was adopted."""
+        self._adopted: list[Base] = []
+        """Rank 0's, at this step, as all of the following."""
         self._bases: dict[int, Base] = {}
-        """Fragment -> what is decided to be adopted. Rank 0's, as all of the following."""
-        self._done: dict[int, _Done] = {}
+        """Fragment -> what is decided to be adopted."""
+        self._lock = threading.Lock()
+        """Of what is counted: the exchange thread counts a step whose sum it has waited for."""
+        self._counted = 0
+        """Steps."""
+        if self._rank.exchange is not None:
+            self.shared.window_seen = self._want_due
 
     @property
     def exchange(self) -> Exchange:
@@ -198,50 +235,56 @@ class JoinedRank(JoinedLearner):
             self.thread.call(self._told, [], adopted)
 
     def stepped(self, tokens: int) -> int:
-        """As `JoinedLearner`, of this rank's tokens; those that are returned are all ranks', `LAG` steps before."""
+        """As `JoinedLearner`, of this rank's tokens; those that are returned are all ranks', of the step before."""
+        wishes = self._rank.wishes
+        heard = wishes.heard  # first: what is wished from now on is for the next step
         self._steps += 1
-        fragments = len(self.training.layout.fragments)
-        said = numbers(tokens, self._stopping.heard > 0, fragments, self._decide())
-        self._sums.append((self._steps, self._meeting.start_sum(said)))
-        return self._settle() if len(self._sums) > LAG else 0
+        before, decided = self._settle(), self._decide()
+        taken = {p: _Taken(wish, self._servers[p], self._own_snapshot(p)) for p, wish in wishes.open(heard)}
+        fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
+        told = self._meeting.start_sum(numbers(tokens, stop, fragments, taken, decided))
+        self._step = step = _Step(self._steps, told, taken, self._adopted)
+        self._adopted = []
+        if taken:
+            self.thread.call(self._rank.once_there, told, partial(self._count, step))
+        return before
 
     def _decide(self) -> Decided:
         under_way, shared = self._rank.under_way, self.shared
         if under_way is None:
             return Decided()
-        due = self.training.rounds.wanted(shared.windows, shared.uploaded, AHEAD)
-        snapshots, adoptions = under_way.choose(list(shared.adoptions), due, self._servers)
+        adoptions = under_way.adopt(list(shared.adoptions))
         bases = {p: shared.adoptions.pop(p) for p in adoptions}
         self._bases |= bases
+        self._want_due()
         over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
-        return Decided(over, progress, snapshots, {p: base.values for p, base in bases.items()})
+        return Decided(over, progress, {p: base.values for p, base in bases.items()})
+
+    def _want_due(self) -> None:
+        """Want snapshots of what is to be published. Of both threads: the exchange has seen an open window."""
+        rounds, shared, under_way = self.training.rounds, self.shared, self._rank.under_way
+        assert under_way is not None  # noqa: S101  # it is rank 0
+        with self._lock:
+            due = rounds.wanted(shared.windows, shared.uploaded, self._steps + 1 - self._counted)
+            wanted = under_way.snapshot([p for p in due if p not in shared.adoptions], self._servers)
+        if wanted:
+            self.thread.call(self._rank.wishes.make, wanted)
 
     def _settle(self, within_s: float | None = None) -> int:
-        """Read the oldest sum, and do what it says; the tokens of its step."""
-        step, told = self._sums.popleft()
-        agreed = read(told.wait(within_s))
-        self._do(agreed.decided)
-        if agreed.stop:
-            self._stopping.agree()
-        if self._rank.exchange is not None:
-            self._count(step, agreed.tokens)
-        else:  # of what is counted, its saved state has the steps
-            self.training.rounds.trained(agreed.tokens)
-        return agreed.tokens
-
-    def _do(self, decided: Decided) -> None:
-        done = _Done()
-        if self._rank.exchange is not None:  # the others count nothing of it
-            done = self._done.setdefault(self._steps, done)
-        for p, number in sorted(decided.adoptions.items()):
+        """Read the last step's sum, and do what it says; the tokens of that step."""
+        if (step := self._step) is None:
+            return 0
+        self._step = None
+        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing
+        agreed = self._count(step)
+        for p, number in sorted(agreed.decided.adoptions.items()):
             self._adopt(p, number)
             if p in self._bases:
-                done.adopted.append(self._bases.pop(p))
-        done.snapshots += sorted(decided.snapshots)
-        if decided.snapshots:
-            items = [(p, self._steps, self._servers[p], self._own_snapshot(p)) for p in sorted(decided.snapshots)]
-            self.thread.call(self._rank.part.send, items)
-        self._progress, self._over = decided.progress, self._over or decided.over
+                self._adopted.append(self._bases.pop(p))
+        self._progress, self._over = agreed.decided.progress, self._over or agreed.decided.over
+        if agreed.stop:
+            self._stopping.agree()
+        return agreed.tokens
 
     def _adopt(self, p: int, number: int) -> None:
         server, own = self._rank.part.pulled.pop((p, number))
@@ -256,26 +299,46 @@ class JoinedRank(JoinedLearner):
         sent = self._shares.sent(self._number, p, self._servers[p])
         return self.training.parameters.snapshot(p).numpy if sent else None
 
-    def _count(self, step: int, tokens: int) -> None:
-        """Count a step in the order of the steps, with what was done at its end."""
-        rounds, shared, done = self.training.rounds, self.shared, self._done.pop(step, _Done())
-        rounds.trained(tokens)
-        for base in done.adopted:
+    def _count(self, step: _Step) -> Agreed:
+        """Count a step of which the sum is there, and send what was snapshot at its end. Of both threads: once."""
+        with self._lock:
+            if step.agreed is None:
+                step.agreed = read(step.told.wait(), self._shares.ranks)
+                self._count_agreed(step, step.agreed)
+            return step.agreed
+
+    def _count_agreed(self, step: _Step, agreed: Agreed) -> None:
+        self._counted = step.number
+        self.training.rounds.trained(agreed.tokens)
+        items = []
+        for p in sorted(agreed.snapshots):
+            taken = step.taken[p]
+            self._rank.wishes.granted(p, taken.wish)
+            items.append((p, step.number, taken.server, taken.snapshot))
+        if items:
+            self.thread.call(self._rank.part.send, items)
+        if self._rank.exchange is not None:  # the others count nothing of it
+            self._publish(step, agreed)
+
+    def _publish(self, step: _Step, agreed: Agreed) -> None:
+        """Count what was adopted and snapshot at a step's end, and have the exchange publish."""
+        rounds, shared, rank = self.training.rounds, self.shared, self._rank
+        assert rank.under_way is not None  # noqa: S101  # it is rank 0
+        for base in step.adopted:
             rounds.adopt(base)
         if shared.offer_again:
             shared.offer_again = False
             rounds.offer_again()
-        items, exchange = [], self.exchange
-        for p in done.snapshots:
-            publication = rounds.publication(p, shared.windows)
+        items = []
+        for p in sorted(agreed.snapshots):
+            publication, taken = rounds.publication(p, shared.windows), (step.number, step.taken[p].server)
             if publication is None:
-                self.thread.call(exchange.carrier.forget, p, (step, self._servers[p]))
+                self.thread.call(self.exchange.carrier.forget, p, taken)
             else:
-                items.append((publication, (step, self._servers[p])))
-        if self._rank.under_way is not None:
-            self._rank.under_way.counted([*done.snapshots, *(base.fragment for base in done.adopted)])
-        if items or done.adopted:
-            self.thread.call(self._told, items, bool(done.adopted))
+                items.append((publication, taken))
+        rank.under_way.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
+        if items or step.adopted:
+            self.thread.call(self._told, items, bool(step.adopted))
 
     # --- leaving ------------------------------------------------------------------------------------------
 
@@ -286,13 +349,16 @@ class JoinedRank(JoinedLearner):
             RankGone: they do not.
         """
         training, rank = self.training, self._rank
-        while self._sums:
-            self._settle(within_s + BYE_S)
+        self._settle(within_s + BYE_S)
+        with self._lock:
+            for base in self._adopted:
+                training.rounds.adopt(base)
+            last = list(training.rounds.last(self.shared.windows, due=self.over)) if rank.exchange is not None else []
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:
             leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))
         else:
-            for publication in training.rounds.last(self.shared.windows, due=self.over):
+            for publication in last:
                 server = self._servers[publication.base.fragment]
                 self.thread.call(self._told, [(publication, (None, server))], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))

@@ -35,9 +35,16 @@ class _Gathering:
     missing: int
     """Elements; at first all of them."""
     flat: Float32 | None = None
+    begun: bool = False
+    """The server knows of it; others may know before."""
     base: Base | None = None
-    """What the server had adopted at the snapshot."""
+    """What the server had adopted at the snapshot, once it is begun."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, base: Base | None) -> None:
+        """The server takes its own."""
+        self.begun, self.base = True, base
+        self._look()
 
     def take(self, own: Float32, pieces: Sequence[Piece]) -> None:
         """These of a rank's own vector; that vector itself where it is all there is."""
@@ -47,7 +54,10 @@ class _Gathering:
             if self.flat is not own:
                 self.flat[piece.start : piece.start + piece.elements] = own[piece.at : piece.at + piece.elements]
             self.missing -= piece.elements
-        if not self.missing:
+        self._look()
+
+    def _look(self) -> None:
+        if self.begun and not self.missing:
             self.whole.set()
 
     def values(self) -> Float32:
@@ -116,7 +126,7 @@ class Part:
     def _begin(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> Coroutine[Any, Any, None]:
         """The sending; its base is that of now, before another one is adopted."""
         if server == self._rank:
-            self._gathered(p, tag).base = self._bases.get((p, self._adopted.get(p, 0)))
+            self._gathered(p, tag).begin(self._bases.get((p, self._adopted.get(p, 0))))
         return self._send(p, tag, server, snapshot)
 
     async def _send(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> None:

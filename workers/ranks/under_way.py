@@ -10,7 +10,8 @@ class UnderWay:
     With a fragment one thing is done at a time. Of the fragments of one server one snapshot is under way at a time, so
     that a server has the room of one fragment. A fragment does not go to another server between the decision to
     snapshot it and the end of that upload, and none is snapshot while it goes: so a residual is fed by one server, and
-    what becomes of a delta is told to the one that has made it. The training thread decides, the exchange thread moves.
+    what becomes of a delta is told to the one that has made it. The training thread decides on adoptions, the exchange
+    thread moves, both want snapshots.
     """
 
     def __init__(self) -> None:
@@ -20,23 +21,23 @@ class UnderWay:
         """Server -> its fragment that is snapshot and not uploaded."""
         self._moving: set[int] = set()
 
-    def choose(
-        self, pulled: Iterable[int], due: Iterable[int], servers: Mapping[int, int]
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """Fragments to be snapshot, and to be adopted, by what is decided now.
-
-        pulled: those of which all ranks have a newer global. due: those to be published. servers: by fragment, of what
-        was adopted.
-        """
+    def adopt(self, pulled: Iterable[int]) -> frozenset[int]:
+        """Those to be adopted of fragments of which all ranks have a newer global."""
         with self._lock:
             adoptions = frozenset(pulled) - self._fragments
-            snapshots = set()
+            self._fragments |= adoptions
+            return adoptions
+
+    def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
+        """Those to be snapshot of fragments to be published. servers: by fragment, of what was adopted."""
+        with self._lock:
+            snapshots = set[int]()
             for p in due:
-                if p not in self._fragments | adoptions | self._moving and servers[p] not in self._serving:
+                if p not in self._fragments | snapshots | self._moving and servers[p] not in self._serving:
                     snapshots.add(p)
                     self._serving[servers[p]] = p
-            self._fragments |= snapshots | adoptions
-            return frozenset(snapshots), adoptions
+            self._fragments |= snapshots
+            return frozenset(snapshots)
 
     def counted(self, fragments: Iterable[int]) -> None:
         """What was decided of these is done and counted."""
