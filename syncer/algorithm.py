@@ -217,16 +217,11 @@ STEPS_VARY = 0.25
 """Steps take longer than on average by so much, now and then. Who misses a merge for it loses an interval."""
 
 
-def follow_time(step_time: float, steps: int) -> float:
-    """Seconds in which a learner follows a window at the end of so many steps, should they take `STEPS_VARY` longer."""
-    return (steps + STEPS_VARY) * step_time
-
-
-def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamma: float, latest: float) -> float:
+def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamma: float, latency: float) -> float:
     """Seconds to wait beyond the quorum (paper, adaptive grace window): gamma * slack, and never below 0.
 
-    slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync. The cap is
-    the time in which a straggler that follows has done so.
+    slack = tau * step_time - (quorum_time + sync_time) is the compute time that still hides a sync. The cap is one
+    step that takes `STEPS_VARY` longer, and the latency of a header: a straggler that follows has done so by then.
 
     Args:
         step_time: of a learner's inner step, s.
@@ -234,7 +229,7 @@ def grace(step_time: float, quorum_time: float, sync_time: float, tau: int, gamm
         sync_time: uploads, merge, outer step, commit and the learners' pulls, s.
         tau: inner steps that a sync may hide behind.
         gamma: share of the slack, below 1.
-        latest: the longest `follow_time`, and from a learner's decision to publish to its header at the syncer, s.
+        latency: from a learner's decision to publish to its header at the syncer, s.
     """
     slack = tau * step_time - (quorum_time + sync_time)
-    return max(0.0, min(gamma * slack, latest))
+    return max(0.0, min(gamma * slack, (1 + STEPS_VARY) * step_time + latency))

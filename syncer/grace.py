@@ -39,14 +39,13 @@ class GraceEstimator:
         overlap_steps: int,
         gamma: float,
         control_latency_s: float,
-        follow_steps: Sequence[int] = (),
     ) -> float | None:
         """Length of the grace window, or None before the first estimates exist.
 
         The step time in the slack is the slowest expected learner's: grace is there for stragglers, and one
         measured in the steps of the fastest would close on mixed hardware before a straggler's next step
-        boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than the
-        steps in which the last one can follow, as long as they may be, and the latency of a header: that is the cap.
+        boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
+        such step, as long as it may be, and the latency of a header: that is the cap.
 
         The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
         and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
@@ -57,7 +56,6 @@ class GraceEstimator:
             overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
-            follow_steps: in which each expected learner follows (`LearnerReport`); none: one each.
 
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
@@ -65,9 +63,6 @@ class GraceEstimator:
         known = [s for s in step_times if s > 0]
         if not known or self._quorum.value is None or self._sync.value is None:
             return None
-        most = SLOWEST_FACTOR * median_low(known)
-        slowest = min(max(known), most)
-        follows = zip(step_times, follow_steps or [1] * len(step_times), strict=True)
-        latest = max(algorithm.follow_time(min(s, most), steps) for s, steps in follows) + control_latency_s
+        slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
-        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, latest)
+        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)

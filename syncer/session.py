@@ -183,17 +183,17 @@ class Session:
 
     def _conditions(self) -> Conditions:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
-        steps, pulls, follows = self._reported()
+        steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
-        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s, follows)
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
 
-    def _reported(self) -> tuple[list[float], list[float], list[int]]:
-        """Step times and pull times, s, and the steps to follow, of those that the window goes by."""
+    def _reported(self) -> tuple[list[float], list[float]]:
+        """Step times and pull times, s, of those that the window goes by."""
         trusted = self._context.watch.trusted(self._p, self.window.version, self._state.doubts.learners)
-        return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted], [r.follow_steps for r in trusted]
+        return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
         """Write the window's state to the head when it changed; wake followers when it opened."""

@@ -69,7 +69,6 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
         "host": "host",
         "device": "cpu",
         "pull_s": 0.02,
-        "follow_steps": 1,
     }
     return LearnerReport(**{**values, **given})
 

@@ -46,8 +46,6 @@ class Training:
     """The exchange thread's."""
     keeper: Keeper
     times: StepTimes
-    follow_steps: int = 1
-    """As `LearnerReport.follow_steps`."""
     loss: float | torch.Tensor | None = None
     """Of the last step that told it."""
 
@@ -64,7 +62,6 @@ class Training:
             versions=self.rounds.versions,
             loss=None if loss is None else float(loss),
             left=left,
-            follow_steps=self.follow_steps,
             **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),
             device=str(device),

@@ -69,8 +69,6 @@ class LearnerReport(Message):
     pull_s: StepSeconds = 0.0
     """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
     window; 0: it has pulled none since it joined."""
-    follow_steps: Annotated[int, Field(ge=1, le=16)] = 1
-    """Steps at most from an open window to its header: ranks agree on it some steps ahead."""
 
 
 class SeenReport(Message):

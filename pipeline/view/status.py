@@ -50,8 +50,6 @@ class LearnerStatus(TypedDict):
     step_s_median: NotRequired[float]
     pull_s: NotRequired[float]
     """From a head that it saw to the fragment's global pulled."""
-    follow_steps: NotRequired[int]
-    """In which it follows a window that others opened."""
     blocked_s: NotRequired[float]
     wall_s: NotRequired[float]
     host: NotRequired[str]
@@ -168,7 +166,6 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "step_s": report.step_s,
         "step_s_median": report.step_s_median,
         "pull_s": report.pull_s,
-        "follow_steps": report.follow_steps,
         "blocked_s": report.blocked_s,
         "wall_s": report.wall_s,
         "versions": list(report.versions),

@@ -5,11 +5,13 @@
 | `stall` | `learner.step()` as a share of a step, mean and maximum, beside a single process |
 | `bytes` | bytes on the bus of each rank, as Redis counts them by connection |
 | `memory` | resident memory beyond what training has, of the fullest rank |
+| `share` | learners in one run, at the default overlap: how much of each is merged, and how much of that stale |
 | `kill` | a rank killed: when its learner is down, and the pace of the others |
 
 Processes are of one thread each. All figures of a table come from one call of it.
 """
 
+import asyncio
 import json
 import os
 import socket
@@ -26,11 +28,14 @@ from typing import Annotated, Any
 
 import typer
 
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.studies.bench.end_to_end import Fleet, server
 from diloco.studies.bench.plain import Plain
 from diloco.studies.bench.rank_process import Told
+from diloco.tape import read_live
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 LIMIT_S = 540.0
@@ -91,12 +96,12 @@ class World:
         self._stack, self._sync = stack, sync
         self.folder = Path(stack.enter_context(TemporaryDirectory(prefix="diloco_bench_")))
         self.url = stack.enter_context(server(None, False))
-        self._run = stack.enter_context(Fleet(None, self.url)).run
+        self.run = stack.enter_context(Fleet(None, self.url)).run
 
     def learner(self, kind: str, ranks: int, name: str = "", **told: Any) -> Ranks:
         """Start one."""
         given = {"kind": kind, "learner": name or f"{kind}-{ranks}", "sync": self._sync} | told
-        made = Ranks(Told(url=self.url, run=self._run, **given), ranks, self.folder)
+        made = Ranks(Told(url=self.url, run=self.run, **given), ranks, self.folder)
         self._stack.callback(made.end)
         return made
 
@@ -244,6 +249,44 @@ def _memory(learner: Ranks, ranks: int, codec: str) -> list[str]:
     for what in ("snapshot", "upload", "pull", "overwrite"):
         found.append(max((one["peak_mb"] for one in rows if what in one["did"]), default=0.0))
     return [f"{one:.0f} MB" for one in found]
+
+
+# --- what is merged -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def share(
+    model: Annotated[str, typer.Option()] = "tiny",
+    steps: Annotated[int, typer.Option()] = 400,
+    pace_s: Annotated[float, typer.Option()] = 0.25,
+    interval: Annotated[int, typer.Option()] = 24,
+    overlap: Annotated[int, typer.Option(help="0: the default")] = 0,
+    learners: Annotated[str, typer.Option(help="Side by side")] = "plain:1,plain:1,ddp:2,fsdp:3",
+) -> None:
+    """Learners in one run. Their steps take as long, but do not begin at the same time."""
+    more = {"overlap_steps": overlap} if overlap else {}
+    with world(sync_interval=interval, **more) as here:
+        started = []
+        for number, (kind, ranks) in enumerate(kinds(learners)):
+            time.sleep(0.37 * pace_s * (number > 0))
+            started.append(
+                here.learner(kind, ranks, f"{number}-{kind}-{ranks}", model=model, steps=steps, pace_s=pace_s)
+            )
+        until(lambda: all(one.have("ended") for one in started))
+        records, elements = asyncio.run(_tape(here.url, here.run)), started[0].said(0, "joined")[0]["elements"]
+    print("| learner | of its tokens merged | deltas merged | stale of them |\n|---|---|---|---|")
+    merged = [(one, record) for record in records if isinstance(record, Committed) for one in record.contributions]
+    for learner in started:
+        own = [(one, record) for one, record in merged if one.learner == learner.told.learner]
+        tokens = sum(one.tokens * elements[record.fragment] for one, record in own) / sum(elements)
+        trained = learner.told.tokens * steps * len(learner.processes)
+        stale = sum(one.base_version < record.version - 1 for one, record in own)
+        print(f"| {learner.told.learner} | {tokens / trained:.3f} | {len(own)} | {stale} |", flush=True)
+
+
+async def _tape(url: str, run: str) -> list[TapeRecord]:
+    async with open_bus(url, run) as bus:
+        return await read_live(bus)
 
 
 # --- a rank that is killed ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.under_way import Room, UnderWay
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, Publication, Rounds
 from diloco.workers.stopping import Stopping
@@ -68,7 +68,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
         shared=shared,
         exchange=exchange,
         carrier=SimpleNamespace(adopted=lambda p, number: None),
-        under_way=UnderWay(),
+        under_way=UnderWay(Room([2])),
         wishes=Wishes(NoWires()),  # type: ignore[arg-type]
         once_there=lambda told, do: do(),
         late=False,

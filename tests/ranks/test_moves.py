@@ -22,7 +22,7 @@ from diloco.workers.exchange import carrier as own_carrier
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.shares import SLICE, Shares
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.under_way import Room, UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from tests.ranks.test_wires import wired
@@ -56,7 +56,8 @@ class Crew:
     """Ranks of a learner of one fragment, all of whose globals are zero; the fragment's server is as the test says."""
 
     def __init__(self, wires: Sequence[Wires], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.under_way, self.rng = UnderWay(), np.random.default_rng(0)
+        room = Room([ELEMENTS])
+        self.under_way, self.rng = UnderWay(room), np.random.default_rng(0)
         self.encoding, self.pulling = asyncio.Event(), asyncio.Event()
         self.encoding.set()
         self.pulling.set()
@@ -83,7 +84,7 @@ class Crew:
 
         monkeypatch.setattr(own_carrier, "pull_shown", pull_shown)
         self.parts = [Part(one, member, shares, none, lambda p, own: None) for one in wires]
-        self.carrier = RanksCarrier(wires[0], member, self.under_way)
+        self.carrier = RanksCarrier(wires[0], member, self.under_way, room)
         self.carrier.joining = False
         self.next_server = self.server = self.version = self.serial = 0
         monkeypatch.setattr(self.carrier._turns, "choose", lambda p, busy=(): self.next_server)

@@ -305,5 +305,5 @@ def test_grace_is_the_algorithms(
     known = GraceEstimator()
     known.observe_quorum(quorum)
     known.observe_sync(sync)
-    expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, algorithm.follow_time(step, 1) + latency)
+    expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, latency)
     assert known.grace_s([step], [pull], tau, gamma, latency) == expected

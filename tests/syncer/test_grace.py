@@ -58,16 +58,6 @@ def test_no_grace_before_the_first_estimates():
     assert fresh.grace_s([], [], 2, 0.9, 0.1) is None
 
 
-@pytest.mark.parametrize(
-    ("step_times", "follow_steps", "expected"),
-    [([1.0, 1.0], [1, 3], 3.35), ([4.0, 1.0], [1, 3], 5.1), ([1.0, 1.0], [1, 1], 1.35), ([1.0, 1.0], [], 1.35)],
-)
-def test_who_needs_several_steps_to_follow_is_waited_for_as_long(step_times, follow_steps, expected):
-    """The cap is where the last one can have followed, a quarter of a step late; within the slack, as ever."""
-    assert estimator(0.0, 0.0).grace_s(step_times, [], 9, 0.9, 0.1, follow_steps) == pytest.approx(expected)
-    assert estimator(0.0, 0.0).grace_s(step_times, [], 1, 0.5, 0.1, follow_steps) == 0.5 * max(step_times)
-
-
 @given(
     times,
     times,

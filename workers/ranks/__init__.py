@@ -8,7 +8,8 @@ gathered and served by one rank each. docs/explanation/ranks.md says why.
 | `shares` | which elements each rank holds, and who sends what (pure) |
 | `turns` | which rank serves which fragment (pure) |
 | `agreed` | what ranks tell each other at each step, and what rank 0 decides (pure) |
-| `under_way` | with which fragments something is under way at rank 0 |
+| `wishes` | which snapshots rank 0 wants |
+| `under_way` | with which fragments something is under way at rank 0, and what servers have room for |
 | `found` | which ranks are one learner, and how they meet: all that knows torch.distributed |
 | `told` | what they say then |
 | `lines`, `wires` | connections between them, of their exchange threads; what they ask each other over these |

@@ -10,7 +10,7 @@ from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
 from diloco.workers.ranks.turns import Turns
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.under_way import Room, UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Publication
 
@@ -24,12 +24,12 @@ waits."""
 class RanksCarrier:
     """An `exchange.carrier.Carrier`: what the training side adopts is the number of a global that all ranks have.
 
-    A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded: so it
-    needs room for one. Snapshots that are taken while training waits have tags of their own, negative ones.
+    A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded, or
+    some small ones (`under_way.Room`). Snapshots that are taken while training waits have negative tags.
     """
 
-    def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
-        self._wires, self._under_way = wires, under_way
+    def __init__(self, wires: Wires, member: Member, under_way: UnderWay, room: Room) -> None:
+        self._wires, self._under_way, self._room = wires, under_way, room
         self._me = member.learner, member.incarnation
         sizes = [fragment.elements for fragment in member.layout.fragments]
         self._turns = Turns(sizes, wires.ranks)
@@ -89,7 +89,8 @@ class RanksCarrier:
             return server
 
     def _choose(self, p: int, moves: bool) -> int | None:
-        now, busy = self._turns.servers[p], self._not_adopted.values()
+        now = self._turns.servers[p]
+        busy = {server for server in self._not_adopted.values() if not self._room.has(server, p, self._not_adopted)}
         server = self._turns.choose(p, busy) if moves else now
         if server not in (None, now) and not self._under_way.move(p):
             server = now
@@ -126,13 +127,13 @@ class RanksCarrier:
             tag = await self._snapshot(p, server) if tag is None else tag
             return bool(await self._wires.ask(server, "upload", p, tag, said))
         finally:
-            self._under_way.uploaded(server)
+            self._under_way.uploaded(p)
 
     def forget(self, p: int, values: Taken) -> None:
         """A snapshot is not published."""
         tag, server = values
         self._wires.tell(server, "forget", p, tag)
-        self._under_way.uploaded(server)
+        self._under_way.uploaded(p)
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """As `Carrier`."""

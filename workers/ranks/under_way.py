@@ -1,24 +1,40 @@
 """What is under way with which fragment, for the two threads of rank 0 that decide."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+SMALL = 2**22
+"""Elements. Of fragments that are smaller a server has several under way: it carries more of them in a step."""
+
+
+class Room:
+    """Of a server, for what is under way beside what it keeps: one fragment, or some small ones. Pure."""
+
+    def __init__(self, elements: Sequence[int]) -> None:
+        """elements: of each fragment."""
+        self._elements = elements
+
+    def has(self, server: int, p: int, servers: Mapping[int, int]) -> bool:
+        """Whether it has some for a fragment. servers: by fragment, of what is under way."""
+        others = [self._elements[q] for q, one in servers.items() if one == server]
+        return not others or sum(others) + self._elements[p] <= SMALL
 
 
 class UnderWay:
     """What rank 0 has decided and not counted yet, whose uploads are under way, and what goes to another server.
 
-    With a fragment one thing is done at a time. Of the fragments of one server one snapshot is under way at a time, so
-    that a server has the room of one fragment. A fragment does not go to another server between the decision to
+    With a fragment one thing is done at a time. Of the fragments of one server so many snapshots are under way as it
+    has room for. A fragment does not go to another server between the decision to
     snapshot it and the end of that upload, and none is snapshot while it goes: so a residual is fed by one server, and
     what becomes of a delta is told to the one that has made it. The training thread decides on adoptions, the exchange
     thread moves, both want snapshots.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, room: Room) -> None:
+        self._room, self._lock = room, threading.Lock()
         self._fragments: set[int] = set()
         self._serving: dict[int, int] = {}
-        """Server -> its fragment that is snapshot and not uploaded."""
+        """Fragment that is snapshot and not uploaded -> its server."""
         self._moving: set[int] = set()
 
     def adopt(self, pulled: Iterable[int]) -> frozenset[int]:
@@ -33,9 +49,11 @@ class UnderWay:
         with self._lock:
             snapshots = set[int]()
             for p in due:
-                if p not in self._fragments | snapshots | self._moving and servers[p] not in self._serving:
+                if p not in self._serving.keys() | self._fragments | self._moving and self._room.has(
+                    servers[p], p, self._serving
+                ):
                     snapshots.add(p)
-                    self._serving[servers[p]] = p
+                    self._serving[p] = servers[p]
             self._fragments |= snapshots
             return frozenset(snapshots)
 
@@ -44,15 +62,15 @@ class UnderWay:
         with self._lock:
             self._fragments.difference_update(fragments)
 
-    def uploaded(self, server: int) -> None:
+    def uploaded(self, p: int) -> None:
         """Its snapshot is, or will not be."""
         with self._lock:
-            self._serving.pop(server, None)
+            self._serving.pop(p, None)
 
     def move(self, p: int) -> bool:
         """Whether the fragment may go to another server; if so it goes, until it has `moved`."""
         with self._lock:
-            free = p not in self._serving.values()
+            free = p not in self._serving
             if free:
                 self._moving.add(p)
             return free
