@@ -1,7 +1,7 @@
 """What a rank does at which step, with a learner of one rank: no threads, no connections."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import Room, UnderWay
 from diloco.workers.ranks.wishes import Wishes
-from diloco.workers.rounds import Base, Publication, Rounds
+from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
 
 TENSOR = TensorSpec(name="t", shape=(2,), dtype="float32", rule="mean", fragment=0)
@@ -28,7 +28,7 @@ class Alone:
 
     rank = 0
 
-    def start_sum(self, numbers: list[int]) -> Any:
+    def start_sum(self, numbers: Sequence[int]) -> Any:
         """It is there at once."""
         return SimpleNamespace(there=True, wait=lambda within_s=None: list(numbers))
 
@@ -51,8 +51,23 @@ class NoWires:
         asyncio.run(self._handlers[what](rank, *said))
 
 
-def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> JoinedRank:
-    """One of one rank that has adopted version 3; what it publishes is told, with the step of its snapshot."""
+class BesideAnother(Alone):
+    """Sums over two ranks: the other one trains as many tokens, and takes the snapshots that it has heard of."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def start_sum(self, numbers: Sequence[int]) -> Any:
+        """It is there at once."""
+        tokens, stop, over, progress, taken, adopted = numbers
+        both = [2 * tokens, stop, over, progress, taken + self.heard, adopted]
+        return SimpleNamespace(there=True, wait=lambda within_s=None: both)
+
+
+def learner(
+    interval: int, told: list[tuple[Publication, tuple[int, int]]], sums: Alone | None = None, ranks: int = 1
+) -> JoinedRank:
+    """Rank 0 of one that has adopted version 3; what it publishes is told, with the step of its snapshot."""
     layout = layout_of((TENSOR,))
     rounds = Rounds(layout, SyncSettings(fragments=1, sync_interval=interval, first_interval=0).sync_spec())
     parameters = SimpleNamespace(overwrite=lambda p, own: None, snapshot=lambda p: SimpleNamespace(numpy=None))
@@ -77,7 +92,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]]) -> J
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
-    return JoinedRank(training, rank, thread, Alone(), Shares(layout, [{"t": (0, 2)}]), Stopping())
+    return JoinedRank(training, rank, thread, sums or Alone(), Shares(layout, [{"t": (0, 2)}] * ranks), Stopping())
 
 
 @pytest.mark.parametrize("interval", [3, 4, 24])
@@ -91,6 +106,44 @@ def test_a_snapshot_is_of_the_step_at_which_its_fragment_is_due(interval: int) -
     publication, (step, _) = told[0]
     first = interval + 1  # the first round of one who joins later has its fragment's turn on top
     assert (step, publication.steps, publication.tokens, publication.due) == (first, first, 10 * first, True)
+
+
+def test_a_window_that_opens_is_followed_at_the_end_of_the_step() -> None:
+    """As by a learner of one process: the exchange tells all ranks at once."""
+    told: list[tuple[Publication, tuple[int, int]]] = []
+    joined = learner(24, told)
+    joined.adopt()
+    for _ in range(5):
+        joined.stepped(10)
+    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
+    joined.shared.window_seen()
+    assert told == []
+    joined.stepped(10)
+    ((publication, taken),) = told
+    assert taken == (6, 0)
+    assert (publication.steps, publication.tokens, publication.due) == (6, 60, False)
+
+
+def test_a_snapshot_counts_once_all_ranks_have_taken_it_at_the_same_step() -> None:
+    """Who has heard of it later takes it later; what the others took before is thrown away."""
+    told: list[tuple[Publication, tuple[int, int]]] = []
+    joined = learner(24, told, other := BesideAnother(), 2)
+    joined.adopt()
+    for _ in range(5):
+        joined.stepped(10)
+    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
+    joined.shared.window_seen()
+    for _ in range(3):
+        joined.stepped(10)
+    assert told == []
+    other.heard = True
+    joined.stepped(10)
+    ((publication, taken),) = told
+    assert taken == (9, 0)
+    assert (publication.steps, publication.tokens) == (9, 180)
+    other.heard = False
+    joined.stepped(10)
+    assert len(told) == 1
 
 
 def follower() -> Any:
