@@ -7,7 +7,7 @@ reads.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,8 @@ class _Gathering:
         await offload(self._put, own, pieces, self.out)
         self.missing -= elements(pieces)
         if not self.missing:
+            if self.base is not None and self.encoded:
+                self.base = replace(self.base, values=None)  # the next one may be adopted before the upload ends
             self.whole.set()
 
     def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
@@ -226,8 +228,8 @@ class Part:
                 self._given(p, number, rank, at_once, await member.offload(own_of, flat, pieces))
                 continue
             for group, taken in enumerate(in_slices(pieces)):
-                vector = np.concatenate([flat[one.start : one.start + one.elements] for one in taken] or [flat[:0]])
-                await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)
+                cut = _joined([flat[one.start : one.start + one.elements] for one in taken])
+                await self._wires.ask(rank, "give", p, number, at_once, group, vector=cut)
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
@@ -310,6 +312,13 @@ def _check_size(rank: int, p: int, vector: Float32, expected: int) -> None:
 
 
 def _cut(own: Float32, pieces: Iterable[Piece]) -> Float32:
-    """These of a rank's own vector, one after the other; without a copy where they lie so."""
-    cut = [own[piece.at : piece.at + piece.elements] for piece in pieces]
-    return cut[0] if len(cut) == 1 else np.concatenate(cut)
+    """These of a rank's own vector, one after the other."""
+    return _joined([own[piece.at : piece.at + piece.elements] for piece in pieces])
+
+
+def _joined(vectors: Sequence[Float32]) -> Float32:
+    """One after the other; without a copy where it is one."""
+    if len(vectors) == 1:
+        return vectors[0]
+    out: Float32 = pooled(sum(map(len, vectors)), np.float32)
+    return np.concatenate(vectors, out=out) if vectors else out
