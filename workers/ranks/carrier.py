@@ -24,8 +24,8 @@ waits."""
 class RanksCarrier:
     """An `exchange.carrier.Carrier`: what the training side adopts is the number of a global that all ranks have.
 
-    A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded: so it
-    needs room for one. Snapshots that are taken while training waits have tags of their own, negative ones.
+    A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded: its
+    room is bounded. Snapshots that are taken while training waits have tags of their own, negative ones.
     """
 
     def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
