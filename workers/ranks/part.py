@@ -228,8 +228,8 @@ class Part:
                 self._given(p, number, rank, at_once, await member.offload(own_of, flat, pieces))
                 continue
             for group, taken in enumerate(in_slices(pieces)):
-                cut = _joined([flat[one.start : one.start + one.elements] for one in taken])
-                await self._wires.ask(rank, "give", p, number, at_once, group, vector=cut)
+                vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
+                await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
