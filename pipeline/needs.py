@@ -183,13 +183,13 @@ def syncer_share(fragments: int, syncers: int) -> float:
 def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
     """Memory that one rank of a learner needs beside its training: `docs/explanation/ranks.md`.
 
-    Bases and residuals of the fragments that it serves. Of one fragment that is under way: its snapshot, the bytes on
-    the wire, the pulled global; and the rank's own rows of both, which are others in a learner of several ranks.
+    Bases and residuals of what it serves; of one fragment its snapshot, the wire, the pulled global. Of several ranks
+    each has of an exact snapshot the wire only, and its rows of what all serve, both ways.
     """
     lost = 0 if codec in EXACT else VALUE_BYTES
     kept = (VALUE_BYTES + lost) * math.ceil(fragments / ranks)
-    moving = VALUE_BYTES + CODECS[codec] + VALUE_BYTES + lost + (2 * VALUE_BYTES / ranks if ranks > 1 else 0)
-    return params / fragments * (kept + moving)
+    rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
+    return params / fragments * (kept + VALUE_BYTES + CODECS[codec] + VALUE_BYTES + lost + rows)
 
 
 def busiest_share(fragments: int, ranks: int) -> float:

@@ -9,6 +9,7 @@ Fragments differ a little in size, so each array is made with address space for 
 was touched is memory.
 """
 
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -55,7 +56,7 @@ class Buffers:
         with self._lock:
             while self._back:
                 self._free.append(self._back.popleft())
-            found = self._fitting(nbytes) or _Piece(np.empty(int(ROOM * nbytes), np.uint8), 0)
+            found = self._fitting(nbytes) or _Piece(_fresh(int(ROOM * nbytes)), 0)
             piece = _Piece(found.raw, max(found.touched, nbytes))
             self._held += piece.touched - found.touched
             self._most_used = max(self._most_used, self._held - _touched(self._free))
@@ -77,6 +78,14 @@ class Buffers:
         while self._free and self._held + nbytes > ROOM * max(self._most_used, used + nbytes):
             self._held -= self._free.pop(0).touched
         return None
+
+
+def _fresh(nbytes: int) -> Bytes:
+    """Memory of the kernel's, which has it back as soon as it is let go of: the allocator would keep it."""
+    raw = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # of this process alone, as the allocator's is
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        raw.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(raw, np.uint8)
 
 
 def _touched(pieces: Iterable[_Piece]) -> int:

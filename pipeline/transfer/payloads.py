@@ -53,12 +53,17 @@ async def pull(
     reader, limit = PayloadReader(elements, codec, chunk_bytes), _piece(chunk_bytes)
     extend_s *= reader.expected > limit
     while not reader.complete:
-        chunks = await bus.read_chunks(key, reader.received, limit, extend_s=extend_s)
-        if not chunks:
-            raise BadPayload(f"{key} has {reader.received} of {reader.expected} chunks")
-        for chunk in chunks:
-            reader.feed(chunk)
+        await _pull_piece(bus, key, reader, limit, extend_s)
     return reader
+
+
+async def _pull_piece(bus: PayloadStore, key: str, reader: PayloadReader, limit: int, extend_s: float) -> None:
+    """A call of its own, so that what came is let go of before more is asked for."""
+    chunks = await bus.read_chunks(key, reader.received, limit, extend_s=extend_s)
+    if not chunks:
+        raise BadPayload(f"{key} has {reader.received} of {reader.expected} chunks")
+    for chunk in chunks:
+        reader.feed(chunk)
 
 
 async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncIterator[Sequence[bytes | memoryview]]:

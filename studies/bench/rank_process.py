@@ -22,7 +22,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.trainer.models.gpt import build
 
-DID = {OwnCarrier: ("upload", "pull"), FragmentParameters: ("snapshot", "overwrite")}
+DID = {OwnCarrier: ("upload", "upload_encoded", "pull"), FragmentParameters: ("snapshot", "overwrite")}
 """What is noted of each step, by method."""
 
 

@@ -246,8 +246,8 @@ def _memory(learner: Ranks, ranks: int, codec: str) -> list[str]:
     joining = max(one["peak_mb"] for rank in range(ranks) for one in learner.said(rank, "joined"))
     rows = [one for rank in range(ranks) for one in learner.said(rank, "did")]
     found = [part_mb, 4e-6 * max(elements), joining, max(one["rss_mb"] for one in rows if not one["did"])]
-    for what in ("snapshot", "upload", "pull", "overwrite"):
-        found.append(max((one["peak_mb"] for one in rows if what in one["did"]), default=0.0))
+    for what in ({"snapshot"}, {"upload", "upload_encoded"}, {"pull"}, {"overwrite"}):
+        found.append(max((one["peak_mb"] for one in rows if what & {*one["did"]}), default=0.0))
     return [f"{one:.0f} MB" for one in found]
 
 

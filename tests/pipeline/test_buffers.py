@@ -1,9 +1,12 @@
 """Memory that is used again: never while anybody refers to it, and never more of it than was needed at once."""
 
 import gc
+import mmap
 import threading
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from diloco.pipeline.payload.buffers import LEAST_BYTES, ROOM, Buffers
 
@@ -108,3 +111,19 @@ def test_threads_never_get_the_same_memory():
         thread.join()
     assert not wrong
     assert buffers.free_bytes <= 4 * ROOM * LEAST_BYTES
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
+def test_what_is_let_go_of_is_no_longer_resident():
+    """The allocator would keep it for others: the more sizes there were, the more."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    buffers, before, kept = Buffers(), resident(), []
+    for size in (25, 2, 3, 5, 8, 12, 18):
+        taken = buffers.empty(size * LEAST_BYTES)
+        taken[:] = 1
+        kept.append(np.ones(LEAST_BYTES // 8, np.uint8))  # the allocator's: it cannot give back what lies below
+        del taken
+    assert resident() - before < 1.5 * 25 * LEAST_BYTES

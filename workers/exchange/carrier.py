@@ -32,8 +32,6 @@ Float32 = npt.NDArray[np.float32]
 DELTA_TTL_S = 600.0
 """A delta that nobody merged or refused is gone after this."""
 INITIAL_TTL_S = 600.0
-IN_PLACE = "fp32", "bf16"
-"""Codecs whose payload may lie where the values do: none is longer, and nothing of these is needed any more."""
 SLOW_PULL_S = 60.0
 """A payload that takes several reads is kept for so long from each one on."""
 
@@ -168,16 +166,13 @@ class OwnCarrier:
         self._bases.pop(fragment, None)
         self.feedback.reset(fragment)
 
-    async def upload(
-        self, publication: Publication, values: Any, of_use: Callable[[], bool], room: Float32 | None = None
-    ) -> bool:
-        """As `Carrier`. room: that of the values, for what needs no other: they are overwritten front to back."""
+    async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
+        """As `Carrier`."""
         if not of_use():
             return False
         member, base, loop = self._member, publication.base, asyncio.get_running_loop()
-        sync = self._syncs[base.fragment]
-        size, more = codec.payload_bytes(len(base.values), sync.codec), asyncio.Event()
-        wire = room.view(np.uint8)[:size] if room is not None and sync.codec in IN_PLACE else pooled(size)
+        sync, more = self._syncs[base.fragment], asyncio.Event()
+        wire = pooled(codec.payload_bytes(len(base.values), sync.codec))
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
         async def encode() -> None:
@@ -193,6 +188,14 @@ class OwnCarrier:
                 return await self._push(publication, payload, more, of_use)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def upload_encoded(
+        self, publication: Publication, wire: npt.NDArray[Any], of_use: Callable[[], bool]
+    ) -> bool:
+        """As `upload`, of a payload that is made, by a codec that loses nothing that is kept."""
+        payload = Payload(codec.as_bytes(wire), self._syncs[publication.base.fragment].chunk_bytes)
+        await self._member.offload(payload.grow_to, payload.nbytes)
+        return await self._push(publication, payload, asyncio.Event(), of_use)
 
     async def _push(
         self, publication: Publication, payload: Payload, more: asyncio.Event, of_use: Callable[[], bool]

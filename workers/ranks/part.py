@@ -7,7 +7,7 @@ reads.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,11 @@ import numpy.typing as npt
 
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.head import Head, MergedBase
+from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import DTYPES
+from diloco.workers.encoding import Offload, encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
 from diloco.workers.ranks.shares import SLICE, Piece, Shares, elements, in_slices
@@ -30,40 +33,61 @@ Snapshot = Callable[[], Float32]
 
 @dataclass(slots=True)
 class _Gathering:
-    """A snapshot of a fragment on its way to its server."""
+    """A snapshot of a fragment on its way to its server.
+
+    Where a codec encodes each element alone, what comes is encoded at once: a payload is all that is kept of it.
+    """
 
     missing: int
     """Elements; at first all of them."""
-    flat: Float32 | None = None
-    begun: bool = False
-    """The server knows of it; others may know before."""
+    codec: Codec
     base: Base | None = None
-    """What the server had adopted at the snapshot, once it is begun."""
+    """What the server had adopted at the snapshot."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """The base is known."""
+    out: npt.NDArray[Any] | None = None
+    """(elements,) the payload; values, where they are encoded later."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, base: Base | None) -> None:
-        """The server takes its own."""
-        self.begun, self.base = True, base
-        self._look()
+        """base: None: nothing was adopted."""
+        self.base = base
+        self.begun.set()
 
-    def take(self, own: Float32, pieces: Sequence[Piece]) -> None:
-        """These of a rank's own vector; that vector itself where it is all there is."""
-        if self.flat is None:
-            self.flat = own if len(own) == self.missing else pooled(self.missing, np.float32)
-        for piece in pieces:
-            if self.flat is not own:
-                self.flat[piece.start : piece.start + piece.elements] = own[piece.at : piece.at + piece.elements]
-            self.missing -= piece.elements
-        self._look()
+    @property
+    def encoded(self) -> bool:
+        """What comes is encoded at once."""
+        return self.base is not None and self.codec in DTYPES
 
-    def _look(self) -> None:
-        if self.begun and not self.missing:
+    async def take(self, own: Float32, pieces: Sequence[Piece], offload: Offload) -> None:
+        """These of a rank's own vector, which is overwritten."""
+        await self.begun.wait()
+        if self.out is None:
+            dtype = DTYPES[self.codec] if self.encoded else np.dtype(np.float32)
+            alone = elements(pieces) == self.missing  # then nobody sends more, and it may lie where the values do
+            self.out = own.view(dtype)[: self.missing] if alone else pooled(self.missing, dtype)
+        await offload(self._put, own, pieces, self.out)
+        self.missing -= elements(pieces)
+        if not self.missing:
+            if self.base is not None and self.encoded:
+                self.base = replace(self.base, values=None)  # the next one may be adopted before the upload ends
             self.whole.set()
 
-    def values(self) -> Float32:
-        """(elements,) once it is whole."""
-        assert self.flat is not None  # noqa: S101  # it is whole
-        return self.flat
+    def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
+        for piece in pieces:
+            there = slice(piece.start, piece.start + piece.elements)
+            self._put_one(own[piece.at : piece.at + piece.elements], there, out[there])
+
+    def _put_one(self, values: Float32, there: slice, out: npt.NDArray[Any]) -> None:
+        if self.base is not None and self.encoded:
+            encode_delta(self.base.values[there], lambda: values, self.codec, None, out.view(np.uint8))
+        else:
+            out[:] = values
+
+    def values(self) -> npt.NDArray[Any]:
+        """`out`, once it is whole."""
+        assert self.out is not None  # noqa: S101  # it is whole
+        return self.out
 
 
 class Part:
@@ -134,7 +158,7 @@ class Part:
             return
         own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
         if server == self._rank:
-            self._gathered(p, tag).take(own, pieces)
+            await self._gathered(p, tag).take(own, pieces, self._member.offload)
             return
         for number, group in enumerate(self._shares.slices(self._rank, p, server)):
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
@@ -146,7 +170,8 @@ class Part:
     def _gathered(self, p: int, tag: int) -> _Gathering:
         """That of a snapshot, begun with what is first heard of it."""
         if (p, tag) not in self._gathering:
-            self._gathering[p, tag] = _Gathering(self._member.layout.fragments[p].elements)
+            fragment = self._member.layout.fragments[p]
+            self._gathering[p, tag] = _Gathering(fragment.elements, fragment.sync(self._member.spec.sync).codec)
         return self._gathering[p, tag]
 
     async def _take(self, rank: int, p: int, tag: int, number: int, vector: Float32) -> None:
@@ -156,7 +181,7 @@ class Part:
         for piece in sent:
             group.append(Piece(piece.start, at, piece.elements))
             at += piece.elements
-        self._gathered(p, tag).take(vector, group)
+        await self._gathered(p, tag).take(vector, group, self._member.offload)
 
     async def _forget(self, _: int, p: int, tag: int) -> None:
         await self._whole(p, tag)
@@ -177,7 +202,9 @@ class Part:
         def of_use() -> bool:
             return max((one.version for (q, _), one in self._bases.items() if q == p), default=version) - 1 <= version
 
-        return await self._carrier.upload(publication, gathering.values, of_use, gathering.flat)
+        if gathering.encoded:
+            return await self._carrier.upload_encoded(publication, gathering.values(), of_use)
+        return await self._carrier.upload(publication, gathering.values, of_use)
 
     async def _upload_initial(self, _: int, p: int, tag: int, nonce: str) -> int:
         """tag: of a snapshot; 0: of what was adopted."""
@@ -201,7 +228,7 @@ class Part:
                 self._given(p, number, rank, at_once, await member.offload(own_of, flat, pieces))
                 continue
             for group, taken in enumerate(in_slices(pieces)):
-                vector = np.concatenate([flat[one.start : one.start + one.elements] for one in taken] or [flat[:0]])
+                vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
                 await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 
@@ -285,6 +312,13 @@ def _check_size(rank: int, p: int, vector: Float32, expected: int) -> None:
 
 
 def _cut(own: Float32, pieces: Iterable[Piece]) -> Float32:
-    """These of a rank's own vector, one after the other; without a copy where they are all of it."""
-    cut = [own[piece.at : piece.at + piece.elements] for piece in pieces]
-    return own if sum(map(len, cut)) == len(own) else np.concatenate(cut)
+    """These of a rank's own vector, one after the other."""
+    return _joined([own[piece.at : piece.at + piece.elements] for piece in pieces])
+
+
+def _joined(vectors: Sequence[Float32]) -> Float32:
+    """One after the other; without a copy where it is one."""
+    if len(vectors) == 1:
+        return vectors[0]
+    out: Float32 = pooled(sum(map(len, vectors)), np.float32)
+    return np.concatenate(vectors, out=out) if vectors else out

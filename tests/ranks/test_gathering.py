@@ -1,0 +1,76 @@
+"""Pieces of a snapshot at its server: encoded as they come, by whoever they come from, in whatever order."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload.codec import payload_bytes
+from diloco.workers.encoding import encode_delta
+from diloco.workers.ranks.part import _Gathering
+from diloco.workers.ranks.shares import Piece
+from diloco.workers.rounds import Base
+
+ELEMENTS = 300_000
+RNG = np.random.default_rng(0)
+BASE = RNG.standard_normal(ELEMENTS).astype(np.float32)
+VALUES = BASE + RNG.standard_normal(ELEMENTS).astype(np.float32)
+CUTS = [(200_000, ELEMENTS), (0, 10), (10, 200_000)]
+
+
+async def offload(work: Any, *args: Any) -> Any:
+    await asyncio.sleep(0)
+    return work(*args)
+
+
+async def gathered(codec: Codec, base: Base | None, cuts: Sequence[tuple[int, int]]) -> _Gathering:
+    """All pieces, of which some came before it was known on what base."""
+    one = _Gathering(ELEMENTS, codec)
+    async with asyncio.TaskGroup() as group:
+        for start, stop in cuts:
+            piece = Piece(start, 0, stop - start)
+            group.create_task(one.take(VALUES[start:stop].copy(), [piece], offload))
+        await asyncio.sleep(0)
+        assert one.out is None
+        one.begin(base)
+    assert one.whole.is_set()
+    return one
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+@pytest.mark.parametrize("cuts", [CUTS, [(0, ELEMENTS)]])
+async def test_what_is_gathered_is_the_payload_and_nothing_else_is_kept(codec: Codec, cuts: Any) -> None:
+    """Neither the values nor the base, which the next one may replace before all is uploaded."""
+    one = await gathered(codec, Base(0, 3, b"", BASE.copy()), cuts)
+    due = np.empty(payload_bytes(ELEMENTS, codec), np.uint8)
+    encode_delta(BASE, VALUES.copy, codec, None, due)
+    assert one.encoded
+    assert one.values().tobytes() == due.tobytes()
+    assert one.base == Base(0, 3, b"", None)
+
+
+async def test_the_values_are_kept_where_they_are_encoded_later() -> None:
+    """A codec in blocks begins at the first element, and leaves what it has lost."""
+    base = Base(0, 3, b"", BASE)
+    one = await gathered("int8", base, CUTS)
+    assert not one.encoded
+    assert one.base is base
+    np.testing.assert_array_equal(one.values(), VALUES)
+
+
+async def test_without_a_base_the_values_are_gathered() -> None:
+    """As version 0 of a run."""
+    one = await gathered("bf16", None, CUTS)
+    np.testing.assert_array_equal(one.values(), VALUES)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+async def test_what_one_rank_has_alone_needs_no_more_room(codec: Codec) -> None:
+    """The payload lies where its values did."""
+    one, own = _Gathering(ELEMENTS, codec), VALUES.copy()
+    one.begin(Base(0, 3, b"", BASE))
+    await one.take(own, [Piece(0, 0, ELEMENTS)], offload)
+    assert np.shares_memory(one.values(), own)
