@@ -22,6 +22,7 @@ from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size, de
 from diloco.workers.ranks import found
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.turns import Turns
+from tests.ranks.dying import die_as_told
 
 kind, name, folder = sys.argv[1:4]
 step_s = float(os.environ.get("TEST_STEP_S", "0.02"))
@@ -29,6 +30,7 @@ dtype = getattr(torch, os.environ.get("TEST_DTYPE", "float32"))
 torch.set_num_threads(1)
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
+die_as_told(rank)
 
 
 class Model(nn.Module):
