@@ -22,7 +22,8 @@ from diloco.workers.training import Training
 
 NOTICED_S = 10.0
 """A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
-a call of the learner its process is ended."""
+a call of the learner its process is ended; where steps take longer, after `STEPS` of them."""
+STEPS = 2
 ABORT_S = 2.0
 """To break off what is under way."""
 BROKEN_STATUS = 75
@@ -66,8 +67,9 @@ class RankThread(ExchangeThread):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.part()  # the other ranks end too, and training may wait for them
         self._aborting.start()  # it may itself wait
-        if not self._noticed.wait(NOTICED_S):
-            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: training may wait for ever: it is ended"
+        within_s = max(NOTICED_S, STEPS * self._training.times.step_s)
+        if not self._noticed.wait(within_s):
+            detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
             os._exit(BROKEN_STATUS)
 
