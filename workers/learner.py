@@ -479,7 +479,7 @@ class Learner:
             self._stopping.leave_if_unseen()
 
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
-        """As `close`; whether it was in its run until now. error: that of the loop, of which other ranks know nothing."""
+        """As `close`; whether it was in its run until now. error: that has ended the loop, on this rank alone."""
 
         def flush(joined: JoinedLearner) -> None:
             if error is not None and joined.breaks_off(error):

@@ -56,6 +56,11 @@ NO_RANKS = (
     "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
     "own, without a process group"
 )
+STALE_STORE = (
+    "torchrun with --max-restarts would hang at a restart: gloo finds addresses of the life before in its store. Set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
+    "or leave --max-restarts out"
+)
 SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
 
 
@@ -91,7 +96,16 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
         raise UsageError(NO_RANKS.format(size))
     if found and distributed.get_rank() not in found:
         raise UsageError(f"this process is rank {distributed.get_rank()}, which is none of the learner's: {found}")
+    if len(found) > 1:
+        _check_restarts()
     return () if len(found) == 1 and not sharded else found
+
+
+def _check_restarts() -> None:
+    """Raises UsageError where torchrun would start ranks again that then wait for ever, with a learner or without."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UsageError(STALE_STORE)
 
 
 def _world_size() -> int:
