@@ -196,7 +196,8 @@ class Wires:
         except RankGone:
             raise
         except DilocoError as error:
-            structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
+            if not isinstance(error, BusError):  # an outage is told where it is tried again
+                structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
             kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
             found = str(error)
         await self._write(rank, [number, None, kind, found])
