@@ -454,7 +454,8 @@ class Learner:
         if error is None:
             self.close()
         else:
-            self._leave(save_state=isinstance(error, Stopped), broken=not isinstance(error, Stopped))
+            stopped = isinstance(error, Stopped)
+            self._leave(save_state=stopped, error=None if stopped else error)
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
@@ -475,11 +476,11 @@ class Learner:
                 raise failure
             self._stopping.leave_if_unseen()
 
-    def _leave(self, save_state: bool, broken: bool = False) -> bool:
-        """As `close`; whether it was in its run until now. broken: by an error, of which other ranks know nothing."""
+    def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
+        """As `close`; whether it was in its run until now. error: that has ended the loop, on this rank alone."""
 
         def flush(joined: JoinedLearner) -> None:
-            if joined.together and broken:
+            if error is not None and joined.breaks_off(error):
                 return
             self.left_in_order = joined.leave(self._given.leave_s, save_state)
 

@@ -45,6 +45,11 @@ class StepTimes:
         self.blocked_s += now - entered
         self._returned = now
 
+    @property
+    def step_s(self) -> float:
+        """Of a step of the user's, lately; 0.0 before the first."""
+        return self._step_s.value or 0.0
+
     def reported(self, now: float, last: bool) -> dict[str, Any]:
         """What a report says of it; the last one is exact."""
         if last or not self._median[0] or now - self._median[1] >= MEDIAN_S:
@@ -52,7 +57,7 @@ class StepTimes:
             self._median = median(times) if times else 0.0, now
         return {
             "tokens_per_s": self._tokens_per_s.value or 0.0,
-            "step_s": self._step_s.value or 0.0,
+            "step_s": self.step_s,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,
             # The training thread may have begun after `now` was read.

@@ -26,13 +26,13 @@ class Party:
     """A Redis, a syncer and learners, ended with the block. Their output is in files of `folder`."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
-        self.folder, self._redis = folder, EmbeddedRedis(dies_with_us=True)
+        self.folder, self.redis = folder, EmbeddedRedis(appendonly=True, dies_with_us=True)
         self._settings = {f"DILOCO_{name.upper()}": str(value) for name, value in settings.items()}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        self._redis.__enter__()
-        self.url = self._redis.url
+        self.redis.__enter__()
+        self.url = self.redis.url
         self.start("syncer.log", {"DILOCO_HTTP_PORT": "0"}, "-m", "diloco", "syncer", "--run", "ranks")
         return self
 
@@ -40,7 +40,7 @@ class Party:
         for process in self._started:
             process.kill()
             process.wait()
-        self._redis.__exit__(None, None, None)
+        self.redis.__exit__(None, None, None)
 
     def start(self, log: str, extra: dict[str, str], *command: object) -> subprocess.Popen[bytes]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}

@@ -22,6 +22,8 @@ from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size, de
 from diloco.workers.ranks import found
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.turns import Turns
+from diloco.workers.rounds import Rounds
+from tests.ranks.dying import die_as_told
 
 kind, name, folder = sys.argv[1:4]
 step_s = float(os.environ.get("TEST_STEP_S", "0.02"))
@@ -29,6 +31,7 @@ dtype = getattr(torch, os.environ.get("TEST_DTYPE", "float32"))
 torch.set_num_threads(1)
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
+die_as_told(rank)
 
 
 class Model(nn.Module):
@@ -64,6 +67,17 @@ def count(owner: type, name: str, field: str, size: Callable[[Any, Any], int]) -
     setattr(owner, name, counting)
 
 
+def tell_offers() -> None:
+    """Say it where all that is unmerged is to be offered again."""
+    before = Rounds.offer_again
+
+    def offering(self: Rounds) -> None:
+        print("offers again", flush=True)
+        before(self)
+
+    Rounds.offer_again = offering  # type: ignore[method-assign]
+
+
 def keep_adopted() -> None:
     """Write down what is adopted: of each rank its own rows, and of each pulled global what its server knows of it."""
     pull, given = Part._pull, Part._given
@@ -93,6 +107,7 @@ def next_one(self: Turns, p: int, busy: Any = ()) -> int | None:
 if os.environ.get("TEST_KEEP"):
     keep_adopted()
     Turns.choose = next_one  # type: ignore[method-assign]
+tell_offers()
 count(Payload, "encoded", "sent", lambda index, chunk: chunk_size(chunk))
 count(PayloadReader, "feed", "read", lambda chunk, _: chunk_size(chunk))
 even = [layer for _ in range(5) for layer in (nn.Linear(64, 64, bias=False), nn.Tanh())]
@@ -114,12 +129,19 @@ elif kind in ("fsdp", "hsdp"):
     fully_shard(model, mesh=mesh)
 torch.distributed.distributed_c10d._unpickler = None  # from here on whoever unpickles what came over a wire fails
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+errs, how, at = os.environ.get("TEST_ERRS", "-1 no -9").split()
+errs_at = int(at) if int(errs) == rank else -9
+"""After so many steps this rank leaves its loop, by a break or an error, and the others do not."""
 generator = torch.Generator().manual_seed(1000 * len(name) + rank)
 state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
 with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, state_every_s=0.2) as learner:
     print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
     steps = 0
     while not learner.finished:
+        if steps == errs_at:
+            if how == "break":
+                break
+            raise OSError("the data has ended")
         x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()

@@ -89,6 +89,7 @@ def learner(
         late=False,
         begin={0: 1},
         bases={0: Base(0, 3, b"", 1)},
+        parting=SimpleNamespace(steps=0),
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))

@@ -11,14 +11,17 @@ import pytest
 import structlog
 
 from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import PayloadReader
-from diloco.pipeline.retry import Outages
+from diloco.pipeline.retry import Backoff, Outages
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.encoding import OnHost
 from diloco.workers.exchange import carrier as own_carrier
+from diloco.workers.exchange.pulling import Pulling
+from diloco.workers.exchange.shared import Shared
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.shares import SLICE, Shares
@@ -72,6 +75,7 @@ class Crew:
             outages=Outages(structlog.get_logger()),
             log=structlog.get_logger(),
         )
+        self.member = member
         shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(wires))
         self._shares = shares
 
@@ -115,7 +119,7 @@ class Crew:
 
     async def pull(self, to: int) -> int | None:
         self.next_server = to
-        return await self.carrier.pull(head(self.version + 1))
+        return await self.carrier.pull(lambda: head(self.version + 1))
 
     def adopt(self, number: int | None) -> None:
         assert number is not None
@@ -263,3 +267,44 @@ async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.Mon
         base = crew.parts[0]._gathering[0, 9].base
         assert base is not None
         assert base.version == 1
+
+
+async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_counts(monkeypatch: Any) -> None:
+    """Of those that come while the server is busy, and while its bus is away: of that time nothing is the pull's."""
+    now, fails, heads = [100.0], [2], [head(2)]
+
+    def pull_shown(*given: Any) -> Any:
+        now[0] += 1
+        if fails[0]:
+            fails[0] -= 1
+            now[0] += 1000
+            raise BusUnavailable("away")
+        heads.append(given[1])
+        return np.zeros(ELEMENTS, np.float32)
+
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        monkeypatch.setattr(crew.member.outages, "BACKOFF", Backoff(0.001, 0.001))
+        await crew.go_on()
+        crew.merge()
+        first = await crew.pull(1)  # not adopted yet: the next one waits
+
+        async def shown(*given: Any) -> Any:
+            return pull_shown(*given)
+
+        monkeypatch.setattr(own_carrier, "pull_shown", shown)
+        member: Any = SimpleNamespace(
+            layout=LAYOUT, clock=SimpleNamespace(now=lambda: now[0]), shared=Shared(), log=structlog.get_logger()
+        )
+        pulling = Pulling(member, crew.carrier)
+        pulling._wanted[0], pulling._seen_s[0] = head(3), 100.0
+        working = asyncio.create_task(pulling._pull_wanted_on(0))
+        await asyncio.sleep(0.01)
+        now[0] = 900.0
+        pulling._wanted[0], pulling._seen_s[0] = head(4), 890.0
+        crew.adopt(first)
+        await crew.until(lambda: pulling.latest)
+        working.cancel()
+        assert heads[-1].version == 4
+        assert pulling.latest[0][0] == 4
+        assert member.shared.pull_s == 1.0

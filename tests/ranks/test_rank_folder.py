@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 import torch
 
 from diloco.pipeline.fragments import layout_of
@@ -80,3 +81,18 @@ def test_moments_of_other_rows_are_refused_where_no_set_is_whole(tmp_path: Path)
     with pytest.raises(StateRefused, match="held other rows"):
         folder(tmp_path, HALVES[::-1], 0).load(RUN, KIND)
     assert folder(tmp_path, HALVES, 0).load(RUN, KIND) is not None
+
+
+@pytest.mark.parametrize("then", [HALVES, [{"t": (0, 1)}, {"t": (1, 3)}, {"t": (3, 4)}], [{"t": (0, 4)}]])
+def test_ranks_that_saved_at_different_steps_come_back_with_the_fewest(tmp_path: Path, then: list[Ranges]) -> None:
+    """All with the same, as ramps of learning rates count them; each part of the moments is what was saved last."""
+    for rank, steps in enumerate((38, 35)):
+        save(tmp_path, HALVES, rank, b"any", steps)
+    for rank in range(len(then)):
+        with structlog.testing.capture_logs() as logs:
+            found = folder(tmp_path, then, rank).load(RUN, KIND)
+        assert found is not None
+        assert found[0].steps == 35
+        start, stop = then[rank]["t"]
+        assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
+        assert [log["steps"] for log in logs if log["event"] == "state_of_several_steps"] == [[35, 38]]

@@ -21,7 +21,7 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     done: list[object] = []
     monkeypatch.setattr(thread, "NOTICED_S", 0.01)
     monkeypatch.setattr(os, "_exit", done.append)
-    training: Any = SimpleNamespace(learner="l0")
+    training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0))
     meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
     monkeypatch.setattr(thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
     ranks: Any = None
@@ -36,3 +36,21 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     one._work()
     assert one.failure is error
     assert done == (["part", "abort"] if told else ["part", "abort", BROKEN_STATUS])
+
+
+@pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0)])
+def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float, monkeypatch: Any) -> None:
+    """Those of a large model take longer than ten seconds: one that waits for nobody comes to its end."""
+    waited: list[float] = []
+    training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=step_s))
+    meeting: Any = SimpleNamespace(rank=1, part=lambda: None, abort=lambda: None)
+    ranks: Any = None
+    one = RankThread("redis://nowhere", "run", training, meeting, ranks, Stopping())
+    monkeypatch.setattr(one, "_noticed", SimpleNamespace(wait=lambda given: waited.append(given) or True))
+
+    async def fail() -> None:
+        raise RankGone("it")
+
+    monkeypatch.setattr(one, "_join_and_work", fail)
+    one._work()
+    assert waited == [within_s]

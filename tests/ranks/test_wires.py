@@ -121,6 +121,23 @@ async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
         assert await wires[0].ask(2, "echo") == 0
 
 
+@pytest.mark.parametrize("how", ["before it is called", "after"])
+async def test_a_rank_that_dies_before_it_connects_is_not_waited_for(how: str) -> None:
+    """Its listener ends with it, so those that it would have called hear of it; naming it."""
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    lines = TcpLines(0, [one.getsockname()[:2] for one in listeners], listeners[0], TOKEN)
+    if how == "before it is called":
+        listeners[1].close()
+    connecting = asyncio.create_task(lines.connect())
+    if how == "after":
+        listeners[1].setblocking(False)
+        called, _ = await asyncio.get_running_loop().sock_accept(listeners[1])
+        listeners[1].close()
+        called.close()
+    with pytest.raises(RankGone, match=r"cannot reach ranks \[1\]"):
+        await asyncio.wait_for(connecting, 30)
+
+
 async def test_who_does_not_know_the_token_is_no_rank() -> None:
     """It is hung up on, and the ranks go on."""
     async with wired(2) as wires:

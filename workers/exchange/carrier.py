@@ -59,8 +59,10 @@ class Carrier(Protocol):
     def feedback(self) -> Feedback:
         """Of its deltas."""
 
-    async def pull(self, head: Head) -> Any | None:
+    async def pull(self, choose: Callable[[], Head]) -> Any | None:
         """Fetch a head's global: what the training side is to adopt (`Base.values`); None: it was replaced meanwhile.
+
+        choose: gives the newest head of a fragment; called as the pull begins, and as it begins again: the last counts.
 
         Raises:
             BusError: it cannot be read, where that is not tried again by who carries it.
@@ -129,8 +131,9 @@ class OwnCarrier:
     def forget(self, fragment: int, values: Any) -> None:
         """As `Carrier`."""
 
-    async def pull(self, head: Head) -> Any | None:
+    async def pull(self, choose: Callable[[], Head]) -> Any | None:
         """As `Carrier`."""
+        head = choose()
         member, p = self._member, head.fragment
         elements, sync, held = member.layout.fragments[p].elements, self._syncs[p], None
         if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:

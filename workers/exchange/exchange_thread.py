@@ -269,6 +269,10 @@ class JoinedLearner:
         training = self.training
         return training.parameters.on_device(p) if training.encode_on_device else training.parameters.snapshot(p).numpy
 
+    def breaks_off(self, error: BaseException) -> bool:
+        """Whether an error of its loop ends it without `leave`, as it does where others would have to go along."""
+        return False
+
     def leave(self, within_s: float, save_state: bool) -> bool:
         """Publish what is unpublished, flush it, say goodbye; whether all of it was in time.
 

@@ -4,9 +4,10 @@ The tape wakes a learner, the heads decide; after any gap, all heads are read ag
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
@@ -111,11 +112,12 @@ class Pulling:
                     async with asyncio.timeout(wait_s):
                         await wake.wait()
                 continue
-            head, seen_s = self._wanted[p], self._seen_s.get(p)
-            pulled = await self.pull(head)
+            chosen = _Chosen(self._wanted[p], self._wanted, self._seen_s, clock)
+            pulled = await self._pull(chosen)
+            head, seen_s = chosen.head, chosen.seen_s
             layout = self._member.layout.fragments[p]
             if pulled and seen_s is not None and not layout.averaged:  # of which a call takes longer than the bytes
-                self._times.observe(layout.elements, clock.now() - seen_s)
+                self._times.observe(layout.elements, clock.now() - seen_s - chosen.waited_s)
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
@@ -133,16 +135,38 @@ class Pulling:
         Raises:
             BusError: it cannot be read.
         """
-        member, p = self._member, head.fragment
-        values = await self._carrier.pull(head)
+        return await self._pull(_Chosen(head, {}, {}, self._member.clock))
+
+    async def _pull(self, chosen: "_Chosen") -> bool:
+        values, member = await self._carrier.pull(chosen), self._member
         if values is None:
             return False
+        head, p = chosen.head, chosen.head.fragment
         if p in self.latest and head.version <= self.latest[p][0]:
             self._carrier.feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
         member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
         member.log.debug("fragment_pulled", fragment=p, version=head.version)
         return True
+
+
+class _Chosen:
+    """Calling it gives the head that is to be pulled: of its fragment the newest that is known by then."""
+
+    def __init__(self, head: Head, wanted: Mapping[int, Head], seen_s: Mapping[int, float], clock: Clock) -> None:
+        """wanted, seen_s: as `Pulling`'s."""
+        self.head, self._wanted, self._all_seen_s, self._clock = head, wanted, seen_s, clock
+        self._asked_s = clock.now()
+        self.seen_s: float | None = None
+        """When it was first heard of, if that is known."""
+        self.waited_s = 0.0
+        """From then on, before the pull had its turn, or after an outage began once more."""
+
+    def __call__(self) -> Head:
+        now, p = self._clock.now(), self.head.fragment
+        self.head, self.seen_s = self._wanted.get(p, self.head), self._all_seen_s.get(p)
+        self.waited_s = 0.0 if self.seen_s is None else now - max(self._asked_s, self.seen_s)
+        return self.head
 
 
 TAPE_BLOCK_S = 1.0

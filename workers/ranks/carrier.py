@@ -30,7 +30,7 @@ class RanksCarrier:
 
     def __init__(self, wires: Wires, member: Member, under_way: UnderWay, room: Room) -> None:
         self._wires, self._under_way, self._room = wires, under_way, room
-        self._me = member.learner, member.incarnation
+        self._me, self._outages = (member.learner, member.incarnation), member.outages
         sizes = [fragment.elements for fragment in member.layout.fragments]
         self._turns = Turns(sizes, wires.ranks)
         self.lanes = len(sizes)
@@ -46,10 +46,10 @@ class RanksCarrier:
         self._adopted = asyncio.Condition()
         self._numbers, self._tags = itertools.count(1), itertools.count(-1, -1)
 
-    async def pull(self, head: Head) -> Any | None:
-        """As `Carrier`; the number. What fails is tried again by its server, so no error of the bus is raised."""
-        p, number, at_once = head.fragment, next(self._numbers), self.joining
-        pulling = self._wires.go_on(self._pull(head, number, at_once))
+    async def pull(self, choose: Callable[[], Head]) -> Any | None:
+        """As `Carrier`; the number. What fails is tried again, so no error of the bus is raised."""
+        p, number, at_once = choose().fragment, next(self._numbers), self.joining
+        pulling = self._wires.go_on(self._pull(p, choose, number, at_once))
         try:
             server = await asyncio.shield(pulling)
         except asyncio.CancelledError:  # its server goes on with it
@@ -63,14 +63,17 @@ class RanksCarrier:
             await self._free(p)
         return number
 
-    async def _pull(self, head: Head, number: int, at_once: bool) -> int | None:
+    async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> int | None:
         """The server that has it now, and all ranks from it."""
-        p = head.fragment
+
+        async def pull() -> bool:
+            return bool(await self._wires.ask(server, "pull", p, number, at_once, codec.encode(choose())))
+
         server = await self._take_turn(p, moves=True)
         if not await self._handed(p, server):
             await self._free(p)
             server = await self._take_turn(p, moves=False)
-        if await self._wires.ask(server, "pull", p, number, at_once, codec.encode(head)):
+        if await self._outages.retry(pull):
             return server
         await self._free(p)
         return None

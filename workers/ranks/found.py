@@ -16,14 +16,16 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +34,7 @@ from diloco.pipeline.agreement import differences
 from diloco.pipeline.errors import DilocoError, RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.workers.averaged import averaged_buffers
+from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.lines import TOKEN_BYTES, listen
 from diloco.workers.ranks.shares import Range
@@ -52,6 +55,11 @@ NO_RANKS = (
     "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
     "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
     "own, without a process group"
+)
+STALE_STORE = (
+    "torchrun with --max-restarts would hang at a restart: gloo finds addresses of the life before in its store. Set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
+    "or leave --max-restarts out"
 )
 SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_shard), HSDP and DDP"
 
@@ -88,7 +96,16 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
         raise UsageError(NO_RANKS.format(size))
     if found and distributed.get_rank() not in found:
         raise UsageError(f"this process is rank {distributed.get_rank()}, which is none of the learner's: {found}")
+    if len(found) > 1:
+        _check_restarts()
     return () if len(found) == 1 and not sharded else found
+
+
+def _check_restarts() -> None:
+    """Raises UsageError where torchrun would start ranks again that then wait for ever, with a learner or without."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise UsageError(STALE_STORE)
 
 
 def _world_size() -> int:
@@ -263,7 +280,8 @@ def meet(
         RankGone: one is gone.
     """
     try:
-        group = _group_of(tuple(sorted(ranks)))
+        with _said_if_long(ranks):
+            group = _group_of(tuple(sorted(ranks)))
         rank = distributed.get_rank(group)
         token = secrets.token_bytes(TOKEN_BYTES)
         _same_arguments(said_by_all(group, Asked(arguments=tuple(asked.items()))))
@@ -283,6 +301,19 @@ def meet(
     holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
     addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
     return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
+
+
+@contextmanager
+def _said_if_long(ranks: Sequence[int]) -> Iterator[None]:
+    """Until all have come none is missed, not even one that has died: torch waits for it."""
+    detail = f"{len(ranks)} ranks are to make their Learner; if one has ended, end the others (torchrun does)"
+    timer = threading.Timer(PATIENCE_S, structlog.get_logger().warning, ["ranks_awaited"], {"detail": detail})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:

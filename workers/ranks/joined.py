@@ -3,7 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
+from diloco.workers.ranks.parting import Parting
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
@@ -57,7 +59,7 @@ class Rank:
         """Rank 0's: the same as bases."""
         self.late = False
         """The run was over as all joined."""
-        self.wishes = Wishes(wires)
+        self.wishes, self.parting = Wishes(wires), Parting(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -114,13 +116,14 @@ class Rank:
         """Wait for rank 0's; whether the learner left in order.
 
         Raises:
-            RankGone: it did not come.
+            RankGone: it did not come, or a rank has not left its loop.
         """
+        await self.parting.all_leave()
         try:
             async with asyncio.timeout(within_s):
                 return await self._bye
         except TimeoutError:
-            raise RankGone("rank 0 of this learner has not left in time: do all ranks end at the same step?") from None
+            raise RankGone("rank 0 of this learner has not left in time") from None
 
 
 @dataclass(slots=True)
@@ -238,7 +241,7 @@ class JoinedRank(JoinedLearner):
         """As `JoinedLearner`, of this rank's tokens; those that are returned are all ranks', of the step before."""
         wishes = self._rank.wishes
         heard = wishes.heard  # first: what is wished from now on is for the next step
-        self._steps += 1
+        self._rank.parting.steps = self._steps = self._steps + 1
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(wish, self._servers[p], self._own_snapshot(p)) for p, wish in wishes.open(heard)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
@@ -342,6 +345,13 @@ class JoinedRank(JoinedLearner):
 
     # --- leaving ------------------------------------------------------------------------------------------
 
+    def breaks_off(self, error: BaseException) -> bool:
+        """As `JoinedLearner`: the others end too, and hear why."""
+        why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
+        with suppress(CancelledError):
+            self.thread.result_of(self.thread.ask(self._rank.parting.tell(why)))
+        return True
+
     def leave(self, within_s: float, save_state: bool) -> bool:
         """As `JoinedLearner`; all ranks come here after the same step.
 
@@ -366,6 +376,7 @@ class JoinedRank(JoinedLearner):
         return self._left(leaving)
 
     async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:
+        await self._rank.parting.all_leave()
         in_order = await exchange.leave(within_s)
         await self._rank.say_bye(in_order)
         return in_order

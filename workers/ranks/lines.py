@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from diloco.pipeline.errors import RankGone
+from diloco.pipeline.waiting import meanwhile
 
 SILENT_S = 20
 CONNECT_S = 60.0
@@ -74,8 +75,9 @@ class TcpLines:
     async def connect(self) -> dict[int, Line]:
         """As `Lines`."""
         self._server = await asyncio.start_server(self._called, sock=self._listener)
+        above = range(self.rank + 1, self.ranks)
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(CONNECT_S), meanwhile(*map(self._watch, above)):
                 for other in range(self.rank):
                     reader, writer = await asyncio.open_connection(*self._addresses[other])
                     writer.write(_HELLO.pack(self._token, self.rank))
@@ -90,6 +92,26 @@ class TcpLines:
             self._give_up()
             raise
         return dict(self._lines)
+
+    async def _watch(self, other: int) -> None:
+        """Notice that a rank dies before it calls: its listener goes with it. Until cancelled.
+
+        Raises:
+            ConnectionError: it has.
+        """
+        try:
+            reader, writer = await asyncio.open_connection(*self._addresses[other])
+            try:
+                await reader.read(1)  # it says nothing here
+            finally:
+                writer.close()
+            raise ConnectionError(f"rank {other} has ended")
+        except ConnectionError:
+            if other not in self._lines:
+                raise
+        except OSError:  # it cannot be called from here: it may call
+            pass
+        await asyncio.Event().wait()
 
     def close(self) -> None:
         """As `Lines`."""

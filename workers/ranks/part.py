@@ -218,7 +218,7 @@ class Part:
     async def _pull(self, _: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
         """Whether all ranks have it. at_once: and have adopted it, since they only join."""
         member, head = self._member, codec.decode(Head, encoded)
-        flat = await member.outages.retry(self._carrier.pull, head)
+        flat = await self._carrier.pull(lambda: head)
         if flat is None:
             return False
         self._bases[p, number] = Base(p, head.version, head.digest, flat)

@@ -6,6 +6,11 @@
 
 What is read is the set that has gone furthest, of those that are whole. Where it is of other ranks, each rank takes
 from all of its files what it holds now.
+
+Ranks save by their own clocks, and one that is killed may have saved once less. So the files of a set may be of
+different steps, as the fragments in one file are, which are copied one a step. That is harmless: moments are of single
+elements or tensors, and some steps older is what they are for. But the steps that count, as for ramps of learning
+rates, are the fewest of the set on all ranks.
 """
 
 import random
@@ -81,7 +86,10 @@ class RankFolder(StateFolder):
         same = self.path in parts and parts[self.path].partition == self._ranks.get("partition", "")
         if not parts or same:
             found = super().load(identity, kind)
-            return found if found is None or self._saves else (self._with_own_chance(found[0]), found[1])
+            if found is None:
+                return None
+            state = _fewest(found[0] if self._saves else self._with_own_chance(found[0]), parts.values())
+            return state, found[1]
         if isinstance(self._layout, KeptLayout):
             raise StateRefused(f"{self._all} was saved by other ranks, and not all tensors keep the same moments")
         return self._gathered(parts, identity, kind)
@@ -139,7 +147,7 @@ class RankFolder(StateFolder):
                         missing -= high - low
         if missing:
             raise StateRefused(f"{self._all} does not hold once what this rank holds: {missing} elements are left over")
-        state = self._with_own_chance(next(iter(parts.values())))
+        state = self._with_own_chance(_fewest(next(iter(parts.values())), parts.values()))
         structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
@@ -158,6 +166,15 @@ class RankFolder(StateFolder):
             last = max(saved, key=lambda one: one.steps)
             here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng}
         return state.model_copy(update=here)
+
+
+def _fewest(state: SavedState, parts: Collection[SavedState]) -> SavedState:
+    """With the steps that all parts of its set have come to: all ranks read the same."""
+    if len({part.steps for part in parts}) > 1:
+        steps = sorted(part.steps for part in parts)
+        structlog.get_logger().info("state_of_several_steps", steps=steps, detail="its ranks did not save at once")
+    first = min([*parts, state], key=lambda part: part.steps)
+    return state.model_copy(update={"steps": first.steps, "tokens": first.tokens})
 
 
 def _range(state: SavedState, tensor: TensorSpec) -> Range:

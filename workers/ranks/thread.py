@@ -22,7 +22,10 @@ from diloco.workers.training import Training
 
 NOTICED_S = 10.0
 """A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
-a call of the learner its process is ended."""
+a call of the learner its process is ended; where steps take longer, after `STEPS` of them."""
+STEPS = 2
+ABORT_S = 2.0
+"""To break off what is under way."""
 BROKEN_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: the learner may be started again."""
 
@@ -37,6 +40,7 @@ class RankThread(ExchangeThread):
         self._meeting, self._shares, self._stopping = meeting, shares, stopping
         self._log = structlog.get_logger().bind(learner=training.learner, rank=meeting.rank)
         self._noticed = threading.Event()
+        self._aborting = OwnThread("abort", meeting.abort)
 
     def _entered(self, exchange: Any) -> JoinedRank:
         return JoinedRank(self._training, exchange, self, self._meeting, self._shares, self._stopping)
@@ -51,6 +55,8 @@ class RankThread(ExchangeThread):
         if not self.left:
             self._meeting.part()
         super().join()
+        if self._aborting.ident is not None:  # as Python ends, a thread that is inside torch would crash it
+            self._aborting.join(ABORT_S)
         self._meeting.listener.close()
 
     def _work(self) -> None:
@@ -60,9 +66,10 @@ class RankThread(ExchangeThread):
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.part()  # the other ranks end too, and training may wait for them
-        OwnThread("abort", self._meeting.abort).start()  # it may itself wait
-        if not self._noticed.wait(NOTICED_S):
-            detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: training may wait for ever: it is ended"
+        self._aborting.start()  # it may itself wait
+        within_s = max(NOTICED_S, STEPS * self._training.times.step_s)
+        if not self._noticed.wait(within_s):
+            detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
             os._exit(BROKEN_STATUS)
 

@@ -54,6 +54,8 @@ class Wires:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leaving = False
         """From now on the others may go."""
+        self.why = ""
+        """What all ranks end by, where one has told: their connections end then too."""
 
     def handle(self, **handlers: Handler) -> None:
         """What is done when it is asked here."""
@@ -149,6 +151,8 @@ class Wires:
             raise self._gone(rank, error) from error
 
     def _gone(self, rank: int, error: BaseException) -> RankGone:
+        if self.why:
+            return RankGone(self.why)
         how = "is gone" if isinstance(error, (OSError, EOFError)) else f"says what cannot be read ({error}): it is gone"
         return RankGone(f"rank {rank} of this learner {how}, and the learner with it: start all of its ranks again")
 
@@ -192,7 +196,8 @@ class Wires:
         except RankGone:
             raise
         except DilocoError as error:
-            structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
+            if not isinstance(error, BusError):  # an outage is told where it is tried again
+                structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
             kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
             found = str(error)
         await self._write(rank, [number, None, kind, found])

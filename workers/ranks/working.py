@@ -124,7 +124,7 @@ class Working:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
             shared, carriers[0].joining = exchange.shared, False
             rank = Rank(wires, parts[0], training, shared, self._joined, exchange, carriers[0], under_way)
-            async with meanwhile(self._until_left(exchange)):
+            async with meanwhile(self._until_left(exchange), rank.parting.watch()):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await say_joined(bus, *who, versions, shared.state)
                 await self._enter_all(rank, versions, shared.state)

@@ -154,9 +154,10 @@ class MadeUp:
         self._rng.standard_normal(out=values, dtype=np.float32)
         return np.multiply(values, np.float32(SCALES[what]), out=values)
 
-    async def pull(self, head: Head) -> Any | None:
+    async def pull(self, choose: Callable[[], Head]) -> Any | None:
         """As `Carrier`."""
-        member, p = self._member, head.fragment
+        member, head = self._member, choose()
+        p = head.fragment
         elements = member.layout.fragments[p].elements
         try:
             await pull_shown(member.bus, head, elements, self._syncs[p], member.offload, SLOW_PULL_S, None)

@@ -1,0 +1,45 @@
+"""A rank that is killed while its learner joins, or takes the run's model at the end: for real, over gloo."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.party import Party
+
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+RANKS = "diloco.workers.ranks."
+WHILE_JOINING = {
+    "they meet": (1, f"{RANKS}found said_by_all 3"),
+    "it has yet to connect": (1, "diloco.workers.exchange.reaching reach 1"),
+    "it uploads version 0": (1, f"{RANKS}part Part._upload_initial 1"),
+    "rank 0 looks for moments": (0, f"{RANKS}joined Rank._recover 1"),
+    "it enters": (2, f"{RANKS}joined Rank._enter 1"),
+}
+LIMIT_S = 50.0
+"""Below what connecting may take, `lines.CONNECT_S`."""
+
+
+def dies(party: Party, rank: int, where: str) -> None:
+    """Start a trio with a rank that is killed there; the others end by themselves, and say why."""
+    before = {other: len(party.said(f"trio-{other}", "")) for other in range(3)}
+    trio = party.learner("fsdp", "trio", 3, TEST_DIES=f"{rank} {where}", TEST_STATE="1")
+    party.until(lambda: trio[rank].poll() is not None)
+    assert party.said(f"trio-{rank}", "dies"), party.shown()
+    statuses = party.ended(*trio, limit_s=LIMIT_S)
+    assert all(statuses), party.shown()
+    for other in {0, 1, 2} - {rank}:
+        assert statuses[other] > 0, f"rank {other} has crashed, by {statuses[other]}\n{party.shown()}"
+        said = "\n".join(party.said(f"trio-{other}", "")[before[other] :])
+        assert "RankGone: " in said or "rank_gone" in said, party.shown()
+
+
+def test_a_rank_that_is_killed_apart_from_training_ends_its_learner_at_once(tmp_path: Path) -> None:
+    """Wherever it dies as all join, and in `load_globals`; ranks that are started again end on the heads."""
+    with Party(tmp_path, sync_interval=6, fragments=4, tokens=6000) as party:
+        for rank, where in WHILE_JOINING.values():
+            dies(party, rank, where)
+        assert not party.said("syncer", "fragment_merged"), party.shown()
+        dies(party, 1, f"{RANKS}found Meeting.hand_round 2")
+        assert all(party.said(f"trio-{rank}", "left True") for rank in range(3)), party.shown()
+        assert party.ended(*party.learner("fsdp", "trio", 3, TEST_STATE="1")) == [0] * 3, party.shown()
+        assert all(party.said(f"trio-{rank}", "alike True") for rank in range(3)), party.shown()

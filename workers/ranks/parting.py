@@ -1,0 +1,96 @@
+"""How the ranks of a learner come to leave their loops after the same step, and hear of one that does not. asyncio.
+
+A rank that has left its loop says after which step. Where others train on they wait for its gradients, for ever and
+inside torch, so nobody can go along: after `PARTING_S` all end with an error that names who has left, and when.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+
+import structlog
+
+from diloco.pipeline.errors import RankGone
+from diloco.workers.ranks.wires import Wires
+
+PARTING_S = 40.0
+"""From one rank's last step until all must have left their loops."""
+APART_S = 60.0
+"""After so long without a step of rank 0 it is said which steps the ranks have come to."""
+TOLD_S = 5.0
+"""For the others to hear why this rank ends."""
+EQUALLY = "all ranks of a learner must call step equally often, and then leave"
+
+
+class Parting:
+    """One rank's."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+        self.steps = 0
+        """That this rank has come to. Written by the training thread."""
+        self._left: dict[int, int] = {}
+        """Rank that has left its loop -> its steps."""
+        self._more = asyncio.Event()
+        wires.handle(left=self._take_left, torn=self._take_torn, steps=self._say_steps)
+
+    async def all_leave(self) -> None:
+        """This rank has left its loop; wait for the others.
+
+        Raises:
+            RankGone: they go on, or have left after another step.
+        """
+        for rank in range(self._wires.ranks):
+            self._wires.tell(rank, "left", self.steps)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PARTING_S):
+                while len(self._left) < self._wires.ranks:
+                    self._more.clear()
+                    await self._more.wait()
+        others = [rank for rank in range(self._wires.ranks) if rank not in self._left]
+        if others:
+            steps = await asyncio.gather(*(self._wires.ask(rank, "steps") for rank in others))
+            there = _shown(dict(zip(others, steps, strict=True)))
+            await self._end(f"{_shown(self._left)}; not so within {PARTING_S:g} s {there}")
+        if len(set(self._left.values())) > 1:
+            await self._end(_shown(self._left))
+
+    async def _end(self, how: str) -> None:
+        why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
+        await self.tell(why)
+        raise RankGone(why)
+
+    async def tell(self, why: str) -> None:
+        """Have all others end by this; this rank is about to."""
+        self._wires.why = why
+        others = [rank for rank in range(self._wires.ranks) if rank != self._wires.rank]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                await asyncio.gather(*(self._wires.ask(rank, "torn", why) for rank in others), return_exceptions=True)
+
+    async def watch(self) -> None:
+        """Rank 0's: say where ranks stand that wait for each other. Until cancelled."""
+        before = 0
+        while True:
+            await asyncio.sleep(APART_S)
+            if self.steps == before:
+                with suppress(RankGone):  # which ends the learner, or all leave
+                    said = await asyncio.gather(*(self._wires.ask(r, "steps") for r in range(self._wires.ranks)))
+                    if len(set(said)) > 1:
+                        structlog.get_logger().warning("ranks_apart", steps=said, detail=f"no step goes on: {EQUALLY}")
+            before = self.steps
+
+    async def _take_left(self, rank: int, steps: int) -> None:
+        self._left[rank] = steps
+        self._more.set()
+
+    async def _take_torn(self, _: int, why: str) -> None:
+        self._wires.why = why
+        raise RankGone(why)
+
+    async def _say_steps(self, _: int) -> int:
+        return self.steps
+
+
+def _shown(steps: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} after step {number}" for rank, number in sorted(steps.items()))
