@@ -8,6 +8,7 @@ import structlog
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import RankGone
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.background import OwnThread
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread
@@ -23,8 +24,6 @@ from diloco.workers.training import Training
 NOTICED_S = 10.0
 """A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
 a call of the learner its process is ended."""
-BROKEN_STATUS = 75
-"""EX_TEMPFAIL of sysexits.h: the learner may be started again."""
 
 
 class RankThread(ExchangeThread):
@@ -64,7 +63,7 @@ class RankThread(ExchangeThread):
         if not self._noticed.wait(NOTICED_S):
             detail = f"{self.failure}; no step has come in {NOTICED_S:g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
-            os._exit(BROKEN_STATUS)
+            os._exit(AGAIN_STATUS)
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
