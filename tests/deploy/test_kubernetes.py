@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def built(overlay: str, folder: Path) -> list[Resource]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.fixture(params=["files", *OVERLAYS])
-def resources(request: pytest.FixtureRequest, tmp_path: Path) -> list[Resource]:
-    return as_they_lie() if request.param == "files" else built(request.param, tmp_path)
+@pytest.fixture(params=["files", *OVERLAYS], scope="module")
+def resources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
+    return as_they_lie() if request.param == "files" else built(request.param, tmp_path_factory.mktemp("overlay"))
 
 
 def named(resources: list[Resource], kind: str, name: str) -> Resource:
@@ -98,7 +99,7 @@ def test_all_of_it_is_valid(resources: list[Resource]) -> None:
 
 def test_what_does_not_exist_is_found(resources: list[Resource]) -> None:
     """The schemas are strict: a misspelt field of a probe is refused."""
-    syncer = named(resources, "Deployment", "syncer")
+    syncer = deepcopy(named(resources, "Deployment", "syncer"))
     syncer["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSecond"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(syncer, VERSIONS[0], strict=True)
