@@ -427,8 +427,7 @@ class Learner:
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)
-        whole, held = shares.layout.trained, meeting.held
-        folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
+        folder = partial(RankFolder, whole=shares.layout.trained, held=meeting.held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
         training.follow_steps = AHEAD
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
