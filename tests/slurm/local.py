@@ -114,9 +114,9 @@ class LocalSlurm:
     def end(self) -> None:
         """Its jobs, then itself."""
         if len(self._processes) == 3:
-            self.ask("scancel", "--state=PENDING,RUNNING", "--user=root", "--signal=KILL", "--full")
-            self.ask("scancel", "--user=root")
-            ended = time.monotonic() + 20
+            self.ask("scancel", "--user=root")  # what has yet to begin
+            self.ask("scancel", "--user=root", "--signal=KILL", "--full")
+            ended = time.monotonic() + LIMIT_S
             while self.ask("squeue", "--noheader") and time.monotonic() < ended:
                 time.sleep(0.2)
         for process in reversed(self._processes):
