@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
 from diloco.workers.batches import Batches
@@ -226,13 +227,17 @@ class Learner:
     @property
     def finished(self) -> bool:
         """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
-        entered = self._life.entered
-        return self._stopping.asked if entered is None else entered.ended(self._stopping)
+        return self._life.entered.ended(self._stopping) if self._life.entered else self._stopping.asked
 
     @property
     def over(self) -> bool:
         """The run has reached its budget or is asked to end."""
         return self._life.entered is not None and self._life.entered.over
+
+    @property
+    def exit_status(self) -> int:
+        """For `sys.exit` at the program's end: 75 if it was asked to end and the run goes on without it, else 0."""
+        return AGAIN_STATUS if self._stopping.came and not self.over else 0
 
     @property
     def progress(self) -> float:
@@ -411,18 +416,17 @@ class Learner:
         self._check_ranks()
         if self._ranks:
             return self._prepare_rank()
-        spec = self._proposal(*self._agreed())
+        spec = self._proposal()
         training = self._training(spec, folder=partial(RankFolder.of_one, whole=layout_of(spec.tensors).trained))
         return training, ExchangeThread(self._url, self._given.run, training)
 
     def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
         who = self.id, self.incarnation
-        meeting = meet(self._ranks, self.model, lambda: self._proposal(*self._agreed()), who, together(self._given))
+        meeting = meet(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)
-        whole, held = shares.layout.trained, meeting.held
-        folder = partial(RankFolder, whole=whole, held=held, rank=meeting.rank)
+        folder = partial(RankFolder, whole=shares.layout.trained, held=meeting.held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
@@ -430,23 +434,19 @@ class Learner:
         if ranks_of(self.model, self._mesh) != self._ranks:
             raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
 
-    def _agreed(self) -> tuple[Spec | None, int | None]:
-        """What stands already: the run's spec; or, where it has none, the budget with which a syncer waits for it."""
+    def _proposal(self) -> Spec:
+        """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
         waiting, where = None, (self._url, self._given.run)
         held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._life.go_on_joining)
         if held is None:
             waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._life.go_on_joining)
-        return held, waiting
-
-    def _proposal(self, held: Spec | None = None, waiting: int | None = None) -> Spec:
         return proposal(self.model, self._given, held, waiting)
 
     def _training(
         self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
     ) -> Training:
-        who, device = (self.id, self.incarnation), self.device
-        given = self.model, self._inner, self._given, device, self.times, own, folder, self._check_ranks
-        return make_training(who, spec, *given)
+        given = self.model, self._inner, self._given, self.device, self.times, own, folder, self._check_ranks
+        return make_training((self.id, self.incarnation), spec, *given)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -10,16 +10,18 @@ import signal
 import threading
 from types import FrameType
 
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+
 HANGUP = getattr(signal, "SIGHUP", None)
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Stopped(SystemExit):
-    """The process was asked to end, between two inner steps; its status is as if the signal had ended it."""
+    """The process was asked to end, between two inner steps; its status has it started again."""
 
     def __init__(self, number: int) -> None:
         """number: of the signal."""
-        super().__init__(128 + number)
+        super().__init__(AGAIN_STATUS)
         self.number = number
 
 
@@ -38,6 +40,11 @@ class Stopping:
         self._over = False
         self._installed: list[int] = []
         self._pid = os.getpid()
+
+    @property
+    def came(self) -> bool:
+        """A signal came, here or, as ranks have agreed, to another rank; for whoever looks behind the loop."""
+        return bool(self.heard or self._asked)
 
     @property
     def asked(self) -> bool:

@@ -91,6 +91,8 @@ class Hosted:
         self._step_tokens, self._arguments = step_tokens, {"mesh": "world"} | dict(arguments)
         self._loss: Any = None
         self.learner: Learner | None = None
+        self.exit_status = 0
+        """As the learner's that was last left."""
 
     @property
     def present(self) -> Learner:
@@ -159,7 +161,9 @@ class Hosted:
             DilocoError: as `close`.
         """
         learner, self.learner = self.present, None
-        return self._leave(learner, longer)
+        over = self._leave(learner, longer)
+        self.exit_status = learner.exit_status
+        return over
 
     def drop(self, longer: str) -> None:
         """Leave as `leave`, on whatever thread. One that leaving waits for has another one leave, which shows errors.
@@ -237,3 +241,8 @@ class HostedCallback:
             UsageError: it does not.
         """
         return self._hosted.present
+
+    @property
+    def exit_status(self) -> int:
+        """As `Learner.exit_status`, once training has ended."""
+        return self._hosted.exit_status

@@ -98,6 +98,11 @@ class RunLoader:
         """
         return self._hosted.present
 
+    @property
+    def exit_status(self) -> int:
+        """As `Learner.exit_status`, after the loop."""
+        return self._hosted.exit_status
+
     def __iter__(self) -> Generator[Any, None, None]:
         """A pass: it joins when its first batch is asked for, and raises then. Its own `close` leaves the run too.
 

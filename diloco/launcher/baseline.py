@@ -107,7 +107,7 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
 
 def _failed(ranks: list[Child], stopped: bool) -> Child | None:
     """A rank that ended with an error; ended by the signal that a stop sends it, it did not."""
-    harmless = (None, 0, -signal.SIGTERM) if stopped else (None, 0)
+    harmless = (None, 0, -signal.SIGTERM, lifecycle.AGAIN_STATUS) if stopped else (None, 0)
     return next((rank for rank in ranks if rank.status not in harmless), None)
 
 

@@ -183,7 +183,7 @@ class Launcher:
             if child.alive or child.reported:
                 continue
             child.reported = True
-            if child.status == 0 or child.expected_end:
+            if child.expected_end or child.status in (0, lifecycle.AGAIN_STATUS):  # done, or asked to leave by somebody
                 continue
             if training and not child.under_way and not child.restarted:
                 raise ChildDied(child.obituary())
@@ -258,7 +258,7 @@ class Launcher:
                 left.kill_group()
                 left.expected_end = True
         for child in (*self._children.named("syncer"), self._children["evaluator"]):
-            if child.status != 0 and not (child.reported or child.expected_end):
+            if child.status not in (0, lifecycle.AGAIN_STATUS) and not (child.reported or child.expected_end):
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:

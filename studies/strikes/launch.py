@@ -13,6 +13,7 @@ from diloco.options import RunProcess
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.view.status import Status
 from diloco.studies.strikes.audit import Ending
 from diloco.studies.strikes.proxy import Proxy
@@ -98,7 +99,7 @@ class StruckLauncher(Launcher):
             self.ended_s = time.time()
         await super().wind_down()
         for child in self._processes():
-            if child.status != 0 and not child.reported:
+            if child.status not in (0, AGAIN_STATUS) and not child.reported:
                 self._note_ending(child)
 
 

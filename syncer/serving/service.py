@@ -18,6 +18,7 @@ from diloco.pipeline.clock import LoopClock, fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.status import Status, read_status
@@ -54,6 +55,13 @@ class SyncerService:
         self.in_order = True
         """False once a shutdown took longer than its budget, or what it leaves on disk is not whole."""
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
+
+    @property
+    def status_at_exit(self) -> int:
+        """Of the process, once `run` has returned: 1 if it did not end in order, 75 if its run goes on."""
+        if not self.in_order:
+            return 1
+        return 0 if self.serving is not None and self.serving.finished else AGAIN_STATUS
 
     @property
     def owners(self) -> list[FragmentOwner]:
@@ -128,9 +136,8 @@ async def _until(stop: asyncio.Event, work: Any) -> Any:
 
 
 async def serve(settings: SyncerProcess) -> int:
-    """Run a syncer against a real Redis until the run is finished or a signal comes."""
+    """Run a syncer against a real Redis until the run is finished or a signal comes; the exit status."""
     from diloco.pipeline.bus.redis_streams import connect
-    from diloco.pipeline.process.lifecycle import stop_event
     from diloco.syncer.serving.http import start_http
 
     url = settings.bus_url()
@@ -139,7 +146,7 @@ async def serve(settings: SyncerProcess) -> int:
     stop, metrics = stop_event(), Metrics()
     bus = await _until(stop, retry(partial(connect, url, settings.run), EVERY_SECOND.waits(), BusUnavailable, warn))
     if bus is None:
-        return 0
+        return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(
@@ -147,7 +154,7 @@ async def serve(settings: SyncerProcess) -> int:
     )
     try:
         await service.run(stop)
-        return 0 if service.in_order else 1
+        return service.status_at_exit
     finally:
         await http.cleanup()
         await bus.close()

@@ -56,6 +56,8 @@ class Serving:
             self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s, self.served)
         self.closing: asyncio.Future[RunState] = asyncio.get_running_loop().create_future()
         """The run's state once no merge begins any more: it is closing, or finished."""
+        self.finished = False
+        """It has seen its run to the end."""
         self._in_order = True
         self._log = structlog.get_logger()
         self._show()
@@ -175,6 +177,7 @@ class Serving:
         finished = await self._retrying(
             partial(finish_run, bus, self._clock, nonce, len(self.owners), lease_s, stop, closing)
         )
+        self.finished = finished is not None
         if finished is not None and self._checkpoints:
             await self._retrying(partial(self._checkpoints.save_finished, finished, served))
 

@@ -21,6 +21,7 @@ from diloco.integrations.hosted import Hosted, check_schedule, tokens_of, wait_f
 from diloco.integrations.loops import RunLoader
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status import read_status
 from diloco.workers.background import OwnThread
@@ -285,6 +286,24 @@ def test_an_iterator_that_is_dropped_on_the_learners_own_thread_leaves_the_run(r
         loader.learner.joined.thread.call(held.clear)
         until(lambda: left() == [True, True, True])
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.redis
+def test_a_program_whose_trainer_was_asked_to_end_knows_the_status_to_end_with(redis_server: str) -> None:
+    """75, and the trainer's loop has ended by itself: what stands behind it is done."""
+    loop, run = Loop(), f"asked-{secrets.token_hex(4)}"
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with a_syncer(redis_server, run, tokens=10**6):
+            loader = loop.loader(redis_server, run, tokens=10**6)
+            for batch in loader:
+                loop.learn(batch)
+                loop.step()
+                assert loader.exit_status == 0
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert loader.exit_status == AGAIN_STATUS
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_that_comes_as_a_dropped_learner_leaves_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.errors import LearnerReplaced, RankGone, UsageError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.ranks import thread
-from diloco.workers.ranks.thread import BROKEN_STATUS, RankThread
+from diloco.workers.ranks.thread import RankThread
 from diloco.workers.stopping import Stopping
 
 
@@ -35,7 +36,7 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
         one.notice()
     one._work()
     assert one.failure is error
-    assert done == (["part", "abort"] if told else ["part", "abort", BROKEN_STATUS])
+    assert done == (["part", "abort"] if told else ["part", "abort", AGAIN_STATUS])
 
 
 @pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0)])

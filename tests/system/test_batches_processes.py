@@ -17,6 +17,7 @@ import pytest
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.shards import ShardQueue
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.trainer.data.blocks import permuted
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -170,7 +171,7 @@ def test_every_index_is_trained_once_but_for_those_in_hand_at_a_kill(tmp_path: P
                 one.terminate()
             assert [one.wait(60) for one in learners.values()] == [0, 0, 0]
             syncer.terminate()
-            assert syncer.wait(60) == 0
+            assert syncer.wait(60) == AGAIN_STATUS
             queue: ShardQueue = ask(redis.url, lambda bus: bus.read_shards())
         finally:
             for process in started:

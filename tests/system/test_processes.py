@@ -396,7 +396,7 @@ def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None
             for one in late:
                 one.kill()
                 one.wait()
-    assert "syncer-0 ended with status 0" in output
+    assert "syncer-0 ended with status 75" in output
     assert "syncer-1 was killed by SIGKILL" in output
     assert [event["who"] for event in run.report["events"] if event["name"] == "syncer_died"] == [
         "syncer-0",

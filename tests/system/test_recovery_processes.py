@@ -15,6 +15,7 @@ import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -95,7 +96,7 @@ def test_a_learner_that_leaves_at_sigterm_saves_its_state_and_goes_on_from_it(tm
             wait_for_steps(state / "losses.jsonl", incarnation)
             wait_for_merge(url)  # at version 0 nothing is recovered
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(60) == AGAIN_STATUS
             saved = json.loads((state / "state.json").read_text())
             steps = len(_whole(state / "losses.jsonl"))
             assert saved["steps"] == steps > 0

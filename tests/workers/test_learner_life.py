@@ -17,6 +17,7 @@ from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import LearnerReplaced, UsageError
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
@@ -171,7 +172,7 @@ def test_a_signal_while_joining_leaves_no_learner_behind(redis_server: str, numb
     assert not threads()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if error is Stopped:
-        assert ended.value.code == 128 + number
+        assert ended.value.code == AGAIN_STATUS
     time.sleep(0.5)  # more than lies between two reports
     assert [seen.report.left for seen in reports(redis_server, run)] == [True]
 
@@ -292,6 +293,7 @@ def test_a_loop_that_asks_leaves_in_order_after_a_signal(redis_server: str, tmp_
                     os.kill(os.getpid(), number)
                 learner.step(1)
     assert steps == 3
+    assert learner.exit_status == AGAIN_STATUS
     assert learner.left_in_order
     assert (tmp_path / "state.json").exists()
     assert [(seen.report.left, seen.report.step) for seen in reports(redis_server, run)] == [(True, 3)]
@@ -300,13 +302,13 @@ def test_a_loop_that_asks_leaves_in_order_after_a_signal(redis_server: str, tmp_
 
 @pytest.mark.parametrize("steps", [3, 100])
 def test_a_loop_that_does_not_ask_is_ended_between_two_steps(redis_server: str, tmp_path: Path, steps: int) -> None:
-    """Or, if it ends by itself before, behind it; with the status of a signal either way, flushed and saved."""
+    """Or, if it ends by itself before, behind it; with status 75 either way, flushed and saved."""
     run = f"deaf-{steps}"
     with a_syncer(redis_server, run):
         learner = learner_of(redis_server, run, state_dir=tmp_path)
         with pytest.raises(Stopped) as ended, learner:
             steps_of(learner, steps, 3, signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == learner.exit_status == AGAIN_STATUS
     assert learner.left_in_order
     assert (tmp_path / "state.json").exists()
     assert [(seen.report.left, seen.report.step) for seen in reports(redis_server, run)] == [(True, min(steps, 4))]

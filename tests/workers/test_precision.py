@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, LearnerSettings, load
 from diloco.workers.learner import Learner
 from diloco.workers.trainer import trainer
@@ -202,7 +203,7 @@ def test_a_run_in_bf16_is_one_of_fp32_parameters(
     }
     with a_syncer(redis_server, "bf16"):
         monkeypatch.setattr(trainer, "StopFlag", lambda: After(20))
-        assert trainer.train(load(LearnerProcess, told)) == 0
+        assert trainer.train(load(LearnerProcess, told)) == AGAIN_STATUS
         until(lambda: all(h and h.version for h in on_bus(redis_server, "bf16", lambda bus: bus.read_heads(range(2)))))
         monkeypatch.setattr(trainer, "StopFlag", lambda: After(10**6))
         assert trainer.train(load(LearnerProcess, told)) == 0

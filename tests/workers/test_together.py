@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, load
-from diloco.workers.ranks.thread import BROKEN_STATUS
 from diloco.workers.trainer import agent, trainer
 from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
@@ -141,23 +142,23 @@ def test_ranks_that_fail_again_and_again_at_once_are_given_up(monkeypatch: pytes
 
     def crash() -> None:
         clock[0] += lasts
-        raise ChildFailedError("learner", {0: ProcessFailure(0, 1, BROKEN_STATUS, "nowhere")})
+        raise ChildFailedError("learner", {0: ProcessFailure(0, 1, AGAIN_STATUS, "nowhere")})
 
     clock, lasts = [0.0], 5.0
     launched = Launched(monkeypatch, crash)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    assert agent.run_ranks(2, "l", 1.0) == BROKEN_STATUS
+    assert agent.run_ranks(2, "l", 1.0) == 1  # not 75: whoever starts it would have it fail for ever
     assert launched.lives == agent.MOST_QUICK
     lasts = 100.0
-    assert agent.run_ranks(2, "l", 1.0) == BROKEN_STATUS
+    assert agent.run_ranks(2, "l", 1.0) == 1
     assert launched.lives == agent.MOST_QUICK + agent.MOST_RESTARTS + 1
 
 
-@pytest.mark.parametrize(("left", "status"), [((), 1), ((0,), 1), ((0, 1), 0)])
-def test_after_a_signal_the_status_says_whether_all_ranks_have_left_in_order(
-    left: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("left", "lost"), [((), "rank 0, rank 1"), ((0,), "rank 1"), ((0, 1), "")])
+def test_after_a_signal_a_learner_is_one_to_start_again_and_its_log_says_who_was_lost(
+    left: tuple[int, ...], lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1 where one that trained was killed or left unflushed, as of one process; none of those had begun: 0."""
+    """The log names the ranks that trained and were killed or left unflushed; none, if none had begun."""
 
     def train() -> None:
         for rank in range(2):
@@ -169,10 +170,13 @@ def test_after_a_signal_the_status_says_whether_all_ranks_have_left_in_order(
     def signalled() -> None:
         raise SignalException("asked to end", signal.SIGTERM)
 
-    Launched(monkeypatch, train)
-    assert agent.run_ranks(2, "l", 1.0) == status
-    Launched(monkeypatch, signalled)
-    assert agent.run_ranks(2, "l", 1.0) == 0
+    for lives, names in ((train, lost), (signalled, "")):
+        Launched(monkeypatch, lives)
+        with capture_logs() as logs:
+            assert agent.run_ranks(2, "l", 1.0) == AGAIN_STATUS
+        assert [(one["log_level"], ", ".join(one["not_in_order"])) for one in logs] == [
+            ("error" if names else "info", names)
+        ]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from diloco.pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import tensor_table
+from diloco.workers.proposal import proposal
 from diloco.workers.trainer import trainer
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.models.gpt import build
@@ -70,6 +72,8 @@ class FakeLearner:
     @property
     def finished(self) -> bool:
         return sum(self.tokens) >= self.budget
+
+    over = finished
 
     @property
     def progress(self) -> float:
@@ -226,7 +230,7 @@ def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM, or SIGHUP of a closed terminal: the inner step is finished and told, then it leaves, status 0."""
+    """SIGTERM, or SIGHUP of a closed terminal: the inner step is finished and told, then it leaves, status 75."""
     tell = FakeLearner.step
 
     def step(self: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
@@ -235,19 +239,19 @@ def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(FakeLearner, "step", step)
-    assert trainer.train(settings(book)) == 0
+    assert trainer.train(settings(book)) == AGAIN_STATUS
     assert len(FakeLearner.made[0].tokens) == 3
     assert FakeLearner.made[0].left
 
 
 def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits to join has nothing to save: status 0. While training a signal only sets the flag."""
+    """Who waits to join has nothing to save: status 75. While training a signal only sets the flag."""
     exits: list[int] = []
     monkeypatch.setattr("diloco.pipeline.process.lifecycle.os._exit", exits.append)
     StopFlag()
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert ended.value.code == 0
+    assert ended.value.code == AGAIN_STATUS
     stop = StopFlag()
     stop.training = True
     os.kill(os.getpid(), signal.SIGINT)
@@ -407,7 +411,7 @@ def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
     torch.set_num_threads(3)
     try:
         learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere", sync=SyncSettings(fragments=1))
-        training = learner._training(learner._proposal())
+        training = learner._training(proposal(learner.model, learner._given, None, None))
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(training.report, False).result().threads == (3, usable_cores())
     finally:

@@ -158,8 +158,8 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
         raise SpecMismatch(f"the evaluator's model is not the run's:\n{told}\nGive it the model that learners train.")
 
 
-async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> None:
-    """Evaluate until the run is finished and measured, or `stop` is set; outlives an unavailable bus.
+async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> bool:
+    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus.
 
     begin: called with the spec, once there is one; what it raises ends this.
     """
@@ -175,12 +175,13 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
                 if evaluating is None and (spec := await read_run(bus)) is not None:
                     evaluating = begin(spec)
                 if evaluating is not None and await evaluating.look(bus):
-                    return
+                    return True
                 waits = BACKOFF.waits()
             except BusError as error:
                 pause_s = next(waits)
                 log.warning(outage_event(error), error=str(error), retry_s=pause_s)
             await first_of(stop, timeout_s=pause_s)
+        return False
     finally:
         if bus is not None:
             await bus.close()

@@ -8,6 +8,7 @@ import structlog
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import RankGone
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.background import OwnThread
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread
@@ -26,8 +27,6 @@ a call of the learner its process is ended; where steps take longer, after `STEP
 STEPS = 2
 ABORT_S = 2.0
 """To break off what is under way."""
-BROKEN_STATUS = 75
-"""EX_TEMPFAIL of sysexits.h: the learner may be started again."""
 
 
 class RankThread(ExchangeThread):
@@ -71,7 +70,7 @@ class RankThread(ExchangeThread):
         if not self._noticed.wait(within_s):
             detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
-            os._exit(BROKEN_STATUS)
+            os._exit(AGAIN_STATUS)
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training

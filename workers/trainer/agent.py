@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID, end_signals
-from diloco.workers.ranks.thread import BROKEN_STATUS
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS, LAUNCHER_PID, end_signals
 from diloco.workers.trainer.together import AT_WORK
 
 MOST_RESTARTS = 100
@@ -59,13 +58,13 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
                 lost = sorted(path.name for path in Path(at_work).iterdir())
                 told = {"learner": learner, "reason": signal.Signals(asked.sigval).name, "not_in_order": lost}
                 (log.error if lost else log.info)("ranks_ended", **told)
-                return 1 if lost else 0
+                return AGAIN_STATUS
             except ChildFailedError as failed:
                 statuses = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
         if not may_start_again(statuses) or quick == MOST_QUICK or restart == MOST_RESTARTS:
             log.error("ranks_ended", learner=learner, statuses=_words(statuses), restarts=restart)
-            return max(1, *statuses.values())
+            return REFUSED_STATUS if REFUSED_STATUS in statuses.values() else 1  # another try would do no better
         log.warning("ranks_restarted", learner=learner, statuses=_words(statuses), restarts=restart + 1)
     raise AssertionError("the last restart has returned")
 
@@ -76,7 +75,7 @@ def may_start_again(statuses: Mapping[int, int]) -> bool:
     SIGTERM says nothing: the agent itself sends it to those that are left.
     """
     told = {*statuses.values()} - {-signal.SIGTERM}
-    return REFUSED_STATUS not in told and any(status < 0 or status == BROKEN_STATUS for status in told)
+    return REFUSED_STATUS not in told and any(status < 0 or status == AGAIN_STATUS for status in told)
 
 
 def one_machine(count: int, run_id: str, **more: Any) -> LaunchConfig:

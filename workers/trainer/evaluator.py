@@ -4,7 +4,7 @@ import asyncio
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import stop_event
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.settings import EvaluatorProcess
 from diloco.workers.exchange.evaluating import Evaluating, Measured, follow
 from diloco.workers.trainer.data.blocks import Blocks
@@ -34,8 +34,8 @@ def built_in(spec: Spec, settings: EvaluatorProcess) -> Measured:
     return Measured(model.to(device), lambda model: held_out_loss(model, validation, device))
 
 
-async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
-    """Evaluate until the run is finished and measured, or `stop` is set; outlives an unavailable bus.
+async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> bool:
+    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus.
 
     Raises:
         UsageError, SpecMismatch: as `built_in`.
@@ -47,19 +47,18 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> None:
     def begin(spec: Spec) -> Evaluating:
         return Evaluating(spec, built_in(spec, settings), settings.eval_every)
 
-    await follow(url, settings.run, begin, stop)
+    return await follow(url, settings.run, begin, stop)
 
 
 def evaluate_run(settings: EvaluatorProcess) -> int:
-    """`diloco evaluator`; returns the exit status.
+    """`diloco evaluator`; returns the exit status, 0 once the run is finished and measured.
 
     Raises:
         UsageError, SpecMismatch: as `follow_run`.
     """
     use_threads(settings.threads)
 
-    async def main() -> None:
-        await follow_run(settings, stop_event())
+    async def main() -> bool:
+        return await follow_run(settings, stop_event())
 
-    asyncio.run(main())
-    return 0
+    return 0 if asyncio.run(main()) else AGAIN_STATUS

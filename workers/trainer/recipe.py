@@ -12,7 +12,7 @@ from torch import nn
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import end_signals, exit_at_once, two_phases
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS, end_signals, exit_at_once, two_phases
 from diloco.pipeline.settings import TrainerSettings
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
@@ -175,8 +175,7 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
 class StopFlag:
     """Set by the first signal to end, read between inner steps; a second one ends the process at once.
 
-    Until `training` is set, the first one ends it too, with status 0: who still joins has nothing to save, and only
-    says goodbye.
+    Until `training` is set, the first one ends it too: who still joins has nothing to save, and only says goodbye.
     """
 
     def __init__(self) -> None:
@@ -191,4 +190,4 @@ class StopFlag:
             return
         self.asked = True
         if not self.training:
-            raise SystemExit(0)
+            raise SystemExit(AGAIN_STATUS)

@@ -9,11 +9,11 @@ import torch
 
 from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
 from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
-from diloco.workers.ranks.thread import BROKEN_STATUS
 from diloco.workers.trainer.agent import run_ranks
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
@@ -66,7 +66,7 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
 
 
 def train(settings: LearnerProcess) -> int:
-    """Train as one learner until the run's budget is spent or a signal comes; returns the exit status.
+    """Train as one learner until the run is finished (status 0) or a signal comes (75); returns the exit status.
 
     Raises:
         UsageError: no Redis, no such model, text or device.
@@ -115,7 +115,7 @@ def train_together(
         raise
     except Exception as error:
         log.exception("rank_ended", rank=ranks.number, detail=f"{type(error).__name__}: {error}")
-    return BROKEN_STATUS
+    return AGAIN_STATUS
 
 
 def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
@@ -220,7 +220,8 @@ def train_once(
                 time.sleep(max(0.0, started + settings.pace - time.monotonic()))
     asked = not learner.over if stop is None else stop.asked
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
-    if not learner.left_in_order:
-        return 1
-    mark(ranks, at_work=False)
-    return 0
+    if learner.left_in_order:
+        mark(ranks, at_work=False)
+    if asked and not learner.over:  # whatever has become of its last steps: its run goes on
+        return AGAIN_STATUS
+    return 0 if learner.left_in_order else 1

@@ -1,0 +1,61 @@
+"""`deploy/sky.yaml`, read by SkyPilot itself. It is not among what tests install: its pins are not ours.
+
+python3 -m venv /tmp/sky && /tmp/sky/bin/pip install skypilot
+DILOCO_TEST_SKY=/tmp/sky/bin/python pytest tests/deploy/test_sky.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from tests.docker.test_compose_files import KNOWN
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "deploy/sky.yaml"
+READ = """
+import json, sys
+import sky
+from sky.utils import accelerator_registry
+accelerator_registry.canonicalize_accelerator_name = lambda name, cloud: name  # looks it up on the Internet
+config = sky.utils.yaml_utils.read_yaml(sys.argv[1])
+task = sky.Task.from_yaml_config(config, secrets_overrides=[("DILOCO_REDIS_URL", "rediss://learner:x@h:6380")])
+task.validate()
+(resources,) = task.resources
+print(json.dumps([resources.use_spot, resources.job_recovery, task.run, task.setup, sorted(task.envs)]))
+"""
+
+
+def test_skypilot_takes_it(tmp_path: Path) -> None:
+    """Spot machines; recovery also from the status of a learner that was asked to end; and nothing but settings."""
+    python = os.environ.get("DILOCO_TEST_SKY", sys.executable)
+    environ = os.environ | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    looked = subprocess.run([python, "-c", "import sky"], env=environ, capture_output=True, check=False)
+    if looked.returncode:
+        pytest.skip("no SkyPilot: DILOCO_TEST_SKY names a Python that has it")
+    done = subprocess.run(
+        [python, "-c", READ, str(FILE)], env=environ, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    spot, recovery, run, setup, envs = json.loads(done.stdout.splitlines()[-1])
+    assert spot is True
+    assert recovery["recover_on_exit_codes"] == [AGAIN_STATUS]
+    assert recovery["strategy"] == "EAGER_NEXT_REGION"
+    assert "diloco learner" in run
+    assert "constraints.txt" in setup
+    assert {"LEARNER", "DILOCO_RUN"} <= set(envs)
+
+
+def test_its_variables_are_settings_and_its_command_is_one() -> None:
+    """Also where there is no SkyPilot."""
+    told = yaml.safe_load(FILE.read_text())
+    variables = set(re.findall(r"DILOCO_[A-Z_]+", FILE.read_text()))
+    assert variables <= KNOWN
+    assert told["secrets"] == {"DILOCO_REDIS_URL": None}
+    assert told["resources"]["job_recovery"]["recover_on_exit_codes"] == [AGAIN_STATUS]

@@ -1,0 +1,127 @@
+"""The jobs of `deploy/slurm` on a real Slurm of one node (`tests/slurm/local.py`)."""
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.party import free_port
+from tests.slurm.local import LocalSlurm, why_not
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
+]
+
+ROOT = Path(__file__).parents[2]
+JOBS = ROOT / "deploy/slurm"
+LIMIT_S = 300.0
+
+
+class Cluster:
+    """A Slurm, and the folder of one run on it."""
+
+    def __init__(self, slurm: LocalSlurm, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+
+    def submit(self, job: str, *more: str, **settings: str) -> str:
+        """The job's number. settings: DILOCO_* variables."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+        os.environ.clear()
+        os.environ.update(kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "PYTHONPATH": str(ROOT)})
+        os.environ.update(settings)
+        said = self.slurm.ask("sbatch", "--parsable", f"--chdir={self.folder}", *more[:-1], str(JOBS / job), more[-1])
+        assert said.strip().isdecimal(), said
+        return said.strip()
+
+    def jobs(self) -> dict[str, tuple[str, int]]:
+        """Of all that Slurm knows: state and number of restarts, by JOB or JOB_TASK."""
+        found = {}
+        for block in self.slurm.ask("scontrol", "show", "job").split("\n\n"):
+            said = dict(re.findall(r"(\w+)=(\S+)", block))
+            if "JobId" in said:
+                task = said.get("ArrayTaskId")
+                name = said["JobId"] if task is None else f"{said['ArrayJobId']}_{task}"
+                found[name] = said["JobState"], int(said["Restarts"])
+        return found
+
+    def at_once(self) -> None:
+        """What was requeued may start, where Slurm holds it back for minutes; and for longer than before."""
+        for name, (state, _) in self.jobs().items():
+            if state == "PENDING":
+                self.slurm.ask("scontrol", "update", f"JobId={name}", "StartTime=now", "TimeLimit=20")
+
+    def events(self, log: str) -> list[dict[str, Any]]:
+        """What a party has logged, in all of its lives."""
+        file = self.folder / log
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def count(self, log: str, event: str) -> int:
+        """How often."""
+        return sum(one["event"] == event for one in self.events(log))
+
+    def until(self, true: Callable[[], Any]) -> None:
+        """Wait, with all that there is to read should it not come."""
+        until = time.monotonic() + LIMIT_S
+        while not true():
+            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in sorted(self.folder.glob("*.log")))
+            assert time.monotonic() < until, f"{self.jobs()}\n{logs}\n{self.slurm.told()}"
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    before = dict(os.environ)
+    (tmp_path / "run").mkdir()
+    try:
+        with LocalSlurm(tmp_path / "slurm") as slurm:
+            yield Cluster(slurm, tmp_path / "run")
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_learners_that_reach_their_time_limit_are_requeued_and_the_run_is_finished(cluster: Cluster) -> None:
+    """Slurm tells them a minute before; they leave in order, with 75, and are requeued. They come back under their
+    names, from what they had saved, and end with 0 at the run's end, as the server does. One that is cancelled stays
+    away."""
+    small = {"DILOCO_FRAGMENTS": "4", "DILOCO_SYNC_INTERVAL": "6", "DILOCO_THREADS": "1", "DILOCO_TOKENS": "700k"}
+    small |= {"DILOCO_RUN": "slurm", "DILOCO_EVAL_TOKENS": "2048", "DILOCO_REDIS_PORT": str(free_port())}
+    server = cluster.submit("server.sbatch", "--time=20", "--run=slurm", **small)
+    small |= {"DILOCO_MODEL": "nano", "DILOCO_SEQ_LEN": "64", "DILOCO_BATCH": "4", "DILOCO_PACE": "0.1"}
+    array = cluster.submit("learner.sbatch", "--array=0-2", "--time=2", "--run=slurm", **small)
+    learners = [f"{array}_{task}" for task in range(3)]
+    logs = [f"learner-{task}.log" for task in range(3)]
+    cluster.until(lambda: all(cluster.count(log, "training_started") for log in logs))
+    cluster.until(lambda: cluster.count("server.log", "fragment_merged"))
+
+    cluster.slurm.ask("scancel", learners[2])
+    cluster.until(lambda: all(cluster.jobs()[name][1] for name in learners[:2]))
+    cluster.at_once()
+    cluster.until(lambda: all(cluster.count(log, "training_started") == 2 for log in logs[:2]))
+    for log in logs[:2]:
+        reasons = [one["reason"] for one in cluster.events(log) if one["event"] == "training_ended"]
+        assert reasons[0] == "signal"
+        sources = [one["source"] for one in cluster.events(log) if one["event"] == "moments_recovered"]
+        assert sources == ["checkpoint"]
+
+    def over() -> bool:
+        cluster.at_once()  # two minutes may not be enough for all of it
+        return all(state in ("COMPLETED", "CANCELLED", "FAILED") for state, _ in cluster.jobs().values())
+
+    cluster.until(over)
+    ended = cluster.jobs()
+    assert ended[server] == ("COMPLETED", 0)
+    assert [ended[name][0] for name in learners] == ["COMPLETED", "COMPLETED", "CANCELLED"]
+    assert ended[learners[2]][1] == 0
+    assert [cluster.events(log)[-1] for log in logs[:2]]
+    assert [one["reason"] for one in cluster.events(logs[0]) if one["event"] == "training_ended"][-1] == "run finished"
+    assert (cluster.folder / "checkpoints/latest").exists()
