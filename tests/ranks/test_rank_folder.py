@@ -96,3 +96,13 @@ def test_ranks_that_saved_at_different_steps_come_back_with_the_fewest(tmp_path:
         start, stop = then[rank]["t"]
         assert list(found[1].flats[0]["momentum"]) == list(range(start, stop))
         assert [log["steps"] for log in logs if log["event"] == "state_of_several_steps"] == [[35, 38]]
+
+
+def test_what_was_saved_under_another_name_comes_back_for_other_ranks_too(tmp_path: Path) -> None:
+    """A resumed run has another name, and is the same run."""
+    for rank in range(2):
+        save(tmp_path, HALVES, rank, b"any")
+    resumed = RunIdentity(run="resumed", started_unix_s=RUN.started_unix_s)
+    found = folder(tmp_path, [{"t": (0, 4)}], 0).load(resumed, KIND)
+    assert found is not None
+    assert list(found[1].flats[0]["momentum"]) == list(range(4))

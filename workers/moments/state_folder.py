@@ -52,6 +52,10 @@ class RunIdentity(Message):
     run: Text
     started_unix_s: FiniteFloat
 
+    def same(self, other: "RunIdentity | None") -> bool:
+        """Whether this is that run, or a part of it: resumed, it may have several names."""
+        return other is not None and self.started_unix_s == other.started_unix_s
+
 
 class SavedState(Message):
     """state.json (bytes as hex)."""
@@ -200,7 +204,7 @@ class StateFolder:
     def _compare(self, state: SavedState, identity: RunIdentity | None, kind: OptimizerKind) -> None:
         if identity is None:
             raise StateRefused(f"{self.path} cannot be compared: the start of the run here is not known yet")
-        if state.identity.started_unix_s != identity.started_unix_s:  # its parts may have several names
+        if not state.identity.same(identity):
             raise StateRefused(f"{self.path} was saved in another run, {state.identity.run!r}")
         if state.layout != self._layout.digest:
             raise StateRefused(f"{self.path} was saved for another model or another number of fragments")

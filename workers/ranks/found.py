@@ -53,8 +53,9 @@ GROUPS = dict[tuple[int, ...], Any]()
 """gloo groups of this process's learners, by their ranks."""
 NO_RANKS = (
     "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
-    "one model, pass mesh= (a DeviceMesh, a process group, or 'world'); else start each learner as a process of its "
-    "own, without a process group"
+    "one model, wrap it in DistributedDataParallel, or shard it by fully_shard, before you make the Learner; a loop "
+    "that averages gradients by itself passes mesh= (a DeviceMesh, a process group, or 'world'). Else start each "
+    "learner as a process of its own, without a process group"
 )
 STALE_STORE = (
     "torchrun with --max-restarts would hang at a restart: gloo finds addresses of the life before in its store. Set "

@@ -105,7 +105,7 @@ class RankFolder(StateFolder):
         for path in [self._all, *sorted(self._all.glob("rank-*-of-*"))]:
             with suppress(OSError, ValidationError):  # there is none, or a damaged one
                 state = SavedState.model_validate_json((path / STATE_FILE).read_bytes())
-                if state.identity == identity:
+                if state.identity.same(identity):
                     sets[state.partition][path] = state
         whole = [parts for parts in sets.values() if self._covers(parts.values())]
         return max(whole, key=lambda parts: min(state.steps for state in parts.values()), default={})
@@ -161,7 +161,7 @@ class RankFolder(StateFolder):
         for name in (STATE_FILE, CHANCE_FILE):
             with suppress(OSError, ValidationError):  # there is none, or a damaged one
                 saved.append(SavedState.model_validate_json((self._own / name).read_bytes()))
-        saved = [one for one in saved if one.identity == state.identity]
+        saved = [one for one in saved if one.identity.same(state.identity)]
         if saved:
             last = max(saved, key=lambda one: one.steps)
             here = {"torch_rng": last.torch_rng, "python_rng": last.python_rng}
