@@ -15,6 +15,7 @@ from diloco.pipeline.messages.wire import (
     Seconds,
     StepSeconds,
     Text,
+    TokenElements,
     UnixSeconds,
 )
 
@@ -36,9 +37,9 @@ class LearnerReport(Message):
     step: Count
     tokens: Count
     """Tokens trained by this incarnation."""
-    overwritten: Count
+    overwritten: TokenElements
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
-    published: Count
+    published: TokenElements
     """Token-elements in deltas of this incarnation; of several on one base, the most."""
     versions: Annotated[
         tuple[Annotated[int, Field(ge=-1, le=2**48)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)
@@ -127,8 +128,8 @@ class RunState(Message):
     """Of those, tokens trained before this run was resumed."""
     base_merged: Count | None = None
     """Of these, tokens merged; None: not known, or nothing was resumed."""
-    base_overwritten: Count = 0
-    base_rejected: Count = 0
+    base_overwritten: TokenElements = 0
+    base_rejected: TokenElements = 0
     """Of the earlier parts, both in token-elements; 0 too where an earlier build has not said."""
     budget_tokens: Count
     started_unix_s: UnixSeconds

@@ -9,7 +9,7 @@ defence against forgery.
 
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
 
 from diloco.pipeline.view.shares import MOST_SAMPLES
 
@@ -45,6 +45,23 @@ Version = Annotated[int, Field(ge=0, le=2**48)]
 SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 MOST_TOKENS = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+MOST_ELEMENTS = 2**110
+
+
+def _from_wire(value: object) -> object:
+    return int.from_bytes(value, "big") if isinstance(value, bytes) and len(value) == ELEMENTS_BYTES else value
+
+
+def _to_wire(value: int, info: SerializationInfo) -> int | bytes:
+    return value if info.mode == "json" or value <= MOST_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
+
+
+ELEMENTS_BYTES = 16
+TokenElements = Annotated[
+    int, Field(ge=0, le=MOST_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
+]
+"""Tokens times the elements of a fragment, summed: a large model soon has more of them than msgpack's integers hold.
+Those beyond `MOST_TOKENS` are 16 bytes on the wire, big-endian."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 """Of a step or a pull. What windows are timed by has an end, whatever a learner says."""

@@ -27,7 +27,7 @@ from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import Count, Digest, Message, Version
+from diloco.pipeline.messages.wire import Count, Digest, Message, TokenElements, Version
 
 KEPT = 3
 """Checkpoints kept in a place."""
@@ -64,7 +64,7 @@ class SavedState(Message):
     format: Literal[1, 2, 3] = 3
     spec: Spec
     run: RunState
-    overwritten: Count
+    overwritten: TokenElements
     """Sum of the learners' reports (token-elements), without what was resumed."""
     fragments: tuple[SavedFragment, ...]
     shards: ShardQueue

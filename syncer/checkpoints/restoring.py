@@ -11,7 +11,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MOST_ELEMENTS
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.transfer.global_format import STATE_RULES
 from diloco.pipeline.transfer.payloads import Offload, push_global
@@ -88,8 +88,8 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         tokens=checkpoint.state.tokens,
         base_tokens=checkpoint.state.tokens,
         base_merged=min(checkpoint.state.tokens, merged // checkpoint.layout.elements),
-        base_overwritten=min(MOST_TOKENS, overwritten),
-        base_rejected=min(MOST_TOKENS, rejected),
+        base_overwritten=min(MOST_ELEMENTS, overwritten),
+        base_rejected=min(MOST_ELEMENTS, rejected),
         budget_tokens=spec.sync.tokens,
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.folder_name}",

@@ -23,7 +23,7 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.spec import Spec, SyncSpec
-from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.transfer.global_format import OuterState
 from diloco.pipeline.transfer.payloads import Offload, pull_state
@@ -217,7 +217,7 @@ async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) ->
     return SavedState(
         spec=spec,
         run=await run_state(bus),
-        overwritten=min(MOST_TOKENS, sum(seen.report.overwritten for seen in await bus.read_reports())),
+        overwritten=min(MOST_ELEMENTS, sum(seen.report.overwritten for seen in await bus.read_reports())),
         fragments=await offload(_fragments, folder, spec.sync.fragments),
         shards=await bus.read_shards(),
         data_order=await bus.read_data_order(),  # after the shards: who queues them has agreed on it

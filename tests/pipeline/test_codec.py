@@ -325,3 +325,11 @@ def test_random_chunks_raise_bad_payload_and_nothing_else(chunks):
     """No upload ends the syncer."""
     with pytest.raises(BadPayload):
         read(chunks, 16).array()
+
+
+@pytest.mark.parametrize("elements", [0, 2**62, 2**62 + 1, 2**64, 10**15 * 10**13])
+def test_token_elements_of_any_run_travel_in_reports(elements: int) -> None:
+    """A 7B model has 2^62 of them after 0.66 billion tokens, and msgpack's integers end at 2^64."""
+    told = samples.report(published=elements, overwritten=elements)
+    assert decode(LearnerReport, encode(told)) == told
+    assert LearnerReport.model_validate_json(told.model_dump_json()) == told
