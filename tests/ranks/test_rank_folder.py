@@ -19,6 +19,8 @@ from diloco.workers.ranks.shares import Ranges, local_layout
 WHOLE = layout_of((TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0),))
 RUN = RunIdentity(run="run", started_unix_s=5.0)
 KIND = OptimizerKind(optimizer="SGD", moments=("momentum",), numbers=())
+NOTHING = OptimizerKind(optimizer="SGD", moments=(), numbers=())
+"""That of a rank whose shards are all empty."""
 HALVES: list[Ranges] = [{"t": (0, 2)}, {"t": (2, 4)}]
 REPLICAS: list[Ranges] = [{"t": (0, 4)}, {"t": (0, 4)}]
 
@@ -30,12 +32,13 @@ def folder(path: Path, held: list[Ranges], rank: int) -> RankFolder:
 def save(path: Path, held: list[Ranges], rank: int, chance: bytes, steps: int = 7) -> None:
     """What a rank of that random state saves."""
     start, stop = held[rank]["t"]
-    moments = Moments(KIND, ({"momentum": np.arange(start, stop, dtype=np.float32)},), {})
+    kind = KIND if start < stop else NOTHING
+    moments = Moments(kind, ({name: np.arange(start, stop, dtype=np.float32) for name in kind.moments},), {})
     state = SavedState(
         identity=RUN,
         learner="l0",
         layout=local_layout(WHOLE, held[rank]).digest,
-        kind=KIND,
+        kind=kind,
         moments_file=f"moments-{steps}.safetensors",
         numbers={},
         steps=steps,
@@ -106,3 +109,15 @@ def test_what_was_saved_under_another_name_comes_back_for_other_ranks_too(tmp_pa
     found = folder(tmp_path, [{"t": (0, 4)}], 0).load(resumed, KIND)
     assert found is not None
     assert list(found[1].flats[0]["momentum"]) == list(range(4))
+
+
+def test_ranks_that_hold_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    """Of a model with few rows some ranks have only empty shards: they keep no moments, and need none."""
+    for rank in range(2):
+        save(tmp_path, [{"t": (0, 4)}, {"t": (0, 0)}], rank, b"any")
+    then: list[Ranges] = [{"t": (0, 2)}, {"t": (2, 4)}, {"t": (0, 0)}]
+    for rank, kind in enumerate((KIND, KIND, NOTHING)):
+        found = folder(tmp_path, then, rank).load(RUN, kind)
+        assert found is not None
+        start, stop = then[rank]["t"]
+        assert [list(one) for one in found[1].flats[0].values()] == [list(range(start, stop))][: len(kind.moments)]

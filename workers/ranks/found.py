@@ -283,20 +283,20 @@ def meet(
     try:
         with _said_if_long(ranks):
             group = _group_of(tuple(sorted(ranks)))
-        rank = distributed.get_rank(group)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        _same_arguments(said_by_all(group, Asked(arguments=tuple(asked.items()))))
-        spec = _proposed(group, propose)
-        own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
-        agreed, *_ = said = said_by_all(group, own)
-        _same_model(said)
-        ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
-        told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
-        machines = [one.machine for one in told]
-        alone = len(set(machines)) == 1
-        listener = listen(LOOPBACK if alone else "")
-        host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
-        places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
+            rank = distributed.get_rank(group)
+            token = secrets.token_bytes(TOKEN_BYTES)
+            _same_arguments(said_by_all(group, Asked(arguments=tuple(asked.items()))))
+            spec = _proposed(group, propose)
+            own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
+            agreed, *_ = said = said_by_all(group, own)
+            _same_model(said)
+            ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
+            told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
+            machines = [one.machine for one in told]
+            alone = len(set(machines)) == 1
+            listener = listen(LOOPBACK if alone else "")
+            host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
+            places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
     holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
@@ -306,8 +306,11 @@ def meet(
 
 @contextmanager
 def _said_if_long(ranks: Sequence[int]) -> Iterator[None]:
-    """Until all have come none is missed, not even one that has died: torch waits for it."""
-    detail = f"{len(ranks)} ranks are to make their Learner; if one has ended, end the others (torchrun does)"
+    """Until all have met none is missed, not even one that has died: torch waits for it."""
+    detail = (
+        f"{len(ranks)} ranks are to make their Learner: the log of one that lags says what it waits for; if one has "
+        "ended, end the others (torchrun does)"
+    )
     timer = threading.Timer(PATIENCE_S, structlog.get_logger().warning, ["ranks_awaited"], {"detail": detail})
     timer.daemon = True
     timer.start()

@@ -19,7 +19,7 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks.parting import Parting, tell_all
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
@@ -96,6 +96,10 @@ class Rank:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, most_s)
         do()
+
+    async def tell_all(self, why: str) -> None:
+        """Have all other ranks end by this."""
+        await tell_all(self._wires, why)
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
@@ -349,7 +353,7 @@ class JoinedRank(JoinedLearner):
         """As `JoinedLearner`: the others end too, and hear why."""
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
-            self.thread.result_of(self.thread.ask(self._rank.parting.tell(why)))
+            self.thread.result_of(self.thread.ask(self._rank.tell_all(why)))
         return True
 
     def leave(self, within_s: float, save_state: bool) -> bool:

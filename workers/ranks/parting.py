@@ -57,16 +57,8 @@ class Parting:
 
     async def _end(self, how: str) -> None:
         why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
-        await self.tell(why)
+        await tell_all(self._wires, why)
         raise RankGone(why)
-
-    async def tell(self, why: str) -> None:
-        """Have all others end by this; this rank is about to."""
-        self._wires.why = why
-        others = [rank for rank in range(self._wires.ranks) if rank != self._wires.rank]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TOLD_S):
-                await asyncio.gather(*(self._wires.ask(rank, "torn", why) for rank in others), return_exceptions=True)
 
     async def watch(self) -> None:
         """Rank 0's: say where ranks stand that wait for each other. Until cancelled."""
@@ -90,6 +82,15 @@ class Parting:
 
     async def _say_steps(self, _: int) -> int:
         return self.steps
+
+
+async def tell_all(wires: Wires, why: str) -> None:
+    """Have all other ranks end by this; this one is about to."""
+    wires.why = why
+    others = [rank for rank in range(wires.ranks) if rank != wires.rank]
+    with suppress(TimeoutError):
+        async with asyncio.timeout(TOLD_S):
+            await asyncio.gather(*(wires.ask(rank, "torn", why) for rank in others), return_exceptions=True)
 
 
 def _shown(steps: Mapping[int, int]) -> str:

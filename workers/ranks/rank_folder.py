@@ -126,6 +126,8 @@ class RankFolder(StateFolder):
         for path, saved in parts.items():
             ranges = {slot.tensor.name: _range(saved, slot.tensor) for _, slot in slots(self._whole)}
             layout = local_layout(self._whole, ranges)
+            if not (layout.elements and self._layout.elements):
+                continue  # one that holds nothing keeps no moments
             loaded = StateFolder(path, layout).load(identity, kind)
             if loaded is None or loaded[1].others:
                 raise StateRefused(f"{path} was saved by other ranks, and holds what cannot be shared out anew")

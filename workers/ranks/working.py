@@ -36,6 +36,7 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.part import Part, Snapshot
+from diloco.workers.ranks.parting import tell_all
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import Room, UnderWay
 from diloco.workers.ranks.wires import Wires
@@ -78,7 +79,13 @@ class Working:
         if not leads:  # it can be asked as soon as it is connected
             self._follow()
         async with self._wires, meanwhile(self._wires.watch()):
-            await (self._lead() if leads else asyncio.Event().wait())
+            try:
+                await (self._lead() if leads else asyncio.Event().wait())
+            except (RankGone, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                await tell_all(self._wires, f"rank {self._wires.rank} of this learner has ended: {error!s:.400}")
+                raise
 
     def _part(self, member: Member) -> Part:
         def snapshot(p: int) -> Snapshot:
