@@ -20,6 +20,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.status import Status, read_status
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
@@ -141,14 +142,17 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return 0
     service = SyncerService(bus, LoopClock(), settings, metrics)
-    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s)
+    host, port = settings.http_host, settings.http_port
     http = await start_http(
-        service.status, service.ready, metrics.registry, settings.http_host, settings.http_port, token
+        service.status, service.ready, metrics.registry, host, port, settings.token(), collector.follow
     )
+    collecting = asyncio.create_task(collect(collector))
     try:
         await service.run(stop)
         return 0 if service.in_order else 1
     finally:
+        await cancel([collecting])
         await http.cleanup()
         await bus.close()
 
