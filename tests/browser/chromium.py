@@ -110,7 +110,9 @@ class Tab:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             text = await self.value("document.body.innerText")
-            raise Failed(f"not within {LIMIT_S:g} s: {script}\nerrors: {self.errors}\nthe page: {text[:3000]}") from None
+            raise Failed(
+                f"not within {LIMIT_S:g} s: {script}\nerrors: {self.errors}\nthe page: {text[:3000]}"
+            ) from None
 
     async def size(self, width: int, height: int, scale: float = 1.0) -> None:
         """Of its window."""
@@ -131,7 +133,7 @@ class Tab:
     async def picture(self, file: Path) -> None:
         """Of the whole page."""
         told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(told["data"]))
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(told["data"]))
 
     async def end(self) -> None:
         """Close the connection."""
@@ -145,16 +147,14 @@ async def tab() -> AsyncIterator[Tab]:
     """A page in a browser of its own."""
     assert BINARY is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = subprocess.Popen(
-            [BINARY, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = (BINARY, *FLAGS, f"--user-data-dir={profile}", "about:blank")
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = await asyncio.create_subprocess_exec(*command, **quiet)
         try:
             port_file = Path(profile) / "DevToolsActivePort"
             async with asyncio.timeout(LIMIT_S):
                 while not (port_file.is_file() and len(port_file.read_text().split()) == 2):
-                    assert process.poll() is None, "Chromium has ended"
+                    assert process.returncode is None, "Chromium has ended"
                     await asyncio.sleep(LOOK_S)
             port = port_file.read_text().split()[0]
             async with aiohttp.ClientSession() as session:
@@ -167,9 +167,6 @@ async def tab() -> AsyncIterator[Tab]:
                 finally:
                     await found.end()
         finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
+            if process.returncode is None:
                 process.kill()
-                process.wait()
+            await process.wait()

@@ -76,7 +76,7 @@ class PageModel:
         self._still_s: float | None = None
         """Since when there was no merge."""
         self._outer_steps = 0
-        self._killed_s: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
         self._status: Status | None = None
         self._over = False
         self._notes: list[str] = []
@@ -104,8 +104,8 @@ class PageModel:
         for event in look.events:
             if event.name in NAMES:
                 self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
-                if event.name in ("learner_killed", "learner_died"):
-                    self._killed_s[event.who] = now_s
+                if event.name in ("learner_killed", "learner_died") and len(self._ended_s) < MOST_LANES:
+                    self._ended_s[event.who] = now_s
         self._take_losses(look.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
@@ -184,12 +184,10 @@ class PageModel:
             behind = sum(version < heads.get(p, version) for p, version in enumerate(learner["versions"]))
             life = self._lives.setdefault(name, LearnerLife())
             does = life.draw(self._times, learner, name in members, behind, now_s, over)
-            silent = not (learner["live"] or learner["left"] or over)
-            if silent and now_s - self._killed_s.get(name, -math.inf) > learner["age_s"] + 2:
-                self._killed_s[name] = now_s
-                self._mark(now_s - learner["age_s"], "went silent", name, "")
-            elif learner["live"]:
-                self._killed_s.pop(name, None)
+            silent, heard_s = not (learner["live"] or learner["left"] or over), now_s - learner["age_s"]
+            if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
+                self._ended_s[name] = now_s
+                self._mark(heard_s, "went silent", name, "")
             rows[name] = _learner(learner, does, behind, lives[name], now_s)
         return rows
 

@@ -149,9 +149,10 @@ def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus
     since = f"Nothing was merged for {_time(beside.unmerged_s)}"
     if beside.refused:
         reason, times = max(beside.refused.items(), key=lambda item: (item[1], item[0]))
+        remedy = REMEDIES.get(reason, "see the reasons in `diloco tape`")
         return _bad(
             f"{since}: deltas are refused, {times} of them as {reason}.",
-            f"{REMEDIES.get(reason, 'see the reasons in `diloco tape`')}.".capitalize(),
+            f"{remedy[:1].upper()}{remedy[1:]}.",
         )
     still = [one["id"] for one in live if not one["step"]]
     if len(still) == len(live):
@@ -192,12 +193,13 @@ def _merging(
     if not status["outer_steps"]:
         return Verdict(level="well", text=f"The run begins well: {at}; first deltas are on their way.", do="")
     share = status["merged_share"]["recent"] or status["merged_share"]["since_start"]
-    merged = f", {share:.0%} of it is merged" if share is not None else ""
-    left_s = max(0, status["budget_tokens"] - status["tokens"]) / speed if speed else None
-    rest = f"; {status['progress']:.0%} of its budget is done" if status["budget_tokens"] else ""
-    rest += f", in about {_time(left_s)} all of it" if rest and left_s else ""
+    merged = f", of which {share:.0%} are merged" if share is not None else ""
+    rest = ""
+    if status["budget_tokens"] and speed:
+        left_s = max(0, status["budget_tokens"] - status["tokens"]) / speed
+        rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
-        text = f"The run goes on without {silent}: {at}, and none waits{merged}{rest}."
+        text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
         return Verdict(level="note", text=text, do=f"Start it again: diloco learner --run {status['run']}")
     return Verdict(level="well", text=f"The run is well: {at}{merged}{rest}.", do="")
 

@@ -44,6 +44,13 @@ function rate(sums, at, over) {
   });
 }
 
+/** While no cursor chooses another, the legend has the last values; once the plot has settled. @param {any} plot */
+function last(plot) {
+  queueMicrotask(() => {
+    if (plot.cursor.idx == null && plot.data[0].length) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
+  });
+}
+
 /** All charts of a page. */
 export class Charts {
   constructor() {
@@ -156,8 +163,7 @@ export class Charts {
       there.span = range;
       if (width && there.width !== width) there.setSize({ width, height: HEIGHT });
       there.setData(data);
-      if (there.cursor.idx == null) there.setLegend({ idx: data[0].length - 1 }, false);
-      return;
+      return last(there);
     }
     const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") },
       font: "11px system-ui, sans-serif" };
@@ -177,8 +183,8 @@ export class Charts {
       hooks: { draw: [(/** @type {any} */ u) => this.marks(u, writeX === clock)] },
     }, data, root);
     plot.span = range;
-    plot.setLegend({ idx: data[0].length - 1 }, false);
     this.plots.set(id, plot);
+    last(plot);
   }
 
   /** Kills and joins: a line with a cross at its top, or a dash. @param {any} plot @param {boolean} byTime */

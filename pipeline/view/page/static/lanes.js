@@ -8,7 +8,8 @@ import { colour, pixel } from "./palette.js";
 /**
  * A layer: where a bit is set, the lane has this colour from one height to another (0: top, 1: bottom). Later ones
  * cover earlier ones.
- * @typedef {{bit: number, from: number, to: number, colour: string, label: string, hatched?: boolean}} Layer
+ * @typedef {{bit: number, from: number, to: number, colour: string, label: string, hatched?: boolean,
+ *   tick?: boolean}} Layer
  */
 
 /** Of a learner's lane; bits as `lanes.py` has them. @type {Layer[]} */
@@ -17,9 +18,9 @@ export const LEARNER_LAYERS = [
   { bit: 8, from: 0.4, to: 0.6, colour: "waiting", label: "waits to begin, or makes no step" },
   { bit: 2, from: 0, to: 0.25, colour: "publishing", label: "publishes: in a window" },
   { bit: 4, from: 0.75, to: 1, colour: "adopting", label: "a newer global to adopt" },
-  { bit: 64, from: 0, to: 0.25, colour: "gone", label: "a delta was refused" },
+  { bit: 64, from: 0, to: 0.25, colour: "gone", label: "a delta was refused", tick: true },
   { bit: 16, from: 0, to: 1, colour: "gone", label: "dead: not heard from", hatched: true },
-  { bit: 128, from: 0, to: 1, colour: "ink", label: "begins, or is back" },
+  { bit: 128, from: 0, to: 1, colour: "ink", label: "begins, or is back", tick: true },
 ];
 
 /** Of a fragment's strip. @type {Layer[]} */
@@ -28,9 +29,9 @@ export const FRAGMENT_LAYERS = [
   { bit: 2, from: 0.5, to: 1, colour: "grace", label: "grace" },
   { bit: 4, from: 0.3, to: 1, colour: "uploading", label: "uploading" },
   { bit: 8, from: 0.1, to: 1, colour: "merging", label: "merging" },
-  { bit: 16, from: 0, to: 0.25, colour: "merged", label: "merged: a new version" },
-  { bit: 64, from: 0, to: 0.25, colour: "waiting", label: "opened again" },
-  { bit: 32, from: 0, to: 0.25, colour: "gone", label: "a delta was refused" },
+  { bit: 16, from: 0, to: 0.25, colour: "merged", label: "merged: a new version", tick: true },
+  { bit: 64, from: 0, to: 0.25, colour: "waiting", label: "opened again", tick: true },
+  { bit: 32, from: 0, to: 0.25, colour: "gone", label: "a delta was refused", tick: true },
   { bit: 128, from: 0, to: 1, colour: "gone", label: "rewound", hatched: true },
 ];
 
@@ -47,6 +48,8 @@ class Look {
       return layers.filter((one) => y < height - 1 && one.from <= at && at < one.to && !one.hatched);
     });
     this.ground = ground;
+    /** Bits of what takes no time: two pixels wide, however long a bucket is. */
+    this.ticks = layers.reduce((bits, one) => (one.tick ? bits | one.bit : bits), 0);
     this.hatch = layers.filter((one) => one.hatched).map((one) => ({
       bit: one.bit,
       over: layers.slice(layers.indexOf(one) + 1).reduce((bits, later) => bits | later.bit, 0),
@@ -167,6 +170,7 @@ export class Strips {
           bytes[x] = bits;
           hatched |= bits;
         }
+        if (hatched & look.ticks) for (let x = wide - 1; x > 1; x--) bytes[x] &= ~(bytes[x - 2] & look.ticks);
       }
       let y = number * tall;
       for (const { rows, table } of look.bands) {
