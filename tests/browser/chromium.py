@@ -135,6 +135,11 @@ class Tab:
         told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         await asyncio.to_thread(file.write_bytes, base64.b64decode(told["data"]))
 
+    async def metrics(self) -> dict[str, float]:
+        """What the browser has measured of it, in seconds and numbers."""
+        told = await self.call("Performance.getMetrics")
+        return {one["name"]: one["value"] for one in told["metrics"]}
+
     async def end(self) -> None:
         """Close the connection."""
         await self._socket.close()

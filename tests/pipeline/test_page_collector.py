@@ -62,9 +62,10 @@ class Page:
                 times.take({"whole": found} if fields["event"] == "snapshot" else found)
         for name in ("learners", "fragments"):
             for key, row in data.pop(name, {}).items():
-                self.model[name] |= {key: row}
                 if row is None:
                     del self.model[name][key]
+                else:
+                    self.model[name][key] = self.model[name].get(key, {}) | row
         for name in ("marks", "losses"):
             self.model[name] = [*self.model[name], *data.pop(name, [])]
         self.model |= data

@@ -18,7 +18,10 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Content-Security-Policy of all that is served: nothing from elsewhere, nothing inline."""
-MODULES = ("palette.js", "words.js", "model.js", "stream.js", "lanes.js", "charts.js", "panels.js", "app.js")
+MODULES = (
+    *("palette.js", "words.js", "model.js", "stream.js"),
+    *("layers.js", "lanes.js", "charts.js", "panels.js", "app.js"),
+)
 """Each imports only those before it."""
 PLOT, PLOT_STYLE, STYLE, PAGE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "page.css", "index.html"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}

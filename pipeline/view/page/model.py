@@ -223,7 +223,7 @@ class PageModel:
         }
 
     def patch(self) -> Model:
-        """What is new since the last one. Rows by name: what is no more is null."""
+        """What is new since the last one. Rows by name, of known ones the fields that changed; who is gone is null."""
         before, now = self._now, self._next
         found: Model = {"now_s": now["now_s"]}
         for name, value in now.items():
@@ -245,8 +245,14 @@ class PageModel:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
-    new = {name: row for name, row in now.items() if before.get(name) != row}
-    return new | {name: None for name in before if name not in now}
+    found: Model = {name: None for name in before if name not in now}
+    for name, row in now.items():
+        old = before.get(name)
+        if old is None:
+            found[name] = row
+        elif old != row:
+            found[name] = {field: value for field, value in row.items() if old[field] != value}
+    return found
 
 
 def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: float) -> Model:

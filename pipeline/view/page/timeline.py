@@ -42,7 +42,7 @@ class Timeline:
         cells = self.lanes.setdefault(lane, bytearray())
         missing = last - self.first + 1 - len(cells)
         cells.extend(bytes(max(0, missing)))
-        keep = 0xFF & ~clear
+        bits, keep = int(bits), 0xFF & ~int(clear)  # flags of an enum are far slower
         for at in range(first - self.first, last - self.first + 1):
             cells[at] = cells[at] & keep | bits
         self._touch(("lanes", lane), first, last)

@@ -3,7 +3,8 @@
 import { clock, doing, fragmentWords, learnerWords, windowWords } from "./words.js";
 import { Model } from "./model.js";
 import { Stream } from "./stream.js";
-import { FRAGMENT_LAYERS, LEARNER_LAYERS, Strips, legend } from "./lanes.js";
+import { FRAGMENT_LAYERS, LEARNER_LAYERS, legend } from "./layers.js";
+import { Strips } from "./lanes.js";
 import { Charts } from "./charts.js";
 import { byName, element, head, lists, put, tables, tiles } from "./panels.js";
 
@@ -16,10 +17,10 @@ const learners = new Strips(element("learners"), "Lanes of learners", LEARNER_LA
 const fragments = new Strips(element("fragments"), "Strips of fragments", FRAGMENT_LAYERS);
 const charts = new Charts();
 let shownSpan = 0;
-let chartsAt = 0;
+let chartsAt = -Infinity;
 let asked = false;
-/** Time that scripts have taken for the last update, ms: for who measures it. */
-export const took = { patch: 0, draw: 0, updates: 0 };
+/** Time that scripts have taken for the last update, ms, and how many there were: for who measures it. */
+export const took = { patch: 0, draw: 0, updates: 0, snapshots: 0 };
 Object.assign(globalThis, { diloco: { model, took } });
 
 /** @returns {import("./lanes.js").Span} */
@@ -76,7 +77,7 @@ function soon() {
 
 function anew() {
   charts.anew();
-  chartsAt = 0;
+  chartsAt = -Infinity;
   legend(element("learner-legend"), LEARNER_LAYERS);
   legend(element("fragment-legend"), FRAGMENT_LAYERS);
   soon();
@@ -108,7 +109,7 @@ function choice(id, names, first, choose) {
 function controls() {
   const spans = choice("spans", SPANS.map(([name]) => name), 2, (number) => {
     shownSpan = SPANS[number][1];
-    chartsAt = 0;
+    chartsAt = -Infinity;
     soon();
   });
   let byTokens = 0;
@@ -117,7 +118,7 @@ function controls() {
     charts.against = number ? "tokens" : "time";
     charts.plots.get("loss")?.destroy();
     charts.plots.delete("loss");
-    chartsAt = 0;
+    chartsAt = -Infinity;
     soon();
   });
   document.addEventListener("keydown", (event) => {
@@ -146,6 +147,7 @@ function ask(stream, again) {
   input.focus();
   /** @type {HTMLFormElement} */ (element("ask")).onsubmit = (event) => {
     event.preventDefault();
+    put("ask-why", "");
     stream.give(input.value);
   };
 }
@@ -164,8 +166,10 @@ function start() {
   const stream = new Stream(
     (kind, data) => {
       const began = performance.now();
-      if (kind === "snapshot") model.snapshot(data);
-      else model.patch(data);
+      if (kind === "snapshot") {
+        model.snapshot(data);
+        took.snapshots += 1;
+      } else model.patch(data);
       took.patch = performance.now() - began;
       if (element("run").hidden) {
         show();

@@ -120,7 +120,7 @@ export class Model {
     for (const name of /** @type {const} */ (["learners", "fragments"])) {
       for (const [key, row] of Object.entries(patch[name] ?? {})) {
         if (row === null) this[name].delete(key);
-        else this[name].set(key, /** @type {any} */ (row));
+        else this[name].set(key, /** @type {any} */ ({ ...this[name].get(key), .../** @type {object} */ (row) }));
       }
     }
     if (patch.marks) this.marks = [...this.marks, ...patch.marks].slice(-MOST_MARKS);
