@@ -291,19 +291,9 @@ class LearnerSettings(Settings):
 class HttpSettings(Settings):
     """An HTTP side."""
 
-    http_host: str = expert(
-        "127.0.0.1", description="Address of the HTTP side: the page, /healthz, /readyz, /status, /metrics"
-    )
-    http_token: SecretStr | None = Field(
-        None,
-        min_length=8,
-        description="DILOCO_HTTP_TOKEN: what the HTTP side asks for before it tells anything of the run",
-    )
+    http_host: str = expert("127.0.0.1", description="Address of the page, /healthz, /readyz, /status, /metrics")
+    http_token: SecretStr | None = Field(None, min_length=8, description="DILOCO_HTTP_TOKEN: what is asked for there")
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
-
-    def token(self) -> str | None:
-        """What is asked for, if anything is."""
-        return None if self.http_token is None else self.http_token.get_secret_value()
 
 
 class SyncerSettings(HttpSettings):

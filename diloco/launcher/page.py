@@ -41,8 +41,9 @@ async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) 
         return True, "it only watches"
 
     host, port = settings.http_host, settings.http_port
-    http = await start_http(status, ready, None, host, port, settings.token(), collector.follow)
-    asks = ", which asks for DILOCO_HTTP_TOKEN" if settings.http_token else ""
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    http = await start_http(status, ready, None, host, port, token, collector.follow)
+    asks = ", which asks for DILOCO_HTTP_TOKEN" if token else ""
     tell(f"page http://{_reached(host, http.addresses[0][1])}/{asks}")
     collecting = asyncio.create_task(collect(collector))
     try:

@@ -144,9 +144,8 @@ async def serve(settings: SyncerProcess) -> int:
     service = SyncerService(bus, LoopClock(), settings, metrics)
     collector = Collector(bus, service.clock, service.nonce, settings.liveness_s)
     host, port = settings.http_host, settings.http_port
-    http = await start_http(
-        service.status, service.ready, metrics.registry, host, port, settings.token(), collector.follow
-    )
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    http = await start_http(service.status, service.ready, metrics.registry, host, port, token, collector.follow)
     collecting = asyncio.create_task(collect(collector))
     try:
         await service.run(stop)

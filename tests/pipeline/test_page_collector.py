@@ -290,6 +290,24 @@ def at(times: Model, name: str, unix_s: float) -> float:
     return next((one for one in reversed(values) if one is not None), 0.0)
 
 
+def test_a_window_that_was_open_before_anybody_looked_is_open_since_then() -> None:
+    """The tape says when: a quorum that cannot be met is seen for as long as it lasts."""
+
+    async def main() -> None:
+        world, (first, second) = await under_way(3, quorum=2)
+        await second.kill()
+        await asyncio.sleep(60)
+        collector = collector_of(world)
+        await collector.look()
+        model = collector.model.snapshot()
+        assert model["fragments"]["0"]["state"] == "collecting"
+        assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
+        assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, and 1 is live")
+        await end(first, second)
+
+    run_virtual(main())
+
+
 def test_a_tape_that_was_trimmed_is_said() -> None:
     """The sums are right all the same: what the tape lacks is in them from its beginning on."""
 

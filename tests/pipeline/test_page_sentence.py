@@ -130,8 +130,8 @@ def test_a_quorum_that_cannot_be_met() -> None:
     said = verdict(status(seen, quorum=3), Beside())
     assert said["level"] == "bad"
     assert said["text"] == (
-        "Nothing can be merged: a merge needs 3 learners, and 1 is live "
-        "(l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more)."
+        "Nothing can be merged: a merge needs 3 learners, and 1 is live; missing: "
+        "l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more."
     )
     assert said["do"] == "Start 2 more: diloco learner --run my-run"
 

@@ -157,6 +157,7 @@ async def test_pages_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> 
         feed.send(b"data: 1\n\n")
         for answer in answers[1:]:
             assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        for answer in answers:
             answer.close()
 
 

@@ -151,8 +151,9 @@ def model_of_tape(
     )
     model.patch()
     names = {life.learner for life in lives}
+    whose = f"{len(names)} learner{'' if len(names) == 1 else 's'}"
     text = (
-        f"By its tape the run made {len(merges)} merges of {len(names)} learners in {duration(now_s - begun_s)}: "
+        f"By its tape the run made {len(merges)} merges of {whose} in {duration(now_s - begun_s)}: "
         f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
     return model.snapshot() | {"notes": [NOTE], "sentence": Verdict(level="over", text=text, do="")}

@@ -12,6 +12,8 @@ from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
 SILENT_S = 1.0
 """A learner reports three times a second: not heard from for longer, its lane has a gap."""
+GLANCE_S = 5.0
+"""What is so at two looks no further apart was so in between."""
 STALLED_STEPS = 4
 """A learner that makes no step in the time of so many, and in `STALLED_S`, waits for something."""
 STALLED_S = 5.0
@@ -128,6 +130,7 @@ class LearnerLife:
         self._heard_s = self._stepped_s = 0.0
         self._step = 0
         self._left = False
+        self._more = Of(0)
 
     def draw(
         self, times: Sequence[Timeline], learner: LearnerStatus, publishing: bool, behind: int, now_s: float, over: bool
@@ -168,7 +171,9 @@ class LearnerLife:
         more = (Of.PUBLISHING if publishing else Of(0)) | (Of.ADOPTING if behind and self._step else Of(0))
         if more:
             _mark(times, lane, heard_s, now_s, more)
-        self._heard_s = heard_s
+        if (still := more & self._more) and silent_s < GLANCE_S:
+            _mark(times, lane, before_s, heard_s, still)
+        self._heard_s, self._more = heard_s, more
         return does | more
 
     def begin(self, times: Sequence[Timeline], learner: LearnerStatus, now_s: float) -> None:
@@ -185,9 +190,20 @@ class LearnerLife:
         self._step, self._heard_s, self._stepped_s = learner["step"], heard_s, heard_s
 
 
-def draw_window(times: Sequence[Timeline], fragment: FragmentStatus, shown: Shown, now_s: float) -> None:
-    """What a fragment's window does now."""
-    bits = STATES.get(fragment["window"]["state"])
-    if bits is not None and shown.fragment(fragment["id"]):
-        for one in times:
-            one.mark(fragment_lane(fragment["id"]), now_s, now_s, bits)
+class WindowLife:
+    """One fragment's window as it was last seen."""
+
+    def __init__(self) -> None:
+        self._bits, self._seen_s = In(0), 0.0
+        self.opened = -1, 0.0
+        """By the tape: of which version a window was opened last, and when."""
+
+    def draw(self, times: Sequence[Timeline], fragment: FragmentStatus, now_s: float) -> None:
+        """Go on with its strip: what is as it was a moment ago was so all the while."""
+        bits = STATES.get(fragment["window"]["state"], In(0))
+        if bits:
+            since_s = self._seen_s if bits == self._bits and now_s - self._seen_s < GLANCE_S else now_s
+            if not self._seen_s and bits == In.COLLECTING and self.opened[0] == fragment["version"]:
+                since_s = self.opened[1]
+            _mark(times, fragment_lane(fragment["id"]), since_s, now_s, bits)
+        self._bits, self._seen_s = bits, now_s

@@ -12,9 +12,9 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
-from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
-from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, draw_record, draw_window
+from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
 from diloco.pipeline.view.page.sentence import Beside, Verdict, verdict
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, Status, present
@@ -69,6 +69,7 @@ class PageModel:
         self._times: tuple[Timeline, Timeline] | None = None
         """The last minutes, and the whole run."""
         self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
+        self._windows: dict[int, WindowLife] = {}
         self._marks: deque[Model] = deque(maxlen=MOST_MARKS)
         self._losses: list[tuple[float, int, float]] = []
         self._refused: Counter[str] = Counter()
@@ -100,6 +101,9 @@ class PageModel:
         assert self._times is not None  # noqa: S101  # since it has begun
         for record in look.records:
             draw_record(self._times, record, self._shown, now_s)
+            if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
+                window = self._windows.setdefault(record.fragment, WindowLife())
+                window.opened = record.version, min(record.unix_s, now_s)
         self._count(look)
         for event in look.events:
             if event.name in NAMES:
@@ -109,7 +113,8 @@ class PageModel:
         self._take_losses(look.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
-            draw_window(self._times, fragment, self._shown, now_s)
+            if self._shown.fragment(fragment["id"]):
+                self._windows.setdefault(fragment["id"], WindowLife()).draw(self._times, fragment, now_s)
         info = look.info
         for name, value in {**_sums(status), **_of_server(info)}.items():
             for one in self._times:

@@ -111,7 +111,7 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         silent = _silent(learners)
         return _bad(
             f"Nothing can be merged: a merge needs {quorum} learners, and {len(live)} {_is(len(live))} live"
-            f"{f' ({silent})' if silent else ''}.",
+            f"{f'; missing: {silent}' if silent else ''}.",
             f"Start {quorum - len(live)} more: diloco learner --run {status['run']}",
         )
     if beside.unmerged_s > patience_s(status):

@@ -1,6 +1,6 @@
 /** The page: takes events, and draws what has changed, no more often than the screen shows it. */
 
-import { clock, doing, fragmentWords, learnerWords, windowWords } from "./words.js";
+import { doing, fragmentWords, learnerWords, windowWords } from "./words.js";
 import { Model } from "./model.js";
 import { Stream } from "./stream.js";
 import { FRAGMENT_LAYERS, LEARNER_LAYERS, legend } from "./layers.js";
@@ -127,7 +127,10 @@ function controls() {
     if (event.key === "l") against(1 - byTokens);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", anew);
-  new ResizeObserver(anew).observe(document.documentElement);
+  addEventListener("resize", () => {
+    chartsAt = -Infinity;
+    soon();
+  });
   element("as-table").addEventListener("toggle", () => tables(model));
 }
 
@@ -159,8 +162,6 @@ function start() {
     model.snapshot(JSON.parse(kept));
     show();
     anew();
-    put("link", "");
-    put("phase", `recorded, ${clock(model.coarse.end - model.coarse.begin)} long`);
     return;
   }
   const stream = new Stream(
