@@ -171,7 +171,9 @@ export class Charts {
       width,
       height: HEIGHT,
       scales: { x: { time: false, range: (/** @type {any} */ u, /** @type {number} */ low, /** @type {number} */ high) =>
-        u.span ?? [low, high > low ? high : low + 1] } },
+        u.span ?? [low, high > low ? high : low + 1] },
+      y: id === "loss" ? {} : { range: (/** @type {any} */ _, /** @type {any} */ __, /** @type {number} */ high) =>
+        [0, 1.08 * (high || 1)] } },
       cursor: { drag: { x: false, y: false }, points: { show: false } },
       legend: { live: true },
       series: [{ label: writeX === clock ? "time" : "tokens",
