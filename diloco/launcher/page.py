@@ -10,7 +10,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
-from diloco.pipeline.view.page.collector import WATCHED_S, Collector, collect
+from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status, read_status
@@ -19,6 +19,8 @@ MODEL_FILE = "page.json"
 """What a run's page showed last, in its output folder."""
 PAGE_FILE = "report.html"
 """The same as a page that needs no server."""
+EVERY_S = 1.0
+"""Time between two looks while nobody follows: what they see is left in the folder."""
 LAST_LOOK_S = 5.0
 
 
@@ -32,7 +34,7 @@ async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) 
     from diloco.syncer.serving.http import start_http
 
     clock = LoopClock()
-    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=WATCHED_S)
+    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S)
 
     async def status() -> Status:
         return await read_status(bus, clock)
