@@ -20,7 +20,8 @@ from tests import samples
 from tests.browser.chromium import tab
 from tests.browser.stage import page_of
 
-RUN_S = 1200.0
+RUN_S = 600.0
+"""Then both timelines are as long as they get."""
 LOOK_S = 0.5
 
 
@@ -50,10 +51,10 @@ class Large(Collector):
 
     async def look(self) -> None:
         """One more, and how long it took."""
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         self.model.see(self._next())
         self._publish(self.model.patch())
-        self.looks_s.append(time.perf_counter() - began_s)
+        self.looks_s.append(time.thread_time() - began_s)
 
     def _next(self) -> Look:
         self._unix_s += LOOK_S
@@ -137,25 +138,22 @@ async def measure(learners: int, fragments: int, updates: int) -> None:
         await page.size(1400, 1000)
         await page.open(address)
         await page.until("globalThis.diloco?.took.updates > 0")
-        for seconds in (0, 600):
-            await page.value(f"document.querySelectorAll('#spans button')[{1 if seconds else 2}].click()")
-            await page.until("diloco.took.draw > 0")
-            times, sizes = [], []
-            before = (await page.metrics())["ScriptDuration"]
+        await page.call("Performance.disable")
+        await page.call("Performance.enable", timeDomain="threadTicks")  # whatever else the machine does
+        for button, span in ((2, "whole run"), (0, "last 2 minutes")):
+            await page.value(f"document.querySelectorAll('#spans button')[{button}].click()")
+            sizes, before = [], (await page.metrics())["ScriptDuration"]
             for _ in range(updates):
                 there = await page.value("diloco.took.updates")
                 await collector.look()
                 sizes.append(len(collector._updates[-1].data))
                 await page.until(f"diloco.took.updates > {there}")
-                times.append(await page.value("diloco.took.patch + diloco.took.draw"))
                 await asyncio.sleep(LOOK_S)
             script_s = (await page.metrics())["ScriptDuration"] - before
-            times.sort()
             print(
-                f"{learners} learners, {fragments} fragments, {'last 10 minutes' if seconds else 'whole run'}: "
-                f"an update {median(times):.1f} ms (median of {updates}), {times[int(0.95 * updates)]:.1f} ms (95 %), "
-                f"{times[-1]:.1f} ms at most; all scripts {1e3 * script_s / updates:.1f} ms an update; "
-                f"{median(sizes) / 1024:.0f} KiB sent"
+                f"{learners} learners, {fragments} fragments, {span}: {1e3 * script_s / updates:.1f} ms of script each "
+                f"(processor time, mean of {updates}, charts and this measuring included); "
+                f"{median(sizes) / 1024:.0f} KiB sent for each"
             )
     print(f"the server: {1e3 * median(collector.looks_s):.1f} ms a look; a snapshot is {snapshot / 1024:.0f} KiB")
 

@@ -188,6 +188,7 @@ class Still(Collector):
         self.model, self._epoch, self._number, self._followers = model, "e1", 1, 0
         self._news, self._wanted = asyncio.Event(), asyncio.Event()
         self._updates: list[Update] = []  # type: ignore[assignment]
+        self._whole = Update(-1, b"")
 
 
 def made_up(text: str = "waits for l1") -> PageModel:

@@ -66,6 +66,7 @@ class Collector:
         self.model = PageModel(bus.keys.run)
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
+        self._whole = Update(-1, b"")
         self._news = asyncio.Event()
         self._followers = 0
         self._wanted = asyncio.Event()
@@ -121,13 +122,13 @@ class Collector:
             number = self._known(last_id)
             if number is None:
                 number = self._number
-                yield self._event("snapshot", self.model.snapshot())
+                yield self._snapshot()
             while True:
                 news = self._news
                 missed = [one for one in self._updates if one.number > number]
                 if missed and missed[0].number > number + 1:  # it reads so slowly that some are gone
                     number = self._number
-                    yield self._event("snapshot", self.model.snapshot())
+                    yield self._snapshot()
                     continue
                 for one in missed:
                     number = one.number
@@ -136,6 +137,12 @@ class Collector:
                     await news.wait()
         finally:
             self._followers -= 1
+
+    def _snapshot(self) -> bytes:
+        """Encoded once, for all that ask between two looks."""
+        if self._whole.number != self._number:
+            self._whole = Update(self._number, self._event("snapshot", self.model.snapshot()))
+        return self._whole.data
 
     def _known(self, last_id: str) -> int | None:
         """The number of an id, if all that came after it is still here."""
