@@ -94,6 +94,10 @@ async def test_a_wrong_token_shows_nothing(page: Tab) -> None:
         await page.open(f"{address}#token={TOKEN}")
         await page.until("globalThis.diloco?.model.learners.size === 2")
         assert TOKEN not in await page.value("location.href")
+    async with page_of(collector, "another-token", int(address.rstrip("/").rpartition(":")[2])):
+        await page.until("!document.getElementById('ask').hidden")  # the token is none any more: nothing is shown
+        assert await page.value("document.getElementById('run').hidden && diloco.model.learners.size === 0")
+        assert "learner" not in (await page.value("document.body.innerText")).lower()
         running.cancel()
     await end(*party)
 
