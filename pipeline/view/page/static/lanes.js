@@ -45,7 +45,7 @@ export class Strips {
     root.addEventListener("pointermove", (event) => this.point(event));
     root.addEventListener("pointerleave", () => this.choose(-1));
     root.addEventListener("keydown", (event) => this.key(event));
-    root.addEventListener("focus", () => root.matches(":focus-visible") && this.choose(Math.max(0, this.row)));
+    root.addEventListener("focus", () => root.matches(":focus-visible") && this.reach(Math.max(0, this.row)));
     root.addEventListener("blur", () => this.choose(-1));
   }
 
@@ -193,8 +193,15 @@ export class Strips {
     if (!move) return;
     event.preventDefault();
     this.at = Math.min(1, Math.max(0, this.at + move[1]));
-    this.choose(Math.min(this.rows.length - 1, Math.max(0, this.row + move[0])));
+    this.reach(Math.min(this.rows.length - 1, Math.max(0, this.row + move[0])));
+  }
+
+  /** Choose a row by keys: it comes into sight, and its words stand below it. @param {number} row */
+  reach(row) {
+    this.choose(row);
     this.chosen.scrollIntoView({ block: "nearest" });
+    const box = this.chosen.getBoundingClientRect();
+    this.choose(row, box.left + this.gutters[0], box.bottom);
   }
 
   /** Show one row's words. @param {number} row none: -1 @param {number} [x] where @param {number} [y] */
@@ -206,8 +213,6 @@ export class Strips {
     this.chosen.style.height = `${this.height}px`;
     const words = this.rows[this.row].words() + this.then();
     if (this.tip.textContent !== words) this.tip.textContent = words;
-    const box = this.chosen.getBoundingClientRect();
-    if (x === undefined && !this.tip.style.left) [x, y] = [box.left + 140, box.bottom];
     if (x !== undefined && y !== undefined) {
       const room = document.documentElement.clientWidth - this.tip.offsetWidth - 8;
       this.tip.style.left = `${Math.max(4, Math.min(x + 14, room))}px`;
