@@ -35,6 +35,8 @@ COMMANDS: dict[str, Entry] = {
     "syncer": Entry("diloco.commands:syncer", "Serve a run as its syncer: gather deltas, merge, publish globals."),
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),
+    "watch": Entry("diloco.commands:watch", "Serve the page of any run, beside it: lanes of learners, loss, tokens."),
+    "report": Entry("diloco.commands:report", "Print the report of a finished run, or write its page as one file."),
     "tape": Entry("diloco.commands:tape", "Print a run's event tape, or make its merges again and compare."),
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),

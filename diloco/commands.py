@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from diloco.extras import load_extra
-from diloco.options import takes
+from diloco.options import WatchProcess, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
@@ -111,6 +111,17 @@ Replay = Annotated[
         "The tape is that of the folder around RECORDING, or of DIR: an output folder, or a folder of --tape-dir",
     ),
 ]
+ReportFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[DIR]",
+        help="Output folder of `diloco run` or `diloco chaos`, or a syncer's --tape-dir (default: the newest in runs/)",
+    ),
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the run's page to this file, and print its address")
+]
+Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
@@ -119,6 +130,25 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
     """Show a live run, or the report of a finished one."""
     logs.configure(settings.log_level)
     importlib.import_module("diloco.status").show(settings, folder, as_json)
+
+
+@takes(WatchProcess)
+def watch(settings: WatchProcess, folder: Folder = None, web: Web = False) -> None:
+    """Serve the page of any run on this machine, until Ctrl-C: whoever may read its Redis can watch it so.
+
+    Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
+
+    Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
+    """
+    logs.configure(settings.log_level)
+    importlib.import_module("diloco.watch").show(settings, folder, web)
+
+
+@takes(BusSettings)
+def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
+    """Print the report of a finished run. With --html, write its page: one file, which needs no server."""
+    logs.configure(settings.log_level)
+    importlib.import_module("diloco.report").show(settings, folder, html)
 
 
 @takes(BusSettings)

@@ -24,6 +24,7 @@ from diloco.pipeline.settings import (
     Duration,
     EvaluatorProcess,
     EvaluatorSettings,
+    HttpSettings,
     LearnerProcess,
     LearnerSettings,
     Settings,
@@ -77,6 +78,12 @@ class RedisProcess(RedisSettings):
     """`diloco redis`."""
 
     redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
+
+
+class WatchProcess(BusSettings, HttpSettings):
+    """`diloco watch`."""
+
+    http_port: int = Field(0, ge=0, le=65535, description="Port of the page; 0 takes a free one")
 
 
 class RunSettings(Settings):
@@ -330,6 +337,7 @@ PANELS: dict[type[Settings], str] = {
     LearnerSettings: "Learners",
     TrainerSettings: "Training (equal for all learners)",
     SyncSettings: "Synchronisation (equal for all parties)",
+    HttpSettings: "HTTP side",
     SyncerSettings: "Syncer",
     EvaluatorSettings: "Evaluator",
     Site: "Model and link",

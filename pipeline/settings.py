@@ -288,7 +288,15 @@ class LearnerSettings(Settings):
     log_losses: bool = expert(False, description="Append each step's training loss to losses.jsonl in --state-dir")
 
 
-class SyncerSettings(Settings):
+class HttpSettings(Settings):
+    """An HTTP side."""
+
+    http_host: str = expert("127.0.0.1", description="Address of the page, /healthz, /readyz, /status, /metrics")
+    http_token: SecretStr | None = Field(None, min_length=8, description="DILOCO_HTTP_TOKEN: what is asked for there")
+    http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
+
+
+class SyncerSettings(HttpSettings):
     """One syncer process."""
 
     syncer_id: str | None = Field(
@@ -309,13 +317,6 @@ class SyncerSettings(Settings):
         description="Time to commit and begin a checkpoint when told to stop, and for each fragment of it "
         "(default: four leases, at least 20 s)",
     )
-    http_host: str = expert("127.0.0.1", description="Address of /healthz, /readyz, /status, /metrics")
-    http_token: SecretStr | None = Field(
-        None,
-        min_length=8,
-        description="DILOCO_HTTP_TOKEN: what the HTTP side asks for everywhere but at /healthz",
-    )
-    http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
     checkpoint_dir: Address | None = Field(None, description="Folder or s3://bucket/path for checkpoints (default: no)")
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"

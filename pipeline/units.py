@@ -104,3 +104,20 @@ Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_na
 """A count; accepts '70B', '150k', '10e9'."""
 BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0, allow_inf_nan=False)]
 """Bits per second; accepts '5Gbps', '800Mbit/s'."""
+
+
+def duration(seconds: float | None) -> str:
+    """'1:02:03', '2:03'; '-' for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """'950', '12.3k', '2.50M'."""
+    for limit, suffix, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e4, "k", 1)):
+        if number >= limit:
+            return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
+    return f"{number:.0f}"

@@ -75,12 +75,12 @@ def test_the_wheel_has_one_name(wheel: Path) -> None:
 
 
 def test_the_wheel_has_every_file(wheel: Path) -> None:
-    """All of the sources and scripts, and no test."""
+    """All of the sources and scripts, the page's files with the licence of what is not ours, and no test."""
     tops = "diloco", "pipeline", "syncer", "workers", "studies"
     here = {
         str(path.relative_to(ROOT)) if top == "diloco" else f"diloco/{path.relative_to(ROOT)}"
         for top in tops
-        for end in ("*.py", "*.lua", "*.txt")
+        for end in ("*.py", "*.lua", "*.txt", "static/*.*", "static/uplot/*")
         for path in (ROOT / top).rglob(end)
     }
     assert here == {name for name in names(wheel) if name.startswith("diloco/") and not name.endswith("py.typed")}

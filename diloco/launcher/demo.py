@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import typer
 
 from diloco.launcher import run
-from diloco.launcher.display import present
 from diloco.launcher.report import Kill, Origin, Outcome
 from diloco.options import CHOSEN_BY_LAUNCHER, OF_ONE_LEARNER, DemoProcess, check_demo, takes
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.view.status import LearnerStatus, Status
+from diloco.pipeline.view.status import LearnerStatus, Status, present
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from diloco.pipeline.units import count, duration
 from diloco.pipeline.view.shares import MergedShare
-from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost
+from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost, present
 
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
@@ -38,23 +39,6 @@ def compact_versions(versions: list[int]) -> str:
         return "-"
     low, high = max(0, min(versions)), max(versions)
     return str(high) if low == high else f"{low}-{high}"
-
-
-def duration(seconds: float | None) -> str:
-    """'1:02:03', '2:03'; '-' for None."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def count(number: float) -> str:
-    """'950', '12.3k', '2.50M'."""
-    for limit, suffix, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e4, "k", 1)):
-        if number >= limit:
-            return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
-    return f"{number:.0f}"
 
 
 def merged_share(shares: MergedShare) -> str:
@@ -76,16 +60,6 @@ def time_left(status: Status) -> float | None:
 
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
-    """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
-    newest: dict[str, LearnerStatus] = {}
-    for learner in learners:
-        before = newest.get(learner["id"])
-        if before is None or learner["age_s"] < before["age_s"]:
-            newest[learner["id"]] = learner
-    return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
 
 
 def _condition(learner: LearnerStatus) -> Text:

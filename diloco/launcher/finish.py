@@ -1,15 +1,18 @@
 """The end of a run, once its processes are gone: sampled text, the picture, the report, a few printed lines."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from diloco.export import Globals, find_checkpoint, printable, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
+from diloco.launcher.page import MODEL_FILE, PAGE_FILE, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
@@ -32,6 +35,12 @@ def _write(report: dict[str, Any], settings: RunProcess, folder: Folder) -> None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(dumps(report, indent=1) + "\n")
+
+
+def tell_page(folder: Path) -> None:
+    """Write a run's page beside its report, if it was watched, and print its address."""
+    if (folder / MODEL_FILE).is_file():
+        typer.echo(f"page       {write_page(read_object(folder / MODEL_FILE), folder / PAGE_FILE)}")
 
 
 def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
@@ -67,6 +76,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
     typer.echo(summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.report}")
+    tell_page(folder.path)
     if unsaved:
         raise DilocoError(f"the run's last state was not saved; the logs in {folder.logs} say why")
     if checkpoint is None:

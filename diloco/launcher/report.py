@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.launcher.display import count, duration, merged_share
+from diloco.launcher.display import merged_share
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
+from diloco.pipeline.units import count, duration
 from diloco.pipeline.view.ledger import (
     CAUSES,
     Account,

@@ -24,6 +24,7 @@ from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
+from diloco.launcher.page import left_in
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -360,9 +361,10 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if settings.redis_port is not None:
                 where = reached_at(settings)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            await launcher.watch(stop)
-            wall_s = time.monotonic() - began
-            await launcher.wind_down()
+            async with left_in(folder.path, bus, settings, screen.note):
+                await launcher.watch(stop)
+                wall_s = time.monotonic() - began
+                await launcher.wind_down()
             return await launcher.gather(wall_s, origin)
 
 

@@ -87,6 +87,9 @@ class BusInfo:
     """Those that hold keys: a cluster's primaries."""
     warnings: tuple[str, ...] = field(default=())
     """E.g. an eviction policy that may drop keys."""
+    received_bytes: int = 0
+    """From all its clients since it was started, those of other runs too."""
+    sent_bytes: int = 0
 
 
 class Keyed(Protocol):

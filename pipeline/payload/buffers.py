@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +85,8 @@ def _fresh(nbytes: int) -> Bytes:
     """Memory of the kernel's, which has it back as soon as it is let go of: the allocator would keep it."""
     raw = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # of this process alone, as the allocator's is
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        raw.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that has none
+            raw.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(raw, np.uint8)
 
 

@@ -179,6 +179,16 @@ def _is_live(seen: SeenReport, live_s: float) -> bool:
     return not seen.report.left and seen.age_s < live_s
 
 
+def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
+    """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
+    newest: dict[str, LearnerStatus] = {}
+    for learner in learners:
+        before = newest.get(learner["id"])
+        if before is None or learner["age_s"] < before["age_s"]:
+            newest[learner["id"]] = learner
+    return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
+
+
 def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix_s: float) -> FragmentStatus:
     window, p = head.window, head.fragment
     deadline = window.deadline_unix_s

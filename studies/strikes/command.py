@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.extras import need_extras
+from diloco.launcher.finish import tell_page
 from diloco.launcher.folder import Folder, choose
 from diloco.launcher.launch import places_of
 from diloco.launcher.report import build
@@ -235,6 +236,7 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
             path.write_text(dumps(report, indent=1) + "\n")
     typer.echo("\n" + "\n".join([shown.summary(report), *(["", *beside, ""] if beside else [])]))
     typer.echo(f"picture    {picture}\nreport     {folder.path / TEXT_FILE}")
+    tell_page(folder.path)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco.launcher.display import duration
+from diloco.pipeline.units import duration
 from diloco.studies.strikes.rates import StepTimes, Struck, gaps, goodput, longest
 from diloco.studies.strikes.report import LATE_S, counted, counts, goodput_line, seconds, timeline
 from diloco.studies.strikes.schedule import Manner

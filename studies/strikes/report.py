@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from diloco.launcher.display import duration
 from diloco.launcher.report import Outcome, build, ledger_line
 from diloco.pipeline.messages.tape import Committed, Rewound
+from diloco.pipeline.units import duration
 from diloco.pipeline.view.ledger import surviving
 from diloco.studies.strikes import bounds as chaos_bounds
 from diloco.studies.strikes.audit import Evidence, audit

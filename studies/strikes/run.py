@@ -16,6 +16,7 @@ from typing import Literal
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, places_of, threads_for
+from diloco.launcher.page import left_in
 from diloco.launcher.report import Outcome
 from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -111,29 +112,32 @@ async def run(
                 screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
 
             monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
-            launcher.start()
-            stop = asyncio.Event()
-            watching = asyncio.create_task(launcher.watch(stop))
-            striking = asyncio.create_task(_strike(launcher, monkey, asked, for_s))
-            try:
-                await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():  # by its budget, or by an error
-                    watching.result()
-                await striking
-                screen.note("no more strikes: the run comes to its end")
-                stop.set()
-                await watching
-                await launcher.wind_down()
-                outcome = await patiently(launcher.gather, for_s, None)
-                if outcome is None or not launcher.under_way.is_set():
-                    raise DilocoError(f"stopped before all learners trained: nothing was struck; logs in {folder.logs}")
-                queue = await patiently(bus.read_shards)
-                left = left_running(os.getpid(), {server.pid, spawner.pid})
-            finally:
-                for one in (counting, watching, striking):
-                    one.cancel()
-                await asyncio.gather(counting, watching, striking, return_exceptions=True)
-                await key_usage.close()
+            async with left_in(folder.path, bus, settings, screen.note):
+                launcher.start()
+                stop = asyncio.Event()
+                watching = asyncio.create_task(launcher.watch(stop))
+                striking = asyncio.create_task(_strike(launcher, monkey, asked, for_s))
+                try:
+                    await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
+                    if watching.done():  # by its budget, or by an error
+                        watching.result()
+                    await striking
+                    screen.note("no more strikes: the run comes to its end")
+                    stop.set()
+                    await watching
+                    await launcher.wind_down()
+                    outcome = await patiently(launcher.gather, for_s, None)
+                    if outcome is None or not launcher.under_way.is_set():
+                        raise DilocoError(
+                            f"stopped before all learners trained: nothing was struck; logs in {folder.logs}"
+                        )
+                    queue = await patiently(bus.read_shards)
+                    left = left_running(os.getpid(), {server.pid, spawner.pid})
+                finally:
+                    for one in (counting, watching, striking):
+                        one.cancel()
+                    await asyncio.gather(counting, watching, striking, return_exceptions=True)
+                    await key_usage.close()
     facts = Facts(
         outcome=outcome,
         seed=settings.seed,

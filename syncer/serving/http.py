@@ -4,20 +4,24 @@
 /readyz   200 when the syncer merges, or stands by for one that does, else 503 with the reason
 /status   the run's status as JSON (`pipeline.view.status`)
 /metrics  Prometheus text
+/         the page (`pipeline.view.page`): its files are under /page/, what it shows comes from /page/events
 
-Who may read: with a token (DILOCO_HTTP_TOKEN), all but /healthz asks for `Authorization: Bearer TOKEN`. Without one,
+Who may read: with a token (DILOCO_HTTP_TOKEN), all asks for `Authorization: Bearer TOKEN` but /healthz and the page's
+files, which hold nothing of the run: they ask whoever looks at them for the token, and send it. Without one,
 whoever reaches the address may read all of it (it is loopback unless it is told otherwise), but a browser on behalf of
 a page from elsewhere: the Host header must be one that no such page can have (`_is_ours`).
 
 What it may take: one connection is one request. There are so many at a time, of which the oldest makes room for the
-next one, and each has so long, whatever it does or does not do; all of that also before a token is asked for.
+next one, and each has so long, whatever it does or does not do; all of that also before a token is asked for. Who
+follows the page's events may stay longer, and comes back by itself; so there are fewer of them at a time.
 """
 
 import asyncio
 import hmac
 import ipaddress
 import resource
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any
 
 import structlog
@@ -27,6 +31,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.view.page.files import POLICY, served
 
 CONNECTIONS = 64
 """Open ones at a time, at most; an eighth of the process's file descriptors, where those are few."""
@@ -36,12 +41,28 @@ STATUS_S = 10.0
 """A status that takes the bus longer is not waited for."""
 CONNECTION_S = 20.0
 """A connection ends by then, also one that does not read its answer."""
+STREAMS, STREAM_S = 16, 600.0
+"""Pages that follow at a time, at most, of which the oldest makes room; and how long one does before it asks anew."""
+WRITE_S = 10.0
+"""One that does not read for so long is not waited for."""
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 64
 LOG_S = 10.0
 """Broken requests write one line in this time; the next one says how many did not."""
 
 Answer = Callable[[], Awaitable[web.Response]]
+Follow = Callable[[str], AsyncIterator[bytes]]
+"""`follow(last_id)`: server-sent events after the one of this id, without end (`pipeline.view.page.collector`)."""
+EVENTS = "/page/events"
+SAFE = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+"""Headers of all that a browser is to show."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -71,14 +92,18 @@ def _is_ours(given: str | None, listens_on: str) -> bool:
     return True
 
 
-def _guard(token: str | None, listens_on: str) -> Callable[[web.BaseRequest], web.Response | None]:
-    """What refuses a request, if anything does."""
+def _guard(
+    token: str | None, listens_on: str, public: Mapping[str, Any]
+) -> Callable[[web.BaseRequest], web.Response | None]:
+    """What refuses a request, if anything does. public: paths that ask for no token."""
     expected = f"Bearer {token}".encode()
 
     def check(request: web.BaseRequest) -> web.Response | None:
         if request.path == "/healthz":
             return None
         if token is not None:
+            if request.path in public:
+                return None
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if hmac.compare_digest(given, expected):  # how long that takes does not tell how much of it was right
                 return None
@@ -122,7 +147,7 @@ class _OneLine:
 class _Server(web.Server):
     """Bounds the connections: their number and their time."""
 
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.Response]], most: int) -> None:
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], most: int) -> None:
         super().__init__(
             handler,
             handler_cancellation=True,
@@ -148,11 +173,53 @@ class _Server(web.Server):
             oldest.abort()
         self._open[handler] = transport, asyncio.get_running_loop().call_later(CONNECTION_S, transport.abort)
 
+    def keep(self, handler: Any) -> None:
+        """A connection of someone who follows may last."""
+        if (held := self._open.get(handler)) is not None:
+            held[1].cancel()
+            later = asyncio.get_running_loop().call_later(STREAM_S + WRITE_S, held[0].abort)
+            self._open[handler] = held[0], later
+
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         """Forget it."""
         if (held := self._open.pop(handler, None)) is not None:
             held[1].cancel()
         super().connection_lost(handler, exc)
+
+
+class _Streams:
+    """Those who follow the page's events."""
+
+    def __init__(self, follow: Follow) -> None:
+        self._follow = follow
+        self._limits: dict[asyncio.Timeout, None] = {}
+        """Of each, the oldest first."""
+
+    async def serve(self, request: web.BaseRequest, server: _Server) -> web.StreamResponse:
+        """Send events until whoever asked is gone, is too slow, or makes room for another."""
+        response = web.StreamResponse(
+            headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        response.force_close()
+        await response.prepare(request)
+        server.keep(request.protocol)
+        if len(self._limits) >= STREAMS:
+            oldest = next(iter(self._limits))
+            del self._limits[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        events = self._follow(request.headers.get("Last-Event-ID", "")[:64])
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(STREAM_S) as limit, aclosing(events):  # type: ignore[type-var]  # a generator
+                self._limits[limit] = None
+                try:
+                    async for event in events:
+                        async with asyncio.timeout(WRITE_S):
+                            await response.write(event)
+                finally:
+                    self._limits.pop(limit, None)
+        if request.transport is not None:
+            request.transport.abort()  # its end may be as slow to be read
+        return response
 
 
 def _most_connections() -> int:
@@ -163,19 +230,32 @@ def _most_connections() -> int:
 async def start_http(
     status: Callable[[], Awaitable[Mapping[str, Any]]],
     ready: Callable[[], tuple[bool, str]],
-    registry: CollectorRegistry,
+    registry: CollectorRegistry | None,
     host: str,
     port: int,
     token: str | None = None,
+    follow: Follow | None = None,
 ) -> web.ServerRunner:
     """Serve until the returned runner's `cleanup()`. Port 0 takes a free one: see the runner's `addresses`.
 
-    With a token, requests without it get 401, but those of /healthz; without one, those under a strange name get 421.
+    With a token, requests without it get 401, but those of /healthz and of the page's files; without one, those under a
+    strange name get 421.
+
+    Args:
+        status: for /status.
+        ready: for /readyz.
+        registry: for /metrics; None: there is none.
+        host: address.
+        port: 0 takes a free one.
+        token: what is asked for.
+        follow: for the page; None: there is none.
 
     Raises:
         UsageError: the address cannot be listened on.
     """
-    refused, one_at_a_time = _guard(token, host), asyncio.Lock()
+    public = {} if follow is None else served()
+    refused, one_at_a_time = _guard(token, host, public), asyncio.Lock()
+    streams = None if follow is None else _Streams(follow)
 
     async def healthz() -> web.Response:
         return web.Response(text="ok\n")
@@ -195,24 +275,35 @@ async def start_http(
         return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
 
     async def metrics() -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        found = b"" if registry is None else generate_latest(registry)
+        return web.Response(body=found, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    pages: dict[str, Answer] = {"/healthz": healthz, "/readyz": readyz, "/status": show_status, "/metrics": metrics}
+    pages: dict[str, Answer] = {"/healthz": healthz, "/readyz": readyz, "/status": show_status}
+    if registry is not None:
+        pages["/metrics"] = metrics
+    known = [*pages, *(("/",) if streams else ())]
 
-    async def answer(request: web.BaseRequest) -> web.Response:
-        page = pages.get(request.path)
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        page, file = pages.get(request.path), public.get(request.path)
+        follows = streams is not None and request.path == EVENTS
         if (response := refused(request)) is None:
-            if page is None:
-                response = web.Response(status=404, text=f"there are {', '.join(pages)}\n")
+            if page is None and file is None and not follows:
+                response = web.Response(status=404, text=f"there are {', '.join(known)}\n")
             elif request.method not in {"GET", "HEAD"}:
                 response = web.Response(status=405, text="only GET and HEAD\n", headers={"Allow": "GET, HEAD"})
-            else:
+            elif streams is not None and follows:
+                return await streams.serve(request, server)
+            elif file is not None:
+                response = web.Response(body=file[1], content_type=file[0], charset="utf-8", headers=SAFE)
+            elif page is not None:
                 response = await page()
+        assert response is not None  # noqa: S101  # one of them is there
         response.force_close()
         return response
 
     most = _most_connections()
-    runner = web.ServerRunner(_Server(answer, most), shutdown_timeout=1.0)
+    server = _Server(answer, most)
+    runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
     try:  # what waits in the backlog is accepted at one go, so that it counts too
         await web.TCPSite(runner, host, port, backlog=most).start()

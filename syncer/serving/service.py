@@ -21,6 +21,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.status import Status, read_status
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
@@ -148,14 +149,16 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
+    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s)
+    host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(
-        service.status, service.ready, metrics.registry, settings.http_host, settings.http_port, token
-    )
+    http = await start_http(service.status, service.ready, metrics.registry, host, port, token, collector.follow)
+    collecting = asyncio.create_task(collect(collector))
     try:
         await service.run(stop)
         return service.status_at_exit
     finally:
+        await cancel([collecting])
         await http.cleanup()
         await bus.close()
 

@@ -7,13 +7,12 @@ from rich.console import Console
 from diloco.launcher.display import (
     Screen,
     compact_versions,
-    count,
-    duration,
     merged_share,
     plain_line,
     render,
     time_left,
 )
+from diloco.pipeline.units import count, duration
 
 
 def learner(name: str, **changes: Any) -> dict[str, Any]:

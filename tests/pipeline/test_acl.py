@@ -27,6 +27,7 @@ from diloco.pipeline.messages.shards import DataOrder, Shard
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status import read_status
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -199,6 +200,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert (await read_ledger_inputs(viewer, 1, 5.0)).reports
     assert len(await viewer.read_tape({0: START})) == 3
     assert len(await viewer.read_events()) == 1
+    await Collector(viewer, LoopClock(), "page")._reader.look()
     # The end.
     await syncer.trim_tape(0, "1-0")
     assert (await syncer.read_shards()).epochs == 1

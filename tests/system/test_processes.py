@@ -183,6 +183,13 @@ def test_a_killed_learner_does_not_stop_the_others_and_can_come_back(tmp_path: P
     assert rows["learner-0"]["left"]
     marked = [event["name"] for event in report["events"] if event["name"] in ("learner_killed", "learner_started")]
     assert marked == ["learner_killed", "learner_started"]
+    page = run.out / "report.html"
+    assert output.splitlines()[-1] == f"page       {page.as_uri()}"
+    shown = json.loads((run.out / "page.json").read_text())
+    assert shown["learners"]["learner-1"]["lives"] == 2
+    assert {("killed", "learner-1"), ("started again", "learner-1")} <= {(m["what"], m["who"]) for m in shown["marks"]}
+    assert shown["totals"]["tokens"] == report["tokens"]
+    assert '"run":"run"' in page.read_text()
     run.left_nothing_running()
 
 

@@ -80,7 +80,6 @@ class Pulling:
             self._carrier.feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
             if window.state in ("collecting", "grace"):
                 windows[p] = OpenWindow(head.version, window.attempt, self._member.learner in window.members)
-                self._member.shared.window_seen()
             else:
                 windows.pop(p, None)
             if self.latest.get(p) != (head.version, head.digest):
@@ -91,6 +90,8 @@ class Pulling:
                 self._wakes[p % self._carrier.lanes].set()
             else:
                 self._wanted.pop(p, None)
+        if windows:
+            self._member.shared.window_seen()
         return None not in heads
 
     async def pull_wanted(self) -> None:

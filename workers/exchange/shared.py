@@ -1,4 +1,4 @@
-"""Where a learner's training thread and its exchange thread meet: fields with one writer each, no locks. Pure."""
+"""Where a learner's training thread and its exchange thread meet: fields with one writer each. Pure."""
 
 import queue
 from collections.abc import Callable
@@ -21,7 +21,8 @@ class Shared:
     """Fragment -> serial of the last delta of which header and payload are on the bus."""
     state: RunState | None = None
     offer_again: bool = False
-    """The bus was away: deltas on the present bases must be offered again. Reset by the training side."""
+    """The bus was away: deltas on the present bases must be offered again. Reset by whoever counts
+    the steps."""
     pull_s: float = 0.0
     """As `LearnerReport.pull_s`."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
@@ -31,6 +32,6 @@ class Shared:
     shard_handed_out: tuple[str, int] | None = None
     """The same with the block last handed out: what was read when no step is under way."""
     window_seen: Callable[[], None] = lambda: None
-    """Called by the exchange as a head has an open window."""
+    """Called by the exchange when it has looked, and windows are open."""
     shards_wanted: tuple[int, int] | None = None
     """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""

@@ -326,6 +326,7 @@ class JoinedRank(JoinedLearner):
             self.thread.call(self._rank.part.send, items)
         if self._rank.exchange is not None:  # the others count nothing of it
             self._publish(step, agreed)
+        step.taken = {}  # they are sent, or were too early
 
     def _publish(self, step: _Step, agreed: Agreed) -> None:
         """Count what was adopted and snapshot at a step's end, and have the exchange publish."""
@@ -351,6 +352,8 @@ class JoinedRank(JoinedLearner):
 
     def breaks_off(self, error: BaseException) -> bool:
         """As `JoinedLearner`: the others end too, and hear why."""
+        if isinstance(error, RankGone):
+            return True  # of which all hear
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.tell_all(why)))

@@ -49,11 +49,18 @@ class Parting:
                     await self._more.wait()
         others = [rank for rank in range(self._wires.ranks) if rank not in self._left]
         if others:
-            steps = await asyncio.gather(*(self._wires.ask(rank, "steps") for rank in others))
-            there = _shown(dict(zip(others, steps, strict=True)))
+            there = _shown({rank: await self._steps_of(rank) for rank in others})
             await self._end(f"{_shown(self._left)}; not so within {PARTING_S:g} s {there}")
         if len(set(self._left.values())) > 1:
             await self._end(_shown(self._left))
+
+    async def _steps_of(self, rank: int) -> int | None:
+        """None: it does not answer; it may be stopped."""
+        try:
+            async with asyncio.timeout(TOLD_S):
+                return int(await self._wires.ask(rank, "steps"))
+        except TimeoutError:
+            return None
 
     async def _end(self, how: str) -> None:
         why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
@@ -93,5 +100,6 @@ async def tell_all(wires: Wires, why: str) -> None:
             await asyncio.gather(*(wires.ask(rank, "torn", why) for rank in others), return_exceptions=True)
 
 
-def _shown(steps: Mapping[int, int]) -> str:
-    return ", ".join(f"rank {rank} after step {number}" for rank, number in sorted(steps.items()))
+def _shown(steps: Mapping[int, int | None]) -> str:
+    known = {rank: "after no step that it tells" if at is None else f"after step {at}" for rank, at in steps.items()}
+    return ", ".join(f"rank {rank} {at}" for rank, at in sorted(known.items()))

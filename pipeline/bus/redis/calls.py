@@ -268,6 +268,8 @@ class RedisCalls:
             cluster=self.cluster,
             nodes=len(nodes),
             warnings=tuple(sorted(warnings)),
+            received_bytes=sum(int(node.get("total_net_input_bytes", 0)) for node in nodes),
+            sent_bytes=sum(int(node.get("total_net_output_bytes", 0)) for node in nodes),
         )
 
     async def close(self) -> None:

@@ -1,0 +1,87 @@
+"""The page of a run that is watched from here: served while it goes on, and left in its folder when it ends."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.settings import HttpSettings
+from diloco.pipeline.view.page.collector import Collector, collect
+from diloco.pipeline.view.page.files import one_file
+from diloco.pipeline.view.page.model import Model
+from diloco.pipeline.view.status import Status, read_status
+
+MODEL_FILE = "page.json"
+"""What a run's page showed last, in its output folder."""
+PAGE_FILE = "report.html"
+"""The same as a page that needs no server."""
+EVERY_S = 1.0
+"""Time between two looks while nobody follows: what they see is left in the folder."""
+LAST_LOOK_S = 5.0
+
+
+@asynccontextmanager
+async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) -> AsyncIterator[Collector]:
+    """Serve the page of the bus's run while the block goes on, and take a last look at its end.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+    from diloco.syncer.serving.http import start_http
+
+    clock = LoopClock()
+    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S)
+
+    async def status() -> Status:
+        return await read_status(bus, clock)
+
+    def ready() -> tuple[bool, str]:
+        return True, "it only watches"
+
+    host, port = settings.http_host, settings.http_port
+    token = None if settings.http_token is None else settings.http_token.get_secret_value()
+    http = await start_http(status, ready, None, host, port, token, collector.follow)
+    asks = ", which asks for DILOCO_HTTP_TOKEN" if token else ""
+    tell(f"page http://{_reached(host, http.addresses[0][1])}/{asks}")
+    collecting = asyncio.create_task(collect(collector))
+    try:
+        yield collector
+    finally:
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_LOOK_S):
+                await collector.look()
+        await http.cleanup()
+
+
+def _reached(host: str, port: int) -> str:
+    """Where a browser on this machine finds it."""
+    if host in ("0.0.0.0", "::", "*", ""):  # noqa: S104  # asked for, not listened on here
+        host = "127.0.0.1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@asynccontextmanager
+async def left_in(folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) -> AsyncIterator[None]:
+    """As `served`, on a free port; what it showed last is left in a folder."""
+    apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
+    model = None
+    try:
+        async with served(bus, apart, tell) as collector:
+            model = collector.model
+            yield
+    finally:
+        if model is not None:
+            (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
+
+
+def write_page(model: Model, file: Path) -> str:
+    """Write the page of a run that is over; its address."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(one_file(model, f"diloco: {model['run']}"), "utf-8")
+    return file.resolve().as_uri()

@@ -1,0 +1,255 @@
+"""Reads a run for its page, and hands the page's model to whoever follows it. asyncio.
+
+It only reads, with no more rights than a viewer. A look takes what is so now (heads, reports, state, leases) and what
+has come since the last one (tape, events, evaluations). What came of it is encoded once, for all that follow.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
+from diloco.pipeline.errors import BusError, DilocoError, PeerError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.tape import TapeRecord
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.status import LIVE_S, Status, build_status
+
+T = TypeVar("T")
+
+WATCHED_S, UNWATCHED_S = 0.5, 2.0
+"""Time between two looks, while somebody follows and while nobody does."""
+INFO_S = 2.0
+"""The server is asked about itself no more often."""
+MOST_READ = 50_000
+"""Entries of a stream in one look: what is more is read in the next ones."""
+MANY = 2000
+"""Drawing so many entries takes long enough to hold others up."""
+KEPT_PATCHES, KEPT_BYTES = 240, 8 * 2**20
+"""For pages that were away: they get what they have missed. Who has missed more gets a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is sent: one server-sent event."""
+
+    number: int
+    data: bytes
+
+
+class Collector:
+    """Follows one run for as long as `run` goes on."""
+
+    def __init__(
+        self, bus: Bus, clock: Clock, epoch: str, live_s: float | None = None, idle_s: float = UNWATCHED_S
+    ) -> None:
+        """Make one that has read nothing yet.
+
+        Args:
+            bus: the run's.
+            clock: of the event loop.
+            epoch: letters and digits that no other collector has: numbers of updates are its own.
+            live_s: a learner not heard from for this long is not live; None: what the run's syncers go by.
+            idle_s: time between two looks while nobody follows.
+        """
+        self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
+        self._reader = _Reader(bus, clock, live_s)
+        self.model = PageModel(bus.keys.run)
+        self._updates: deque[Update] = deque()
+        self._bytes = self._number = 0
+        self._whole = Update(-1, b"")
+        self._news = asyncio.Event()
+        self._followers = 0
+        self._wanted = asyncio.Event()
+        self._away_since: float | None = None
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await self.look()
+            try:
+                async with asyncio.timeout(WATCHED_S if self._followers else self._idle_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue
+            self._wanted.clear()
+
+    async def look(self) -> None:
+        """Take one look, and tell those who follow."""
+        try:
+            look = await self._reader.look()
+            self._away_since = None
+            if len(look.records) > MANY and not self._number:  # nobody has the model yet
+                await asyncio.to_thread(self.model.see, look)
+            else:
+                self.model.see(look)
+        except (BusError, PeerError) as error:
+            now_s = self._clock.unix()
+            self._away_since = self._away_since or now_s
+            self.model.away(now_s, self._away_since, f"{type(error).__name__}: {error}"[:300])
+        self._publish(self.model.patch())
+
+    def _publish(self, patch: Model) -> None:
+        self._number += 1
+        update = Update(self._number, self._event("patch", patch))
+        self._updates.append(update)
+        self._bytes += len(update.data)
+        while len(self._updates) > KEPT_PATCHES or self._bytes > KEPT_BYTES:
+            self._bytes -= len(self._updates.popleft().data)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _event(self, kind: str, model: Model) -> bytes:
+        data = dumps(model, separators=(",", ":"))
+        return f"id: {self._epoch}-{self._number}\nevent: {kind}\ndata: {data}\n\n".encode()
+
+    async def follow(self, last_id: str) -> AsyncIterator[bytes]:
+        """Server-sent events, without end: what came after the id; if that is not known any more, a snapshot first."""
+        self._followers += 1
+        try:
+            self._wanted.set()
+            if not self._number:
+                await self._news.wait()
+            number = self._known(last_id)
+            if number is None:
+                number = self._number
+                yield self._snapshot()
+            while True:
+                news = self._news
+                missed = [one for one in self._updates if one.number > number]
+                if missed and missed[0].number > number + 1:  # it reads so slowly that some are gone
+                    number = self._number
+                    yield self._snapshot()
+                    continue
+                for one in missed:
+                    number = one.number
+                    yield one.data
+                if number == self._number:
+                    await news.wait()
+        finally:
+            self._followers -= 1
+
+    def _snapshot(self) -> bytes:
+        """Encoded once, for all that ask between two looks."""
+        if self._whole.number != self._number:
+            self._whole = Update(self._number, self._event("snapshot", self.model.snapshot()))
+        return self._whole.data
+
+    def _known(self, last_id: str) -> int | None:
+        """The number of an id, if all that came after it is still here."""
+        epoch, _, number = last_id.partition("-")
+        if epoch != self._epoch or not (number.isascii() and number.isdigit() and len(number) < 16):
+            return None
+        first = self._updates[0].number if self._updates else self._number + 1
+        return int(number) if first - 1 <= int(number) <= self._number else None
+
+
+class _Reader:
+    """Reads what a look needs, and remembers how far it has read."""
+
+    def __init__(self, bus: Bus, clock: Clock, live_s: float | None) -> None:
+        self._bus, self._clock, self._live_s = bus, clock, live_s
+        self._spec_bytes: bytes | None = None
+        self._spec: Spec | None = None
+        self._shares: dict[int, float] = {}
+        self._tape: dict[int, str] = {}
+        self._cursors = {"events": START, "evaluations": START}
+        self._evaluation: Evaluation | None = None
+        self._info: BusInfo | None = None
+        self._asked_s = -INFO_S
+
+    async def look(self) -> Look:
+        """Read.
+
+        Raises:
+            BusError: the bus cannot be read. What was read so far of the streams is read again.
+            PeerError: what is stored there is not a run of this build.
+        """
+        bus = self._bus
+        await self._read_spec()
+        tape, records = dict(self._tape), list[TapeRecord]()
+        while len(records) < MOST_READ and tape:
+            entries = await bus.read_tape(tape)
+            for entry in entries:
+                tape[entry.group] = entry.entry_id
+                records.append(entry.record)
+            if not entries:
+                break
+        events, at_event = await self._news("events", bus.read_events)
+        evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
+        status, heads, began_s = await self._status(evaluations[-1] if evaluations else self._evaluation)
+        self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
+        self._evaluation = evaluations[-1] if evaluations else self._evaluation
+        return Look(
+            now_s=self._clock.unix(),
+            status=status,
+            info=self._info,
+            shares=self._shares,
+            heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
+            began_s=began_s,
+            records=records,
+            events=events,
+            evaluations=evaluations,
+        )
+
+    async def _read_spec(self) -> None:
+        data = await self._bus.read_spec()
+        if data != self._spec_bytes:
+            self._spec = None if data is None else decode(Spec, data)
+            self._spec_bytes, self._shares = data, {}
+            if self._spec is not None:
+                layout = layout_of(self._spec.tensors)
+                self._shares = {one.id: one.elements / layout.elements for one in layout.fragments}
+                self._bus.use_groups(self._spec.sync.groups)
+                self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
+
+    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], float | None]:
+        bus, spec = self._bus, self._spec
+        # Totals of heads before those of reports: what was merged was reported as trained earlier.
+        heads = [] if spec is None else await bus.read_heads(range(spec.sync.fragments))
+        syncers = await bus.read_syncers()
+        holders = await bus.read_leases(range(len(heads)))
+        reports = await bus.read_reports()
+        state = await bus.read_state()
+        if (now := self._clock.now()) - self._asked_s >= INFO_S:
+            self._info, self._asked_s = await bus.info(), now
+        warnings = self._info.warnings if self._info is not None else ()
+        live_s = self._live_s or (state.liveness_s if state is not None else None) or LIVE_S
+        status = build_status(
+            bus.keys.run,
+            spec,
+            state,
+            reports,
+            heads,
+            evaluation,
+            warnings,
+            self._clock.unix(),
+            live_s,
+            syncers,
+            holders,
+        )
+        return status, heads, None if state is None else state.started_unix_s
+
+    async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
+        at, found = self._cursors[stream], list[T]()
+        while len(found) < MOST_READ and (more := await read(at)):
+            at = more[-1][0]
+            found += [one for _, one in more]
+        return found, at
+
+
+async def collect(collector: Collector) -> None:
+    """Run it until cancelled; should it fail by a mistake of ours, the page stands still, and nothing else is hurt."""
+    try:
+        await collector.run()
+    except (DilocoError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        structlog.get_logger().error("page_stopped", error=f"{type(error).__name__}: {error}", exc_info=error)

@@ -1,0 +1,166 @@
+"""A page of a run of which nothing is left but its tape: merges, refusals, and who took part in them. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
+from diloco.pipeline.units import count, duration
+from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.page.past import grown
+from diloco.pipeline.view.page.sentence import Verdict
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
+
+NOTE = (
+    "Made from the tape: of learners it knows what they brought to merges, from the first of them to the last. What "
+    "was trained and not published, bytes and memory are on no tape."
+)
+
+
+@dataclass(slots=True)
+class _Life:
+    """One incarnation of a learner, by its contributions."""
+
+    learner: str
+    incarnation: str
+    began_s: float
+    ended_s: float
+    left: bool = False
+    merges: int = 0
+    version: int = 0
+
+
+def _lives(merges: Sequence[Committed], events: Sequence[Event]) -> list[_Life]:
+    lives: dict[tuple[str, str], _Life] = {}
+    for merge in merges:
+        for part in merge.contributions:
+            began_s = merge.unix_s - merge.merge_s - merge.upload_s - merge.grace_s
+            new = _Life(part.learner, part.incarnation, began_s, merge.unix_s)
+            life = lives.setdefault((part.learner, part.incarnation), new)
+            life.ended_s, life.version = max(life.ended_s, merge.unix_s), merge.version
+            life.merges += 1
+    for event in events:
+        told = lives.get((event.who, event.detail))
+        if told is not None and event.name == "learner_joined":
+            told.began_s = min(told.began_s, event.unix_s)
+        elif told is not None and event.name == "learner_left":
+            told.ended_s, told.left = max(told.ended_s, event.unix_s), True
+    return sorted(lives.values(), key=lambda one: one.ended_s)
+
+
+def _learner(life: _Life, now_s: float) -> LearnerStatus:
+    return {
+        "id": life.learner,
+        "incarnation": life.incarnation,
+        "live": False,
+        "left": life.left,
+        "step": life.merges,  # it made some: how many is not known
+        "tokens": 0,
+        "tokens_per_s": 0.0,
+        "loss": None,
+        "step_s": 0.0,
+        "wall_s": life.ended_s - life.began_s,
+        "versions": [life.version],
+        "age_s": now_s - life.ended_s,
+    }
+
+
+def _fragment(last: Committed) -> FragmentStatus:
+    return {
+        "id": last.fragment,
+        "version": last.version,
+        "interval": last.interval,
+        "digest": last.digest.hex(),
+        "merged_deltas": 0,
+        "merged_tokens": 0,
+        "rejected_tokens": 0,
+        "refused": {},
+        "averaged": False,
+        "window": {
+            "state": "idle",
+            "attempt": 0,
+            "members": [],
+            "expected": 0,
+            "quorum": 0,
+            "reason": last.reason,
+            "doubted": [],
+            "deadline_in_s": None,
+            "merge_s": last.merge_s,
+            "outer_s": 0.0,
+        },
+    }
+
+
+def model_of_tape(
+    name: str,
+    records: Sequence[TapeRecord],
+    layout: Layout | None,
+    events: Sequence[Event] = (),
+    evaluations: Sequence[Evaluation] = (),
+) -> Model | None:
+    """The page's model; None: nothing was merged.
+
+    Args:
+        name: for people.
+        records: each fragment's in order.
+        layout: fragments of the model; None: not known, and all count alike.
+        events, evaluations: what else is known of the run.
+    """
+    merges = [one for one in records if isinstance(one, Committed) and one.contributions]
+    if not merges:
+        return None
+    last = {one.fragment: one for one in merges}
+    lives = _lives(merges, events)
+    times = [*(one.unix_s for one in records), *(one.unix_s for one in evaluations), *(one.unix_s for one in events)]
+    now_s, begun_s = max(times), min(one.began_s for one in lives)
+    shares = _shares(layout, last)
+    sums = {kind: sum(by for _, by in steps) for kind, steps in grown(records, (), shares).items()}
+    status: Status = build_status(name, None, None, [], [], None, [], now_s)
+    refused: dict[str, int] = {}
+    for record in records:
+        if isinstance(record, Rejected):
+            refused[record.reason.value] = refused.get(record.reason.value, 0) + 1
+    newest = evaluations[-1] if evaluations else None
+    status |= {
+        "phase": Phase.FINISHED.value,
+        "reason": "as its tape has it",
+        "tokens": round(sums["merged"] + sums["rejected"]),
+        "merged_tokens": round(sums["merged"]),
+        "tokens_lost": {"overwritten": 0, "rejected": round(sums["rejected"]), "died": 0, "pending": 0},
+        "outer_steps": int(sums["merges"]),
+        "refused": refused,
+        "elapsed_s": now_s - begun_s,
+        "learners": [_learner(life, now_s) for life in lives],
+        "fragments": [_fragment(last[p]) for p in sorted(last)],
+        "evaluation": None
+        if newest is None
+        else {"loss": newest.loss, "tokens": newest.tokens, "elapsed_s": newest.elapsed_s, "final": newest.final},
+    }
+    model = PageModel(name)
+    model.see(
+        Look(
+            now_s=now_s,
+            status=status,
+            shares=shares,
+            began_s=begun_s,
+            records=records,
+            events=events,
+            evaluations=evaluations,
+        )
+    )
+    model.patch()
+    names = {life.learner for life in lives}
+    whose = f"{len(names)} learner{'' if len(names) == 1 else 's'}"
+    text = (
+        f"By its tape the run made {len(merges)} merges of {whose} in {duration(now_s - begun_s)}: "
+        f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
+    )
+    return model.snapshot() | {"notes": [NOTE], "sentence": Verdict(level="over", text=text, do="")}
+
+
+def _shares(layout: Layout | None, last: Mapping[int, Committed]) -> dict[int, float]:
+    """Of the model, by fragment."""
+    if layout is None:
+        return {fragment: 1 / len(last) for fragment in last}
+    return {one.id: one.elements / layout.elements for one in layout.fragments}

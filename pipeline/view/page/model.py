@@ -1,0 +1,341 @@
+"""The page's model: what a browser is told of a run, as one snapshot and patches to it. Pure.
+
+`see` takes a look at the run; `snapshot` and `patch` say what came of it, JSON-able and of bounded size. Names and
+reasons in it are other parties' text: the page shows them as text, never as HTML.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
+from diloco.pipeline.view.page import past
+from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
+from diloco.pipeline.view.page.sentence import Beside, Verdict, verdict
+from diloco.pipeline.view.page.timeline import Timeline
+from diloco.pipeline.view.status import LearnerStatus, Status, present
+
+FINE_S, COARSE_S = 0.5, 0.25
+"""Length of a bucket of the last minutes, always; of the whole run, at first."""
+MOST_LANES = 512
+"""Learners, and fragments, that have a lane. The sums are of all."""
+MOST_MARKS = 400
+MOST_LOSSES = 2000
+OLDEST_S = 400 * 86400.0
+"""A run that says it began earlier is drawn from here on."""
+NAMES = {
+    "learner_joined": "joined",
+    "learner_started": "started again",
+    "learner_left": "left",
+    "learner_killed": "killed",
+    "learner_died": "died",
+    "syncer_died": "died",
+    "evaluator_died": "died",
+}
+"""Events that are marked, and how."""
+
+Model = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was read of a run at one moment, and what has come since the last one."""
+
+    now_s: float
+    """Unix time."""
+    status: Status
+    info: BusInfo | None = None
+    shares: Mapping[int, float] = field(default_factory=dict)
+    """Of the model, by fragment."""
+    heads: Sequence[tuple[int, int, bytes]] = ()
+    """(fragment, version, digest)"""
+    began_s: float | None = None
+    """When the run's first learner began, as its state says."""
+    records: Sequence[TapeRecord] = ()
+    """Of the tape, since the last look; each fragment's in order."""
+    events: Sequence[Event] = ()
+    evaluations: Sequence[Evaluation] = ()
+
+
+class PageModel:
+    """One run, as the page shows it."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._times: tuple[Timeline, Timeline] | None = None
+        """The last minutes, and the whole run."""
+        self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
+        self._windows: dict[int, WindowLife] = {}
+        self._marks: deque[Model] = deque(maxlen=MOST_MARKS)
+        self._losses: list[tuple[float, int, float]] = []
+        self._refused: Counter[str] = Counter()
+        """Since the last merge."""
+        self._still_s: float | None = None
+        """Since when there was no merge."""
+        self._outer_steps = 0
+        self._ended_s: dict[str, float] = {}
+        self._status: Status | None = None
+        self._over = False
+        self._notes: list[str] = []
+        self._now: Model = {}
+        """As the last patch left it."""
+        self._new_marks: list[Model] = []
+        self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
+        self._next: Model = self._head(Verdict(level="note", text="Nothing is known of the run yet.", do=""), 0.0)
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def see(self, look: Look) -> None:
+        """Take a look."""
+        now_s, status = look.now_s, look.status
+        over = status["phase"] == Phase.FINISHED
+        if over and self._over and not (look.records or look.events or look.evaluations):
+            return  # what is over stands still
+        self._over = over
+        if self._times is None:
+            self._begin(look)
+        assert self._times is not None  # noqa: S101  # since it has begun
+        for record in look.records:
+            draw_record(self._times, record, self._shown, now_s)
+            if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
+                window = self._windows.setdefault(record.fragment, WindowLife())
+                window.opened = record.version, min(record.unix_s, now_s)
+        self._count(look)
+        for event in look.events:
+            if event.name in NAMES:
+                self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
+                if event.name in ("learner_killed", "learner_died") and len(self._ended_s) < MOST_LANES:
+                    self._ended_s[event.who] = now_s
+        self._take_losses(look.evaluations, now_s)
+        learners = self._draw_learners(status, now_s)
+        for fragment in status["fragments"]:
+            if self._shown.fragment(fragment["id"]):
+                self._windows.setdefault(fragment["id"], WindowLife()).draw(self._times, fragment, now_s)
+        info = look.info
+        for name, value in {**_sums(status), **_of_server(info)}.items():
+            for one in self._times:
+                one.put(name, now_s, value)
+        self._status = status
+        used = None if info is None or not info.maxmemory_bytes else info.used_bytes / info.maxmemory_bytes
+        unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
+        said = verdict(status, Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=used))
+        self._next = self._head(said, now_s) | {
+            "totals": _totals(status, info),
+            "learners": learners,
+            "fragments": _fragments(status, now_s),
+            "syncers": [
+                {"id": one["id"], "leads": one["leads"], "fragments": len(one["fragments"])}
+                for one in status["syncers"][:MOST_LANES]
+            ],
+        }
+
+    def away(self, now_s: float, since_s: float, error: str) -> None:
+        """The bus could not be read."""
+        said = verdict(self._status, Beside(away_s=max(0.0, now_s - since_s), away=error))
+        self._next = self._next | self._head(said, now_s)
+
+    def _begin(self, look: Look) -> None:
+        """Draw what was before the first look."""
+        now_s, status = look.now_s, look.status
+        firsts = [one.unix_s for one in (*look.records, *look.events, *look.evaluations)]
+        firsts += [now_s - one["age_s"] - one.get("wall_s", 0.0) for one in status["learners"]]
+        firsts += [look.began_s] if look.began_s else []
+        began_s = max(now_s - OLDEST_S, min(firsts, default=now_s))
+        began_s = min(began_s, now_s)
+        self._times = Timeline(began_s, FINE_S, sliding=True), Timeline(began_s, COARSE_S, sliding=False)
+        if status["learners"] or look.records:
+            self._notes = past.notes(look.records, status, began_s, now_s)
+        if look.shares:
+            sums = {name: value or 0.0 for name, value in _sums(status).items()}
+            past.put_sums(self._times, past.grown(look.records, look.heads, look.shares), sums, now_s)
+            past.put_trained(self._times, status, now_s)
+        newest = {one["incarnation"] for one in present(status["learners"])}
+        for learner in sorted(status["learners"], key=lambda one: -one["age_s"]):
+            if learner["incarnation"] not in newest and self._shown.learner(learner["id"]):
+                self._lives.setdefault(learner["id"], LearnerLife()).begin(self._times, learner, now_s)
+
+    def _count(self, look: Look) -> None:
+        """Since when nothing was merged, though learners train; and what was refused meanwhile."""
+        steps = look.status["outer_steps"]
+        trains = any(one["live"] and one["step"] for one in look.status["learners"])
+        for record in look.records:
+            if isinstance(record, Rejected):
+                self._refused[record.reason.value] += 1
+            elif isinstance(record, Committed) and record.contributions:
+                self._refused.clear()
+        if self._still_s is None:
+            merged = (one.unix_s for one in look.records if isinstance(one, Committed))
+            self._still_s = min(look.now_s, max(merged, default=look.began_s or look.now_s))
+        elif steps != self._outer_steps or not trains:
+            self._still_s = look.now_s
+        self._outer_steps = steps
+
+    def _draw_learners(self, status: Status, now_s: float) -> Model:
+        """Rows by learner, and their lanes."""
+        assert self._times is not None  # noqa: S101  # since it has begun
+        lives = Counter(one["id"] for one in status["learners"])
+        over = status["phase"] == Phase.FINISHED
+        heads = {one["id"]: one["version"] for one in status["fragments"]}
+        members = {name for one in status["fragments"] for name in one["window"]["members"]}
+        rows: Model = {}
+        for learner in present(status["learners"]):
+            name = learner["id"]
+            if not self._shown.learner(name):
+                continue
+            behind = sum(version < heads.get(p, version) for p, version in enumerate(learner["versions"]))
+            life = self._lives.setdefault(name, LearnerLife())
+            does = life.draw(self._times, learner, name in members, behind, now_s, over)
+            silent, heard_s = not (learner["live"] or learner["left"] or over), now_s - learner["age_s"]
+            if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
+                self._ended_s[name] = now_s
+                self._mark(heard_s, "went silent", name, "")
+            rows[name] = _learner(learner, does, behind, lives[name], now_s)
+        return rows
+
+    def _mark(self, at_s: float, what: str, who: str, detail: str) -> None:
+        tokens = 0 if self._status is None else self._status["tokens"]
+        mark = {"at_s": round(at_s, 2), "what": what, "who": who[:64], "detail": detail[:200], "tokens": tokens}
+        self._marks.append(mark)
+        self._new_marks.append(mark)
+
+    def _take_losses(self, evaluations: Sequence[Evaluation], now_s: float) -> None:
+        for one in evaluations:
+            if math.isfinite(one.loss):
+                point = (round(min(one.unix_s, now_s), 2), one.tokens, one.loss)
+                self._losses.append(point)
+                self._new_losses.append(point)
+        if len(self._losses) > MOST_LOSSES:
+            self._losses = self._losses[-1::-2][::-1]
+            self._losses_anew = True
+
+    # --- telling ------------------------------------------------------------------------------------------
+
+    def _head(self, said: Verdict, now_s: float) -> Model:
+        return {"run": self._run, "now_s": round(now_s, 3), "sentence": said, "notes": self._notes}
+
+    def snapshot(self) -> Model:
+        """All of it, as the last patch left it; without a patch there is nothing."""
+        fine, coarse = self._times or (None, None)
+        return self._now | {
+            "marks": list(self._marks),
+            "losses": self._losses,
+            "fine": None if fine is None else fine.whole(),
+            "coarse": None if coarse is None else coarse.whole(),
+        }
+
+    def patch(self) -> Model:
+        """What is new since the last one. Rows by name, of known ones the fields that changed; who is gone is null."""
+        before, now = self._now, self._next
+        found: Model = {"now_s": now["now_s"]}
+        for name, value in now.items():
+            if name in ("learners", "fragments"):
+                if changed := _changed(before.get(name, {}), value):
+                    found[name] = changed
+            elif before.get(name) != value:
+                found[name] = value
+        if self._new_marks:
+            found["marks"] = self._new_marks
+        if self._losses_anew:
+            found["losses_anew"] = self._losses
+        elif self._new_losses:
+            found["losses"] = self._new_losses
+        if self._times is not None:
+            found["fine"], found["coarse"] = (one.patch() for one in self._times)
+        self._now, self._new_marks, self._losses_anew, self._new_losses = now, [], False, []
+        return found
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
+    found: Model = {name: None for name in before if name not in now}
+    for name, row in now.items():
+        old = before.get(name)
+        if old is None:
+            found[name] = row
+        elif old != row:
+            found[name] = {field: value for field, value in row.items() if old[field] != value}
+    return found
+
+
+def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: float) -> Model:
+    blocked_s, wall_s = learner.get("blocked_s", 0.0), learner.get("wall_s", 0.0)
+    state = "left" if learner["left"] else "live" if learner["live"] else "dead"
+    return {
+        "state": "silent" if state == "live" and does & Of.GONE else state,
+        "does": int(does & (Of.TRAINING | Of.PUBLISHING | Of.ADOPTING | Of.WAITING)),
+        "step": learner["step"],
+        "tokens": learner["tokens"],
+        "tokens_per_s": round(learner["tokens_per_s"]),
+        "step_s": float(f"{learner['step_s']:.3g}"),
+        "loss": learner["loss"],
+        "heard_s": round(now_s - learner["age_s"], 1),
+        "blocked": float(f"{blocked_s / wall_s:.2g}") if wall_s else 0.0,
+        "behind": behind,
+        "version": max(learner["versions"], default=-1),
+        "lives": lives,
+        "host": learner.get("host", "")[:64],
+        "device": learner.get("device", "")[:64],
+    }
+
+
+def _fragments(status: Status, now_s: float) -> Model:
+    owners = {p: one["id"] for one in status["syncers"] for p in one["fragments"]}
+    rows: Model = {}
+    for fragment in status["fragments"][:MOST_LANES]:
+        window = fragment["window"]
+        left_s = window["deadline_in_s"]
+        rows[str(fragment["id"])] = {
+            "version": fragment["version"],
+            "state": window["state"],
+            "members": len(window["members"]),
+            "quorum": window["quorum"],
+            "expected": window["expected"],
+            "until_s": None if left_s is None else round(now_s + left_s, 1),
+            "reason": window["reason"],
+            "attempt": window["attempt"],
+            "interval": fragment["interval"],
+            "merge_s": float(f"{window['merge_s']:.3g}"),
+            "outer_s": float(f"{window['outer_s']:.3g}"),
+            "refused": sum(fragment["refused"].values()),
+            "doubted": len(window["doubted"]),
+            "averaged": fragment["averaged"],
+            "owner": owners.get(fragment["id"], ""),
+        }
+    return rows
+
+
+def _sums(status: Status) -> dict[str, float | None]:
+    """What is drawn by time."""
+    live = [one["tokens_per_s"] for one in status["learners"] if one["live"]]
+    return {
+        "tokens": status["tokens"],
+        "merged": status["merged_tokens"],
+        **status["tokens_lost"],  # type: ignore[dict-item]  # they are numbers by name
+        "merges": status["outer_steps"],
+        "speed": sum(live),
+    }
+
+
+def _of_server(info: BusInfo | None) -> dict[str, float | None]:
+    if info is None:
+        return {}
+    return {"redis": info.used_bytes, "received": info.received_bytes, "sent": info.sent_bytes}
+
+
+def _totals(status: Status, info: BusInfo | None) -> Model:
+    names = ("phase", "reason", "tokens", "budget_tokens", "progress", "merged_tokens", "merged_share", "outer_steps")
+    more = ("tokens_lost", "refused", "evaluation", "outer_step")
+    server = None
+    if info is not None:
+        server = {"used": info.used_bytes, "most": info.maxmemory_bytes, "version": info.version}
+    return {
+        **{name: status[name] for name in (*names, *more)},  # type: ignore[literal-required]  # they are its names
+        "elapsed_s": round(status["elapsed_s"], 1),
+        "learners": len(present(status["learners"])),
+        "fragments": len(status["fragments"]),
+        "warnings": [text[:500] for text in status["warnings"][:20]],
+        "redis": server,
+    }

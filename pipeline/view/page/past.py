@@ -1,0 +1,98 @@
+"""What a run's bus tells of the time before anybody looked: sums by time from tape, reports and evaluations. Pure.
+
+merged, rejected, merges   the tape, exactly, as far back as it goes; earlier ones are in the sums from its begin on
+trained                    reports: a line from an incarnation's first step to its last word
+loss                       evaluations
+overwritten, died, pending only their sums now are known: by time from the first look on
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
+from diloco.pipeline.view.ledger import surviving
+from diloco.pipeline.view.page.timeline import Timeline
+from diloco.pipeline.view.status import Status
+
+Steps = list[tuple[float, float]]
+"""(Unix time, by how much it grew)"""
+
+
+def grown(
+    records: Sequence[TapeRecord], heads: Iterable[tuple[int, int, bytes]], share: Mapping[int, float]
+) -> Mapping[str, Steps]:
+    """By what each record made sums grow, in tokens of the whole model: merged, rejected, merges.
+
+    Args:
+        records: each fragment's in order.
+        heads: as `ledger.surviving`.
+        share: of the model, by fragment.
+    """
+    merged: Steps = []
+    merges: Steps = []
+    for one in surviving(records, heads)[0]:
+        if one.version and one.base_digest is not None:
+            merges.append((one.unix_s, 1))
+            merged.append((one.unix_s, sum(part.tokens for part in one.contributions) * share.get(one.fragment, 0)))
+    rejected = [
+        (one.unix_s, one.lost_tokens * share.get(one.fragment, 0)) for one in records if isinstance(one, Rejected)
+    ]
+    return {"merged": sorted(merged), "merges": sorted(merges), "rejected": sorted(rejected)}
+
+
+def put_sums(times: Sequence[Timeline], grew: Mapping[str, Steps], now: Mapping[str, float], now_s: float) -> None:
+    """Sums by time, such that they end at what they are now."""
+    for name, steps in grew.items():
+        total = now[name] - sum(by for _, by in steps)
+        if steps:
+            _put(times, name, min(steps[0][0], now_s), max(0, total))
+        for at, by in steps:
+            total += by
+            _put(times, name, min(at, now_s), max(0, total))
+
+
+def put_trained(times: Sequence[Timeline], status: Status, now_s: float) -> None:
+    """Trained tokens by time: each incarnation's on a line from its first step to its last word."""
+    slopes: dict[float, float] = defaultdict(float)
+    end = 0.0
+    for learner in status["learners"]:
+        heard_s = min(now_s, now_s - learner["age_s"])
+        began_s = heard_s - learner.get("wall_s", 0.0)
+        if learner["tokens"] and heard_s > began_s:
+            slopes[began_s] += learner["tokens"] / (heard_s - began_s)
+            slopes[heard_s] -= learner["tokens"] / (heard_s - began_s)
+            end += learner["tokens"]
+    for one in times:
+        total, slope, before_s = status["tokens"] - end, 0.0, min(slopes, default=now_s)
+        bends = sorted(slopes.items())
+        at_s = max(before_s, one.begins_s)
+        while at_s < now_s:
+            while bends and bends[0][0] <= at_s:
+                bend_s, change = bends.pop(0)
+                total += slope * (bend_s - before_s)
+                before_s, slope = bend_s, slope + change
+            one.put("tokens", at_s, max(0.0, total + slope * (at_s - before_s)))
+            at_s += one.step_s
+
+
+def _put(times: Sequence[Timeline], name: str, unix_s: float, value: float) -> None:
+    for one in times:
+        one.put(name, unix_s, value)
+
+
+def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: float) -> list[str]:
+    """What of the history could not be had, for people."""
+    found = []
+    merged = [one for one in records if isinstance(one, Committed) and one.contributions]
+    if status["outer_steps"] > len(merged):
+        earlier = status["outer_steps"] - len(merged)
+        found.append(
+            f"The tape on Redis has the last {len(merged)} merges. {earlier} earlier ones are in the sums, not drawn: "
+            "with --tape-dir 10,000 entries stay there for each fragment group, without it those of ten minutes."
+        )
+    if began_s < now_s - 5 and status["tokens"]:
+        found.append(
+            "Overwritten, died and pending tokens are told apart from where this page's server began to look. Bytes "
+            "and Redis' memory are known from there, too. Before, trained tokens are a line for each learner's life."
+        )
+    return found

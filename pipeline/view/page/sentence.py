@@ -1,0 +1,231 @@
+"""One sentence that says how a run is; and, if nothing is merged, why, and what to do. Pure.
+
+What stands further up is worse, or makes what is below it moot: the first that holds is said.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypedDict
+
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.units import count, duration
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
+
+AWAY_S = 3.0
+"""A server that does not answer for less is not worth a word."""
+LEAST_PATIENCE_S = 10.0
+ROUNDS = 3
+"""Nothing was merged for so many rounds: something is wrong."""
+NEARLY_FULL = 0.9
+MOST_NAMED = 3
+SLOW = "merges take longer"
+"""How `pacing.slow_merges` begins."""
+
+REMEDIES: Mapping[str, str] = {
+    "non_finite": "their losses are NaN or infinite: lower the learning rate, or start these learners again",
+    "absurd_norm": "what they have trained is far from all others: look at their data and learning rate",
+    "too_stale": "they are slower than the rest by more than a round: give them less to do a step, or a larger H",
+    "wrong_layout": "they have another model than the run: start them with the run's",
+    "bad_payload": "their uploads come damaged or incomplete: look at the network between them and Redis",
+    "upload_timeout": "their uploads do not arrive in time: look at their link to Redis",
+    "bad_message": "they are of another build: start them with this one",
+    "flood": "they send far more than they train: start them with this build",
+}
+"""What to do about deltas that are refused, by reason."""
+
+
+class Verdict(TypedDict):
+    """How the run is."""
+
+    level: str
+    """"well", "note", "bad", or "over"."""
+    text: str
+    do: str
+    """What to do; "": nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is known besides the status."""
+
+    away_s: float = 0.0
+    """For how long Redis has not answered."""
+    away: str = ""
+    """What came instead of an answer."""
+    unmerged_s: float = 0.0
+    """Since the last merge, or the first step before there was any."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Deltas refused since then, by reason."""
+    redis_share: float | None = None
+    """Used of Redis' memory, where it has a limit."""
+
+
+def patience_s(status: Status) -> float:
+    """How long a run may go without a merge: some rounds of the usual learner at the longest interval."""
+    steps = [one["step_s"] for one in status["learners"] if one["live"] and one["step_s"]]
+    interval = max((one["interval"] for one in status["fragments"]), default=0)
+    return max(LEAST_PATIENCE_S, ROUNDS * interval * median(steps) if steps else 0.0)
+
+
+def verdict(status: Status | None, beside: Beside) -> Verdict:
+    """The sentence.
+
+    Args:
+        status: the last that could be read; None: none yet.
+        beside: what else is known.
+    """
+    if beside.away_s > AWAY_S or (status is None and beside.away):
+        return _bad(
+            f"Redis has not answered for {_time(beside.away_s)} ({beside.away}): learners train on, nothing is merged.",
+            "See that Redis runs and can be reached from here; syncers and learners find it again by themselves.",
+        )
+    if status is None:
+        return Verdict(level="note", text="Nothing is known of the run yet.", do="")
+    return _of_run(status, beside)
+
+
+def _of_run(status: Status, beside: Beside) -> Verdict:
+    learners, phase = present(status["learners"]), status["phase"]
+    live = [one for one in learners if one["live"]]
+    if phase == Phase.FINISHED:
+        return _finished(status)
+    if not status["fragments"] and not status["tokens"]:
+        return _not_begun(status, learners)
+    if phase == "waiting":
+        return _bad(f"Nothing is merged: {status['reason']}.", "")
+    if not status["syncers"]:
+        return _bad(
+            f"Nothing is merged, since no syncer is here; {_learners(len(live))} on.",
+            f"Start one: diloco syncer --run {status['run']}",
+        )
+    if phase in (Phase.DRAINING, Phase.CLOSING):
+        return Verdict(level="note", text=f"The run comes to its end ({status['reason']}): last deltas merge.", do="")
+    if not live:
+        return _bad(
+            f"No learner is left, so nothing is trained: {_silent(learners) or 'all have left'}.",
+            f"Start one: diloco learner --run {status['run']}",
+        )
+    quorum = max((one["window"]["quorum"] for one in status["fragments"]), default=1)
+    if quorum > len(live):
+        silent = _silent(learners)
+        return _bad(
+            f"Nothing can be merged: a merge needs {quorum} learners, and {len(live)} {_is(len(live))} live"
+            f"{f'; missing: {silent}' if silent else ''}.",
+            f"Start {quorum - len(live)} more: diloco learner --run {status['run']}",
+        )
+    if beside.unmerged_s > patience_s(status):
+        return _nothing_merges(status, beside, live)
+    return _merging(status, beside, learners, live)
+
+
+def _not_begun(status: Status, learners: Sequence[LearnerStatus]) -> Verdict:
+    run = status["run"]
+    if not learners:
+        here = "a syncer waits" if status["syncers"] else "no syncer is here either"
+        return Verdict(
+            level="note",
+            text=f"The run has not begun: no learner has joined, {here}.",
+            do=f"Start one: diloco learner --run {run}",
+        )
+    if not status["syncers"]:
+        return _bad(
+            f"{_learners(len(learners), 'waits', 'wait')} for a syncer: nothing can be merged without one.",
+            f"Start one: diloco syncer --run {run}",
+        )
+    return Verdict(level="note", text="The run begins: its first learner uploads the first parameters.", do="")
+
+
+def _finished(status: Status) -> Verdict:
+    share, loss = status["merged_share"]["since_start"], status["evaluation"]
+    more = f", {share:.0%} of them merged" if share is not None else ""
+    more += f"; global loss {loss['loss']:.4f}" if loss is not None else ""
+    text = f"The run is finished: {count(status['tokens'])} tokens in {_time(status['elapsed_s'])}{more}."
+    return Verdict(level="over", text=text, do="")
+
+
+def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus]) -> Verdict:
+    """Somebody trains, a quorum is there, a syncer too: so what is it?"""
+    since = f"Nothing was merged for {_time(beside.unmerged_s)}"
+    if beside.refused:
+        reason, times = max(beside.refused.items(), key=lambda item: (item[1], item[0]))
+        remedy = REMEDIES.get(reason, "see the reasons in `diloco tape`")
+        return _bad(
+            f"{since}: deltas are refused, {times} of them as {reason}.",
+            f"{remedy[:1].upper()}{remedy[1:]}.",
+        )
+    still = [one["id"] for one in live if not one["step"]]
+    if len(still) == len(live):
+        return _bad(f"{since}: no learner has made a step yet.", "Look at their logs: data or devices keep them.")
+    by_state: dict[str, list[FragmentStatus]] = {}
+    for fragment in status["fragments"]:
+        by_state.setdefault(fragment["window"]["state"], []).append(fragment)
+    for state, why, do in (
+        ("merging", "the syncer is at a merge", "See its log, and whether its machine is busy (doc: watch.md)."),
+        ("uploading", "uploads are awaited", "Look at the links of the learners named to Redis."),
+        ("grace", "a grace window is open", "See the syncer's log: a grace is no longer than some steps."),
+        ("collecting", "windows wait for more deltas", "Look at the logs of the learners that are not in them."),
+    ):
+        if there := by_state.get(state):
+            fragment = there[0]
+            text = f"{since}: {why} (fragment {fragment['id']}: {fragment['window']['reason']})."
+            return _bad(text, do)
+    return _bad(
+        f"{since}: no delta comes, though {_learners(len(live))}.",
+        "Look at the learners' logs: their links to Redis may be cut or too slow.",
+    )
+
+
+def _merging(
+    status: Status, beside: Beside, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
+) -> Verdict:
+    """Well, with what is to be known all the same."""
+    if beside.redis_share is not None and beside.redis_share >= NEARLY_FULL:
+        return Verdict(
+            level="note",
+            text=f"Redis is {beside.redis_share:.0%} full: once it is, nothing can be published or merged.",
+            do="Raise its maxmemory; `diloco plan` says what the run needs.",
+        )
+    if slow := next((one for one in status["warnings"] if one.startswith(SLOW)), ""):
+        return Verdict(level="note", text=f"{slow[:1].upper()}{slow[1:]}.", do="")
+    speed = sum(one["tokens_per_s"] for one in live)
+    at = f"{_learners(len(live))} at {count(speed)} tokens/s"
+    if not status["outer_steps"]:
+        return Verdict(level="well", text=f"The run begins well: {at}; first deltas are on their way.", do="")
+    share = status["merged_share"]["recent"] or status["merged_share"]["since_start"]
+    merged = f", of which {share:.0%} are merged" if share is not None else ""
+    rest = ""
+    if status["budget_tokens"] and speed:
+        left_s = max(0, status["budget_tokens"] - status["tokens"]) / speed
+        rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
+    if silent := _silent(learners):
+        text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
+        return Verdict(level="note", text=text, do=f"Start it again: diloco learner --run {status['run']}")
+    return Verdict(level="well", text=f"The run is well: {at}{merged}{rest}.", do="")
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+
+def _bad(text: str, do: str) -> Verdict:
+    return Verdict(level="bad", text=text, do=do)
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _learners(count: int, one: str = "trains", more: str = "train") -> str:
+    return f"1 learner {one}" if count == 1 else f"{count} learners {more}"
+
+
+def _silent(learners: Sequence[LearnerStatus]) -> str:
+    """'learner-1 (silent for 0:12) and 2 more'"""
+    gone = [f"{one['id']} (silent for {_time(one['age_s'])})" for one in learners if not (one["live"] or one["left"])]
+    named = ", ".join(gone[:MOST_NAMED])
+    return named if len(gone) <= MOST_NAMED else f"{named} and {len(gone) - MOST_NAMED} more"
+
+
+def _time(seconds: float) -> str:
+    """'12 s', '2:03', '1:02:03'."""
+    return f"{seconds:.0f} s" if seconds < 60 else duration(seconds)

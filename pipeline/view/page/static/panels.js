@@ -1,0 +1,129 @@
+/** What is said in words: the sentence, tiles, syncers, events, tables. All of it as text, never as HTML. */
+
+import { clock, counted, doing, percent, sized, windowWords } from "./words.js";
+
+/** @typedef {import("./model.js").Model} Model */
+
+const SIGNS = /** @type {Record<string, string>} */ ({ well: "✓", note: "!", bad: "✕", over: "■" });
+const MOST_EVENTS = 100;
+
+/** @param {string} id @returns {HTMLElement} */
+export function element(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/** @param {string} id @param {string} text */
+export function put(id, text) {
+  const one = element(id);
+  if (one.textContent !== text) one.textContent = text;
+}
+
+/** @param {string} tag @param {string} text @returns {HTMLElement} */
+function made(tag, text) {
+  const one = document.createElement(tag);
+  one.textContent = text;
+  return one;
+}
+
+/** Children anew, if their texts have changed. @param {HTMLElement} root @param {string[]} texts @param {string} tag */
+function list(root, texts, tag = "li") {
+  const key = texts.join("\n");
+  if (root.dataset.key === key) return;
+  root.dataset.key = key;
+  root.replaceChildren(...texts.map((text) => made(tag, text)));
+}
+
+/** @param {Model} model */
+export function head(model) {
+  const { level, text, do: remedy } = model.sentence;
+  document.title = `${SIGNS[level] ?? ""} ${model.run}`;
+  put("name", model.run);
+  put("sentence", text);
+  put("sign", SIGNS[level] ?? "");
+  put("do", remedy);
+  element("verdict").dataset.level = level;
+  const totals = model.totals;
+  put("phase", totals ? totals.phase + (totals.phase === "running" ? "" : ` (${totals.reason})`) : "");
+  /** @type {HTMLProgressElement} */ (element("progress")).value = totals?.progress ?? 0;
+  list(element("notes"), model.notes.concat((totals?.warnings ?? []).map((/** @type {string} */ one) => `Warning: ${one}`)));
+}
+
+/** @param {Model} model @returns {[string, string][]} */
+function facts(model) {
+  const totals = model.totals;
+  if (!totals) return [];
+  const live = [...model.learners.values()].filter((row) => row.state === "live" || row.state === "silent");
+  const speed = live.reduce((sum, row) => sum + row.tokens_per_s, 0);
+  const recent = totals.merged_share.recent;
+  const redis = totals.redis;
+  const refused = Object.entries(totals.refused).map(([reason, times]) => `${times} ${reason}`).join(", ");
+  return [
+    ["trained", counted(totals.tokens) + (totals.budget_tokens ? ` of ${counted(totals.budget_tokens)}` : "")],
+    ["merged", percent(totals.merged_share.since_start) + (recent == null ? "" : `, lately ${percent(recent)}`)],
+    ["learners live", `${live.length} of ${totals.learners}`],
+    ["tokens/s", counted(speed)],
+    ["merges", String(totals.outer_steps)],
+    ["global loss", totals.evaluation ? totals.evaluation.loss?.toFixed(4) ?? "not a number" : "–"],
+    ["deltas refused", refused || "none"],
+    ["Redis", redis ? sized(redis.used) + (redis.most ? ` of ${sized(redis.most)}` : ", no limit") : "–"],
+    ["time", clock(totals.elapsed_s)],
+  ];
+}
+
+/** @param {Model} model */
+export function tiles(model) {
+  const root = element("tiles");
+  facts(model).forEach(([name, value], n) => {
+    let tile = root.children[n];
+    if (!tile) {
+      tile = root.appendChild(document.createElement("div"));
+      tile.append(made("dt", name), made("dd", ""));
+    }
+    const said = /** @type {Element} */ (tile.lastElementChild);
+    if (said.textContent !== value) said.textContent = value;
+  });
+}
+
+/** @param {Model} model */
+export function lists(model) {
+  const syncers = model.syncers.map((one) =>
+    `${one.id}${one.leads ? " leads, and" : ""} serves ${one.fragments} fragment${one.fragments === 1 ? "" : "s"}`);
+  list(element("syncers"), syncers.length ? syncers : ["none is here"]);
+  const origin = model.coarse.begin;
+  const events = model.marks.slice(-MOST_EVENTS).reverse().map((one) =>
+    `${clock(one.at_s - origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
+  list(element("events"), events.length ? events : ["nothing yet"]);
+}
+
+/** @param {string[]} names @param {string[][]} rows @param {string} about @returns {HTMLElement} */
+function table(names, rows, about) {
+  const made_ = document.createElement("table");
+  made_.append(made("caption", about));
+  const top = document.createElement("tr");
+  top.append(...names.map((name) => made("th", name)));
+  made_.append(top, ...rows.map((row) => {
+    const line = document.createElement("tr");
+    line.append(...row.map((cell) => made("td", cell)));
+    return line;
+  }));
+  return made_;
+}
+
+/** @param {Model} model */
+export function tables(model) {
+  const learners = [...model.learners].sort(byName).map(([name, row]) =>
+    [name, doing(row, model.now), String(row.step), counted(row.tokens_per_s), row.loss?.toFixed(3) ?? "–",
+      `${row.version}${row.behind ? `, ${row.behind} to adopt` : ""}`, String(row.lives), row.host, row.device]);
+  const fragments = [...model.fragments].sort(byName).map(([name, row]) =>
+    [name, String(row.version), windowWords(row, model.now), row.reason, String(row.expected), String(row.interval),
+      String(row.refused), row.owner]);
+  element("tables").replaceChildren(
+    table(["learner", "does", "step", "tokens/s", "loss", "version", "lives", "host", "device"], learners, "Learners"),
+    table(["fragment", "version", "window", "reason", "expected", "interval", "refused", "served by"], fragments, "Fragments"),
+  );
+}
+
+/** @param {[string, any]} a @param {[string, any]} b @returns {number} `learner-2` before `learner-10` */
+export function byName(a, b) {
+  return a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1);
+}

@@ -1,0 +1,99 @@
+/** Numbers and states in words. Pure. */
+
+/** @param {number} number @returns {string} '950', '12.3k', '2.50M' */
+export function counted(number) {
+  for (const [limit, unit, digits] of /** @type {const} */ ([[1e9, "G", 2], [1e6, "M", 2], [1e4, "k", 1]])) {
+    if (number >= limit) return (number / (unit === "k" ? 1e3 : limit)).toFixed(digits) + unit;
+  }
+  return number.toFixed(0);
+}
+
+/** @param {number} bytes @returns {string} */
+export function sized(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; bytes >= 1024 && unit < 4; unit++) bytes /= 1024;
+  return `${bytes.toFixed(bytes < 10 && unit ? 1 : 0)} ${units[unit]}`;
+}
+
+/** @param {number} seconds @returns {string} '2:03', '1:02:03' */
+export function clock(seconds) {
+  const whole = Math.round(Math.abs(seconds));
+  const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const text = hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+  return seconds < -0.5 ? `-${text}` : text;
+}
+
+/** @param {number | null | undefined} share @returns {string} */
+export function percent(share) {
+  return share == null ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+}
+
+const DOES = /** @type {const} */ ([[2, "publishing"], [4, "adopting"]]);
+
+/**
+ * What a learner does, in a few words.
+ * @param {import("./model.js").LearnerRow} row
+ * @param {number} now Unix time
+ * @returns {string}
+ */
+export function doing(row, now) {
+  if (row.state === "left") return "left";
+  if (row.state === "dead") return `dead: silent for ${clock(now - row.heard_s)}`;
+  if (row.state === "silent") return "silent";
+  if (row.does & 8) return row.step ? "makes no step" : "waits to begin";
+  const more = DOES.filter(([bit]) => row.does & bit).map(([, word]) => word);
+  return more.length ? `training, ${more.join(", ")}` : "training, waits for nothing";
+}
+
+/**
+ * @param {string} name
+ * @param {import("./model.js").LearnerRow} row
+ * @param {number} now Unix time
+ * @returns {string} lines
+ */
+export function learnerWords(name, row, now) {
+  const lives = row.lives > 1 ? `, life ${row.lives}: it came back` : "";
+  const loss = row.loss == null ? "" : `, loss ${row.loss.toFixed(3)}`;
+  return [
+    `${name}: ${doing(row, now)}${lives}`,
+    `step ${row.step}, ${counted(row.tokens_per_s)} tokens/s${loss}`,
+    `stood still in Learner.step for ${(100 * row.blocked).toPrecision(2)} % of its time`,
+    row.behind ? `${row.behind} fragments to adopt, version ${row.version}` : `all adopted, version ${row.version}`,
+    [row.host, row.device].filter(Boolean).join(", "),
+  ].join("\n");
+}
+
+/**
+ * What a fragment's window does, in a few words.
+ * @param {import("./model.js").FragmentRow} row
+ * @param {number} now Unix time
+ * @returns {string}
+ */
+export function windowWords(row, now) {
+  const left = row.state === "grace" && row.until_s != null ? `, ${Math.max(0, row.until_s - now).toFixed(1)} s left` : "";
+  return row.state === "idle" ? "idle" : `${row.state} ${row.members} of ${row.quorum}${left}`;
+}
+
+/**
+ * @param {string} name
+ * @param {import("./model.js").FragmentRow} row
+ * @param {number} now Unix time
+ * @returns {string} lines
+ */
+export function fragmentWords(name, row, now) {
+  const more = [
+    row.expected ? `${row.expected} learners expected` : "",
+    row.attempt ? `attempt ${row.attempt + 1}` : "",
+    row.doubted ? `${row.doubted} learners doubted` : "",
+    row.refused ? `${row.refused} deltas refused so far` : "",
+  ].filter(Boolean);
+  return [
+    `fragment ${name}, version ${row.version}: ${windowWords(row, now)}`,
+    row.reason,
+    more.join(", "),
+    `interval ${row.interval} steps; last merge ${row.merge_s.toFixed(2)} s, outer step ${row.outer_s.toFixed(2)} s`,
+    row.owner ? `served by ${row.owner}` : "nobody serves it",
+  ].filter(Boolean).join("\n");
+}

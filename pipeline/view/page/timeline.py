@@ -1,0 +1,129 @@
+"""What happened when, in buckets of equal length: lanes of bits and series of numbers, in bounded memory. Pure.
+
+A lane has a byte a bucket, whose bits say what was so at any time in it. A series has the last number of each bucket,
+or None. The page has two of them: one that slides, fine and of the last minutes, and one of the whole run, whose
+buckets double in length whenever there are too many of them.
+"""
+
+import math
+from base64 import b64encode
+from collections.abc import Iterable
+from typing import Any
+
+MOST_BUCKETS = 1200
+
+
+class Timeline:
+    """Times are Unix times; what lies before the beginning, or before what is kept, is left out."""
+
+    def __init__(self, begin_s: float, step_s: float, sliding: bool, most: int = MOST_BUCKETS) -> None:
+        self.step_s, self._sliding, self._most = step_s, sliding, most
+        self.first = math.floor(begin_s / step_s)
+        """Number of the first bucket that is kept; bucket n begins at n x `step_s`."""
+        self.lanes: dict[str, bytearray] = {}
+        self.series: dict[str, list[float | None]] = {}
+        self._changed: dict[tuple[str, str], tuple[int, int]] = {}
+        """(kind, name) -> numbers of the first and the last bucket changed since the last patch."""
+        self._anew = True
+
+    @property
+    def begins_s(self) -> float:
+        """Where what is kept begins."""
+        return self.first * self.step_s
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def mark(self, lane: str, begin_s: float, end_s: float, bits: int, clear: int = 0) -> None:
+        """Set bits in all buckets from one time to another, both included, and take others away."""
+        last = self._number(end_s)
+        first = max(self._number(begin_s), self.first)
+        if last < first:
+            return
+        cells = self.lanes.setdefault(lane, bytearray())
+        missing = last - self.first + 1 - len(cells)
+        cells.extend(bytes(max(0, missing)))
+        bits, keep = int(bits), 0xFF & ~int(clear)  # flags of an enum are far slower
+        for at in range(first - self.first, last - self.first + 1):
+            cells[at] = cells[at] & keep | bits
+        self._touch(("lanes", lane), first, last)
+
+    def put(self, name: str, unix_s: float, value: float | None) -> None:
+        """A number of a series at a time; what is none is left out."""
+        if value is None or not math.isfinite(value):
+            return
+        number = self._number(unix_s)
+        if number < self.first:
+            return
+        values = self.series.setdefault(name, [])
+        values.extend([None] * (number - self.first + 1 - len(values)))
+        values[number - self.first] = value
+        self._touch(("series", name), number, number)
+
+    def forget(self, lanes: Iterable[str]) -> None:
+        """Lanes that are not shown any more."""
+        for lane in lanes:
+            if self.lanes.pop(lane, None) is not None:
+                self._anew = True
+
+    def _touch(self, key: tuple[str, str], first: int, last: int) -> None:
+        before = self._changed.get(key, (first, last))
+        self._changed[key] = min(before[0], first), max(before[1], last)
+
+    def _number(self, unix_s: float) -> int:
+        """Of the bucket at a time, for which there is room afterwards."""
+        while (number := math.floor(unix_s / self.step_s)) - self.first >= self._most:
+            if self._sliding:
+                self._slide(number - self.first - self._most + 1)
+            else:
+                self._double()
+        return number
+
+    def _slide(self, count: int) -> None:
+        """Drop the oldest buckets, some more than need be: not a few at every step."""
+        count += self._most // 20
+        self.first += count
+        for cells in self.lanes.values():
+            del cells[:count]
+        for values in self.series.values():
+            del values[:count]
+
+    def _double(self) -> None:
+        """Make one bucket of two, everywhere."""
+        lead = self.first % 2  # the first one is the second of its pair
+        for lane, cells in self.lanes.items():
+            padded = bytes(lead) + cells + bytes((lead + len(cells)) % 2)
+            self.lanes[lane] = bytearray(a | b for a, b in zip(padded[::2], padded[1::2], strict=True))
+        for name, values in self.series.items():
+            even: list[float | None] = [*[None] * lead, *values, *[None] * ((lead + len(values)) % 2)]
+            self.series[name] = [a if b is None else b for a, b in zip(even[::2], even[1::2], strict=True)]
+        self.first //= 2
+        self.step_s *= 2
+        self._anew = True
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, JSON-able; lanes in base64."""
+        return {
+            "step_s": self.step_s,
+            "first": self.first,
+            "lanes": {lane: b64encode(cells).decode() for lane, cells in self.lanes.items()},
+            "series": self.series,
+        }
+
+    def patch(self) -> dict[str, Any]:
+        """What has changed since the last patch: buckets of lanes and series by name, from a number on; or all of it.
+
+        Whoever applies it drops what lies before `first`.
+        """
+        changed, anew = self._changed, self._anew
+        self._changed, self._anew = {}, False
+        if anew:
+            return {"whole": self.whole()}
+        found: dict[str, Any] = {"first": self.first, "lanes": {}, "series": {}}
+        for (kind, name), (first, last) in changed.items():
+            first = max(first, self.first)
+            if last >= first:
+                cells = getattr(self, kind)[name][first - self.first : last - self.first + 1]
+                found[kind][name] = [first, list(cells)]
+        return found

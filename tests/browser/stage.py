@@ -1,0 +1,30 @@
+"""What a browser is shown: a toy run in real time on the memory bus, or one that is made up; and the HTTP side."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock
+from diloco.pipeline.view.page.collector import Collector
+from diloco.syncer.serving.http import start_http
+from tests.virtual_run import RUN, VirtualRun
+
+
+def collector_of(world: VirtualRun) -> Collector:
+    """By the clock of the toy run, which is that of the event loop, real or not."""
+    return Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+
+
+@asynccontextmanager
+async def page_of(collector: Any, token: str | None = None, port: int = 0) -> AsyncIterator[str]:
+    """Address of its page."""
+
+    async def status() -> dict[str, Any]:
+        return {}
+
+    runner = await start_http(status, lambda: (True, ""), None, "127.0.0.1", port, token, collector.follow)
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,213 @@
+"""The page in a real headless Chromium, beside a toy run in real time: production service, exchange and HTTP side."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.view.page.collector import Collector, Update
+from diloco.pipeline.view.page.files import one_file
+from diloco.pipeline.view.page.model import Look, PageModel
+from diloco.pipeline.view.status import build_status
+from tests import samples
+from tests.browser.chromium import BINARY, Tab, tab
+from tests.browser.stage import collector_of, page_of
+from tests.virtual_run import VirtualLearner, end, under_way
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.usefixtures("no_log_lines"),
+    pytest.mark.skipif(BINARY is None, reason="no chromium on PATH (Debian: apt-get install chromium)"),
+]
+
+TOKEN = "correct-horse"  # noqa: S105  # made up
+EVIL = "<img src=x onerror='document.title=1'></script><script>document.title=2</script>"
+GONE_PIXEL = """(lane) => {
+  // Whether a lane of learners has the colour of a gap anywhere.
+  const canvas = document.querySelector('#learners canvas');
+  const rows = diloco.model.learners.size, tall = canvas.height / rows;
+  const place = [0, Math.floor(lane * tall), canvas.width, Math.floor(tall) - 2];
+  const pixels = canvas.getContext('2d').getImageData(...place).data;
+  const sign = document.createElement('canvas').getContext('2d');
+  sign.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--gone');
+  sign.fillRect(0, 0, 1, 1);
+  const [r, g, b] = sign.getImageData(0, 0, 1, 1).data;
+  for (let at = 0; at < pixels.length; at += 4) {
+    if (pixels[at] === r && pixels[at + 1] === g && pixels[at + 2] === b) return true;
+  }
+  return false;
+}"""
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Tab]:
+    async with tab() as found:
+        await found.size(1400, 1000)
+        yield found
+
+
+async def test_a_kill_is_seen_as_a_gap_in_the_lane(page: Tab) -> None:
+    """In its lane and in no other; and the sentence names who is gone. Nothing is asked of anybody else meanwhile."""
+    world, (first, second) = await under_way(2)
+    collector = collector_of(world)
+    running = asyncio.create_task(collector.run())
+    async with page_of(collector) as address:
+        await page.open(address)
+        await page.until("diloco.took.updates > 3 && diloco.model.learners.size === 2")
+        assert await page.value(f"[0, 1].map({GONE_PIXEL})") == [False, False]
+        await second.kill()
+        await page.until(f"({GONE_PIXEL})(1)")
+        assert await page.value(f"({GONE_PIXEL})(0)") is False
+        await page.until("document.getElementById('sentence').textContent.startsWith('The run goes on without l1')")
+        await page.until("document.getElementById('events').textContent.includes('l1 went silent')")
+        second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
+        await page.until("diloco.model.learners.get('l1').lives === 2 && diloco.model.learners.get('l1').does & 1")
+        assert {url.split("/")[2] for url in page.requests if not url.startswith("data:")} == {address.split("/")[2]}
+        assert page.errors == []
+        running.cancel()
+    await end(first, second)
+
+
+async def test_a_wrong_token_shows_nothing(page: Tab) -> None:
+    """No name, no number, no lane; the right one, typed, shows the run. One in the address goes out of it."""
+    world, party = await under_way(1)
+    collector = collector_of(world)
+    running = asyncio.create_task(collector.run())
+    async with page_of(collector, TOKEN) as address:
+        await page.open(address)
+        await page.until("!document.getElementById('ask').hidden")
+        for wrong in ("wrong-token", "ünicode-token"):
+            await page.until("document.getElementById('token').value === ''")
+            await page.value(f"document.getElementById('token').value = '{wrong}'")
+            await page.value("document.getElementById('ask').requestSubmit()")
+            await page.until("document.getElementById('ask-why').textContent !== ''")
+            shown = await page.value("document.body.innerText")
+            assert "learner" not in shown.lower()
+            assert "virtual" not in shown
+            assert await page.value("document.getElementById('run').hidden && diloco.model.learners.size === 0")
+        await page.value(f"document.getElementById('token').value = '{TOKEN}'")
+        await page.value("document.getElementById('ask').requestSubmit()")
+        await page.until("!document.getElementById('run').hidden && diloco.model.learners.size === 2")
+        await page.open("about:blank")
+        await page.open(f"{address}#token={TOKEN}")
+        await page.until("globalThis.diloco?.model.learners.size === 2")
+        assert TOKEN not in await page.value("location.href")
+    async with page_of(collector, "another-token", int(address.rstrip("/").rpartition(":")[2])):
+        await page.until("!document.getElementById('ask').hidden")  # the token is none any more: nothing is shown
+        assert await page.value("document.getElementById('run').hidden && diloco.model.learners.size === 0")
+        assert "learner" not in (await page.value("document.body.innerText")).lower()
+        running.cancel()
+    await end(*party)
+
+
+async def test_a_page_whose_connection_broke_catches_up(page: Tab) -> None:
+    """It says that what it shows is old; when the server is back it gets what it has missed, not everything anew."""
+    world, party = await under_way(1)
+    collector = collector_of(world)
+    running = asyncio.create_task(collector.run())
+    async with page_of(collector) as address:
+        await page.open(address)
+        await page.until("diloco.took.updates > 3")
+    await page.until("document.getElementById('link').textContent.includes('no connection')")
+    before = await page.value("diloco.model.totals.outer_steps")
+    async with page_of(collector, port=int(address.rstrip("/").rpartition(":")[2])):
+        await page.until(f"diloco.model.totals.outer_steps > {before}")
+        await page.until("document.getElementById('link').textContent === ''")
+        assert await page.value("diloco.took.snapshots") == 1
+        merged = "[...diloco.model.coarse.lanes.get('F/0')].filter((bits) => bits & 16).length"
+        assert await page.value(merged) >= await page.value("diloco.model.fragments.get('0').version") - 2
+        running.cancel()
+    await end(*party)
+
+
+async def test_the_reason_of_a_window_is_said_by_keys(page: Tab) -> None:
+    """Who has no pointer chooses a strip by arrows, and Escape lets go."""
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        await page.value("document.getElementById('fragments').focus()")
+        await page.press("ArrowDown")
+        tip = "[...document.querySelectorAll('.tip')].find((one) => !one.hidden)?.textContent ?? ''"
+        await page.until(f"({tip}).includes('waits for l1')")
+        assert "fragment 1, version 3: collecting 1 of 1" in await page.value(tip)
+        place = "[...document.querySelectorAll('.tip')].find((one) => !one.hidden).getBoundingClientRect().top"
+        row = "[...document.querySelectorAll('.chosen')].find((one) => !one.hidden).getBoundingClientRect().bottom"
+        assert 0 <= await page.value(f"{place} - {row}") < 60  # its words stand by it
+        await page.press("Escape")
+        await page.until(f"({tip}) === ''")
+
+
+async def test_what_peers_write_is_text(page: Tab) -> None:
+    """Hosts, devices and reasons with markup in them make no element and run nothing, live and in a file."""
+    model = made_up(EVIL)
+    async with page_of(Still(model)) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        await page.value("document.getElementById('as-table').open = true")
+        await page.until("document.getElementById('tables').textContent.includes('<img src=x')")
+        assert await page.value("document.querySelectorAll('img, #tables script').length") == 0
+        assert await page.value("document.title") == "✓ run"
+        assert page.errors == []
+
+
+async def test_a_page_as_a_file_needs_nobody(page: Tab, tmp_path: Path) -> None:
+    """It shows what the live one showed last, asks for nothing, and breaks no rule of its own."""
+    world, party = await under_way(4)
+    collector = collector_of(world)
+    await collector.look()
+    await end(*party)
+    file = tmp_path / "report.html"
+    file.write_text(one_file(collector.model.snapshot() | {"notes": [EVIL]}, f"of {EVIL}"), "utf-8")
+    await page.open(file.as_uri())
+    await page.until("globalThis.diloco?.took.updates > 0")
+    assert (
+        await page.value("document.getElementById('sentence').textContent")
+        == collector.model.snapshot()["sentence"]["text"]
+    )
+    assert await page.value("document.querySelectorAll('.uplot').length") >= 2
+    assert await page.value("document.getElementById('notes').textContent") == EVIL
+    assert await page.value("[...diloco.model.coarse.lanes.keys()].sort().join()") == "F/0,F/1,L/l0,L/l1"
+    assert [url for url in page.requests if not url.startswith("data:")] == [file.as_uri()]
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1400])
+async def test_nothing_sticks_out(page: Tab, width: int, theme: str) -> None:
+    """On a phone and on a desk, dark and light: the page is no wider than the screen."""
+    await page.size(width, 800)
+    await page.theme(theme)
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        assert await page.value("document.documentElement.scrollWidth") <= width
+        ground = await page.value("getComputedStyle(document.body).backgroundColor")
+        assert (ground == "rgb(255, 255, 255)") is (theme == "light")
+        assert page.errors == []
+
+
+class Still(Collector):
+    """One that looks no more: its model is what it is."""
+
+    def __init__(self, model: PageModel) -> None:
+        self.model, self._epoch, self._number, self._followers = model, "e1", 1, 0
+        self._news, self._wanted = asyncio.Event(), asyncio.Event()
+        self._updates: list[Update] = []  # type: ignore[assignment]
+        self._whole = Update(-1, b"")
+
+
+def made_up(text: str = "waits for l1") -> PageModel:
+    """Two learners and two fragments, of which one has an open window; `text` in all that is free text."""
+    window = WindowView(state="collecting", attempt=0, members=("l0",), expected=2, reason=text, deadline_unix_s=None)
+    heads = [samples.head(p, version=3, merged_tokens=50, window=window if p else samples.IDLE) for p in range(2)]
+    reports = [samples.seen(f"l{n}", host=text, device=text) for n in range(2)]
+    state = samples.run_state(started_unix_s=1990.0)
+    status = build_status(
+        "run", samples.spec(), state, reports, heads, None, [text], 2000.0, 5.0, {"0": text}, ["0"] * 2
+    )
+    model = PageModel("run")
+    model.see(Look(now_s=2000.0, status=status, began_s=1990.0))
+    model.patch()
+    return model

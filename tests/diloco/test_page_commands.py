@@ -1,0 +1,139 @@
+"""`diloco watch --web` and `diloco report`: the page beside a run, and of one that is over."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.launcher.page import MODEL_FILE, PAGE_FILE
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.messages.tape import Contribution
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.view.page.collector import Collector
+from tests import samples
+from tests.backdoor import RedisBackdoor
+
+LIMIT_S = 60.0
+
+
+def tape(folder: Path, merges: int = 3) -> None:
+    """One of a fragment to which a learner has brought a delta every ten seconds."""
+    folder.mkdir(parents=True)
+    part = Contribution(
+        learner="anna", incarnation="a" * 8, base_version=0, attempt=0, steps=4, tokens=500, weight=1.0, norm=1.0
+    )
+    records = [samples.committed(unix_s=1000.0)]
+    records += [
+        samples.committed(version=n, base_digest=bytes(16), contributions=(part,), unix_s=1000.0 + 10 * n)
+        for n in range(1, merges + 1)
+    ]
+    (folder / "0-ab.msgpack").write_bytes(b"".join(encode(one) for one in records))
+
+
+def model_in(page: Path) -> dict[str, object]:
+    (data,) = re.findall(r'<script type="application/json" id="model">(.*?)</script>', page.read_text())
+    return dict(json.loads(data))
+
+
+def lines_of(address: str, path: str, count: int) -> list[str]:
+    """The first lines of an answer to who has the token."""
+    with closing(HTTPConnection(address.split("/")[2], timeout=LIMIT_S)) as connection:
+        connection.request("GET", path, headers={"Authorization": "Bearer correct-horse"})
+        answer = connection.getresponse()
+        return [answer.readline().decode() for _ in range(count)]
+
+
+@pytest.mark.parametrize("inside", ["", "tape"])
+def test_a_page_is_made_of_a_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: str) -> None:
+    """Of a folder of --tape-dir, or of an output folder that has nothing else; its address is printed last."""
+    tape(tmp_path / "its" / inside)
+    page = tmp_path / "new" / "page.html"
+    assert main(["report", str(tmp_path / "its"), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == page.as_uri()
+    told = model_in(page)
+    assert told["sentence"]["text"] == (  # type: ignore[index]
+        "By its tape the run made 3 merges of 1 learner in 0:20: 1500 tokens merged, 0 rejected."
+    )
+    assert list(told["learners"]) == ["anna"]  # type: ignore[call-overload]
+
+
+def test_what_the_launcher_has_seen_is_taken_before_the_tape(tmp_path: Path) -> None:
+    """It knows more: the recorded model is in the page as it is."""
+    tape(tmp_path / "tape")
+    (tmp_path / MODEL_FILE).write_text(json.dumps({"run": "seen", "coarse": {"step_s": 1}, "notes": []}))
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / PAGE_FILE)]) == 0
+    assert model_in(tmp_path / PAGE_FILE)["run"] == "seen"
+
+
+def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, and with what was looked for."""
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 2
+    assert "holds neither page.json nor a tape (*.msgpack)" in capsys.readouterr().err
+    tape(tmp_path / "tape", merges=0)
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 2
+    assert "has no merge: there is nothing to show" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no report.json" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_watch_says_how_it_can_watch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "--redis-url", "redis://127.0.0.1:1"]) == 2
+    assert "diloco watch --web" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_page_beside_any_run(redis_server: str) -> None:
+    """Whoever may read the bus serves it: the address is the first line; a token is asked for; Ctrl-C ends it well."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diloco", "watch", "--web", "--run", "beside"],
+        env=environ | {"DILOCO_REDIS_URL": redis_server, "DILOCO_HTTP_TOKEN": "correct-horse", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], LIMIT_S)[0]
+        (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/), which asks for DILOCO_", process.stdout.readline())
+        assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
+        lines = lines_of(address, "/page/events", 3)
+        assert lines[1] == "event: snapshot\n"
+        assert json.loads(lines[2].removeprefix("data: "))["sentence"]["text"] == (
+            "The run has not begun: no learner has joined, no syncer is here either."
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.redis
+async def test_a_look_at_a_real_redis(redis_server: str) -> None:
+    """Reports, state and events as they are stored there; memory and bytes as the server tells them."""
+    backdoor = RedisBackdoor("looked-at", redis_server)
+    async with open_bus(redis_server, "looked-at") as bus:
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.report("anna"))
+        await bus.write_state(samples.run_state(started_unix_s=time.time() - 10))
+        collector = Collector(bus, LoopClock(), "e1")
+        await collector.look()
+        model = collector.model.snapshot()
+    assert list(model["learners"]) == ["anna"]
+    assert model["totals"]["redis"]["used"] > 0
+    assert model["coarse"]["series"]["received"][-1] > 0
+    assert model["coarse"]["series"]["sent"][-1] > 0
+    backdoor.free_memory()
+    backdoor.client.close()

@@ -1,0 +1,436 @@
+"""The page's model of whole runs in virtual time, and how it comes to those who follow it."""
+
+import asyncio
+import json
+from base64 import b64decode
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.bus.ports import START
+from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.pipeline.view.page import collector as page_collector
+from diloco.pipeline.view.page.collector import Collector
+from diloco.pipeline.view.page.from_tape import model_of_tape
+from diloco.pipeline.view.page.lanes import In, Of
+from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
+from diloco.pipeline.view.status import build_status
+from tests import samples
+from tests.pipeline.test_page_timeline import Follower
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
+
+pytestmark = pytest.mark.usefixtures("no_log_lines")
+
+
+def collector_of(world: VirtualRun, epoch: str = "e1") -> Collector:
+    return Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), epoch)
+
+
+def lane(times: Model, name: str) -> list[tuple[float, int]]:
+    """(Unix time, bits) of its buckets."""
+    return [((times["first"] + at) * times["step_s"], bits) for at, bits in enumerate(b64decode(times["lanes"][name]))]
+
+
+def seconds(times: Model, name: str, bit: int) -> float:
+    """For how long a bit was set."""
+    return sum(times["step_s"] for _, bits in lane(times, name) if bits & bit)
+
+
+class Page:
+    """What `model.js` makes of events."""
+
+    def __init__(self) -> None:
+        self.model: Model = {}
+        self.fine, self.coarse = Follower(), Follower()
+        self.last_id, self.kinds = "", list[str]()
+
+    def take(self, event: bytes) -> None:
+        fields = dict(line.split(": ", 1) for line in event.decode().rstrip("\n").split("\n"))
+        data, self.last_id = json.loads(fields["data"]), fields["id"]
+        self.kinds.append(fields["event"])
+        if fields["event"] == "snapshot":
+            self.model = {"learners": {}, "fragments": {}, "marks": [], "losses": []}
+            self.fine, self.coarse = Follower(), Follower()
+        for name, times in (("fine", self.fine), ("coarse", self.coarse)):
+            if found := data.pop(name, None):
+                times.take({"whole": found} if fields["event"] == "snapshot" else found)
+        for name in ("learners", "fragments"):
+            for key, row in data.pop(name, {}).items():
+                if row is None:
+                    del self.model[name][key]
+                else:
+                    self.model[name][key] = self.model[name].get(key, {}) | row
+        for name in ("marks", "losses"):
+            self.model[name] = [*self.model[name], *data.pop(name, [])]
+        self.model |= data
+
+    def same_as(self, snapshot: Model) -> bool:
+        """Whether it is what a page that is opened now would have."""
+        snapshot = json.loads(json.dumps(snapshot))
+        for name, times in (("fine", self.fine), ("coarse", self.coarse)):
+            whole = snapshot.pop(name)
+            wanted = {lane: list(b64decode(cells)) for lane, cells in whole["lanes"].items()}
+            assert (times.step_s, times.first) == (whole["step_s"], whole["first"])
+            assert {lane: cells[: len(wanted[lane])] for lane, cells in times.lanes.items()} == wanted
+            assert times.series == whole["series"]
+        assert {key: self.model[key] for key in snapshot} == snapshot
+        return True
+
+
+async def next_event(events: AsyncIterator[bytes]) -> bytes:
+    async with asyncio.timeout(60):
+        return await anext(events)
+
+
+def test_a_page_that_follows_has_what_one_that_is_opened_now_gets() -> None:
+    """Through merges, a kill, a restart and the doublings of the whole run's buckets."""
+
+    async def main() -> None:
+        world, (first, second) = await under_way(2)
+        collector, page = collector_of(world), Page()
+        running = asyncio.create_task(collector.run())
+        async with aclosing(collector.follow("")) as events:
+            for number in range(700):
+                page.take(await next_event(events))
+                if number == 60:
+                    await second.kill()
+                if number == 120:
+                    second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
+            while page.last_id != f"e1-{collector._number}":
+                page.take(await next_event(events))
+            assert page.same_as(collector.model.snapshot())
+        assert page.kinds.count("snapshot") == 1
+        assert page.coarse.step_s > 0.25
+        running.cancel()
+        await end(first, second)
+
+    run_virtual(main())
+
+
+def test_a_page_that_slept_gets_what_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that, where it is still there; a snapshot, where it is not, and where the server is another one."""
+    monkeypatch.setattr(page_collector, "KEPT_PATCHES", 30)
+
+    async def main() -> None:
+        world, party = await under_way(1)
+        collector, page = collector_of(world), Page()
+        running = asyncio.create_task(collector.run())
+        async with aclosing(collector.follow("")) as events:
+            page.take(await next_event(events))
+        await asyncio.sleep(30)  # it sleeps
+        async with aclosing(collector.follow(page.last_id)) as events:
+            while page.last_id != f"e1-{collector._number}":
+                page.take(await next_event(events))
+        assert set(page.kinds[1:]) == {"patch"}
+        assert page.same_as(collector.model.snapshot())
+        for strange in (f"e2-{collector._number}", "e1-999999", "e1--1", "e1-٣", "e1-", "\x00", "e1-1e3"):
+            async with aclosing(collector.follow(strange)) as events:
+                assert b"event: snapshot\n" in await next_event(events)
+        await asyncio.sleep(page_collector.KEPT_PATCHES * page_collector.UNWATCHED_S + 60)
+        async with aclosing(collector.follow(page.last_id)) as events:
+            assert b"event: snapshot\n" in await next_event(events)
+        running.cancel()
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_who_reads_too_slowly_gets_a_snapshot_and_not_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of its reads more has come than is kept."""
+    monkeypatch.setattr(page_collector, "KEPT_PATCHES", 3)
+
+    async def main() -> None:
+        world, party = await under_way(1)
+        collector, page = collector_of(world), Page()
+        await collector.look()
+        async with aclosing(collector.follow("")) as events:
+            page.take(await next_event(events))
+            for _ in range(10):
+                await asyncio.sleep(1)
+                await collector.look()
+            page.take(await next_event(events))
+        assert page.kinds == ["snapshot", "snapshot"]
+        assert page.same_as(collector.model.snapshot())
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
+    """And it ends where the learner is back, as another life."""
+
+    async def main() -> None:
+        world, (first, second) = await under_way(2)
+        collector = collector_of(world)
+        running = asyncio.create_task(collector.run())
+        async with aclosing(collector.follow("")) as events:
+            await next_event(events)
+            await asyncio.sleep(10)
+            assert seconds(collector.model.snapshot()["fine"], "L/l1", Of.GONE) == 0
+            await second.kill()
+            await asyncio.sleep(2)
+            model = collector.model.snapshot()
+            assert seconds(model["fine"], "L/l1", Of.GONE) > 0
+            assert seconds(model["fine"], "L/l0", Of.GONE) == 0
+            assert (model["learners"]["l1"]["state"], model["learners"]["l0"]["state"]) == ("silent", "live")
+            await asyncio.sleep(10)
+            model = collector.model.snapshot()
+            assert model["learners"]["l1"]["state"] == "dead"
+            assert [(one["what"], one["who"]) for one in model["marks"] if one["what"] == "went silent"] == [
+                ("went silent", "l1")
+            ]
+            assert model["sentence"]["text"].startswith("The run goes on without l1")
+            second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
+            await asyncio.sleep(10)
+            model = collector.model.snapshot()
+            assert (model["learners"]["l1"]["state"], model["learners"]["l1"]["lives"]) == ("live", 2)
+            assert 10 <= seconds(model["fine"], "L/l1", Of.GONE) <= 14
+            late = [bits for at, bits in lane(model["fine"], "L/l1") if at > world.clock.unix() - 5]
+            assert late
+            assert all(bits & Of.TRAINING and not bits & Of.GONE for bits in late[:-2])
+        running.cancel()
+        await end(first, second)
+
+    run_virtual(main())
+
+
+class Away(MemoryBus):
+    """A bus that can be cut off."""
+
+    away = False
+
+    async def read_reports(self) -> Any:
+        if self.away:
+            raise BusUnavailable("cut off")
+        return await super().read_reports()
+
+
+def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -> None:
+    """Meanwhile the sentence says so, and nothing that was on the tape is lost."""
+
+    async def main() -> None:
+        world, party = await under_way(2)
+        bus = Away(RUN, world.clock, world.store)
+        collector = Collector(bus, VirtualClock(), "e1")
+        running = asyncio.create_task(collector.run())
+        await asyncio.sleep(5)
+        bus.away = True
+        await asyncio.sleep(10)
+        said = collector.model.snapshot()["sentence"]
+        assert said["text"].startswith("Redis has not answered for")
+        assert "BusUnavailable: cut off" in said["text"]
+        bus.away = False
+        await asyncio.sleep(5)
+        await collector.look()
+        model = collector.model.snapshot()
+        assert model["sentence"]["level"] == "well"
+        assert seconds(model["fine"], "L/l0", Of.GONE) == 0
+        merged = sum(bool(bits & In.MERGED) for _, bits in lane(model["coarse"], "F/0"))
+        assert merged >= (await world.versions())[0]
+        running.cancel()
+        await end(*party)
+
+    run_virtual(main())
+
+
+class Timed(VirtualLearner):
+    """One that says how long it has trained."""
+
+    began_s = 0.0
+
+    def report(self, left: bool) -> LearnerReport:
+        report, now_s = super().report(left), self.world.clock.now()
+        self.began_s = self.began_s if report.step else now_s
+        return report.model_copy(update={"wall_s": now_s - self.began_s})
+
+
+def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
+    """Merges by time from the tape, trained tokens and lives from reports, gaps of learners that are dead since."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        early = collector_of(world)
+        running = asyncio.create_task(early.run())
+        first = Timed("l0", world, 0.1, "0" * 16).start()
+        second = Timed("l1", world, 0.1, "1" * 16).start()
+        await asyncio.sleep(60)
+        await second.kill()
+        await asyncio.sleep(30)
+        second = Timed("l1", world, 0.1, "2" * 16).start()
+        await asyncio.sleep(60)
+        late = collector_of(world)
+        await late.look()
+        await early.look()
+        seen, came = early.model.snapshot(), late.model.snapshot()
+        begun_s = seen["coarse"]["first"] * seen["coarse"]["step_s"]
+        for name in ("tokens", "merged", "merges"):
+            for at_s in (20, 45, 75, 110, 140):
+                wanted, found = (at(one["coarse"], name, begun_s + at_s) for one in (seen, came))
+                assert found == pytest.approx(wanted, rel=0.1, abs=30), (name, at_s)
+        assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
+        assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
+        assert came["learners"]["l1"]["lives"] == 2
+        assert any("told apart from where" in note for note in came["notes"])
+        running.cancel()
+        await end(first, second)
+
+    run_virtual(main())
+
+
+def at(times: Model, name: str, unix_s: float) -> float:
+    """A sum at a time: where nothing was noted it is what it was before."""
+    values = times["series"][name][: int(unix_s / times["step_s"]) - times["first"] + 1]
+    return next((one for one in reversed(values) if one is not None), 0.0)
+
+
+def test_a_window_that_was_open_before_anybody_looked_is_open_since_then() -> None:
+    """The tape says when: a quorum that cannot be met is seen for as long as it lasts."""
+
+    async def main() -> None:
+        world, (first, second) = await under_way(3, quorum=2)
+        await second.kill()
+        await asyncio.sleep(60)
+        collector = collector_of(world)
+        await collector.look()
+        model = collector.model.snapshot()
+        assert model["fragments"]["0"]["state"] == "collecting"
+        assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
+        assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, and 1 is live")
+        await end(first, second)
+
+    run_virtual(main())
+
+
+def test_a_tape_that_was_trimmed_is_said() -> None:
+    """The sums are right all the same: what the tape lacks is in them from its beginning on."""
+
+    async def main() -> None:
+        world, party = await under_way(20)
+        entries = await world.bus.read_tape({0: START}, limit=10_000)
+        await world.bus.trim_tape(0, entries[len(entries) // 2].entry_id)
+        collector = collector_of(world)
+        await collector.look()
+        model = collector.model.snapshot()
+        assert any("earlier ones are in the sums" in note for note in model["notes"])
+        merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
+        assert merged[-1] == model["totals"]["merged_tokens"]
+        assert merged[0] > 0.4 * merged[-1]
+        assert merged == sorted(merged)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_finished_run_stands_still() -> None:
+    """What is over does not grow, however long it is looked at; nobody is missed."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=3000))
+        world.start_syncer()
+        party = [VirtualLearner(f"l{n}", world, 0.1, f"{n:016x}").start() for n in range(2)]
+        collector = collector_of(world)
+        running = asyncio.create_task(collector.run())
+        await world.finish(*party)
+        await asyncio.sleep(10)
+        before = collector.model.snapshot()
+        await asyncio.sleep(600)
+        after = collector.model.snapshot()
+        assert before["sentence"]["level"] == "over"
+        assert after["coarse"] == before["coarse"]
+        assert seconds(after["coarse"], "L/l0", Of.GONE) == 0
+        assert after["learners"]["l0"]["state"] == "left"
+        running.cancel()
+
+    run_virtual(main())
+
+
+# --- bounds ----------------------------------------------------------------------------------------------
+
+
+def look(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Look:
+    heads = [samples.head(p, version=3) for p in range(2)]
+    status = build_status(
+        "run", samples.spec(), samples.run_state(), reports, heads, None, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
+    )
+    return Look(now_s=now_s, status=status, **given)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """More learners, events and evaluations than anybody looks at: lanes, marks and points have an end, sums do not."""
+    model = PageModel("run")
+    reports = [samples.seen(f"l{n}") for n in range(MOST_LANES + 50)]
+    events = [Event(name="learner_joined", who=f"l{n}", detail="x" * 500, unix_s=1500.0) for n in range(2 * MOST_MARKS)]
+    points = [
+        Evaluation(loss=1.0, tokens=n, versions=(), unix_s=1000.0 + n / 10, elapsed_s=0.0, final=False)
+        for n in range(3 * MOST_LOSSES)
+    ]
+    model.see(look(reports=reports, events=events, evaluations=points))
+    model.patch()
+    told = model.snapshot()
+    assert len(told["learners"]) == MOST_LANES
+    assert told["totals"]["learners"] == MOST_LANES + 50
+    assert len(told["marks"]) == MOST_MARKS
+    assert all(len(one["detail"]) <= 200 for one in told["marks"])
+    assert len(told["losses"]) <= 2 * MOST_LOSSES
+    assert told["losses"][-1][1] == 3 * MOST_LOSSES - 1
+
+
+def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
+    """A report of years, records and events of the next century and of the last one."""
+    model, now_s = PageModel("run"), 2_000_000_000.0
+    merge = samples.committed(version=1, unix_s=9e10, contributions=())
+    refused = Rejected.of(
+        samples.header("l0"), (0, 1), lost_tokens=1, reason=RefusalReason.FLOOD, detail="", unix_s=9e10
+    )
+    event = Event(name="learner_joined", who="l0", detail="", unix_s=9e10)
+    seen = samples.seen("l0", wall_s=1e12, age_s=0.1)
+    model.see(look(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
+    model.patch()
+    told = model.snapshot()
+    coarse = told["coarse"]
+    assert coarse["step_s"] * 1200 < 900 * 86400
+    assert coarse["first"] * coarse["step_s"] > now_s - 900 * 86400
+    assert told["marks"][0]["at_s"] <= now_s
+    assert (coarse["first"] + len(coarse["series"]["tokens"]) - 1) * coarse["step_s"] <= now_s
+
+
+def test_a_refused_header_of_a_made_up_name_has_no_lane() -> None:
+    """Its name is not even an id."""
+    model = PageModel("run")
+    strange = Rejected.of(None, (0, 1), lost_tokens=0, reason=RefusalReason.BAD_MESSAGE, detail="", unix_s=1999.0)
+    named = strange.model_copy(update={"learner": "<img src=x onerror=alert(1)>"})
+    model.see(look(records=[strange, named], reports=[samples.seen("l0")]))
+    model.patch()
+    assert set(model.snapshot()["coarse"]["lanes"]) == {"L/l0", "F/0"}
+
+
+# --- from the tape alone ---------------------------------------------------------------------------------
+
+
+def test_a_page_of_a_tape_has_its_merges() -> None:
+    """Of a run whose learners and server are gone: lanes from contributions, sums to the token."""
+
+    async def main() -> None:
+        world, (first, second) = await under_way(3)
+        await second.kill()
+        await world.until_version(8)
+        records = await world.tape()
+        model = model_of_tape("its-folder", records, None)
+        assert model is not None
+        merges = [one for one in records if isinstance(one, Committed) and one.contributions]
+        assert model["totals"]["outer_steps"] == len(merges)
+        assert set(model["coarse"]["lanes"]) == {"L/l0", "L/l1", "F/0", "F/1"}
+        assert "of 2 learners" in model["sentence"]["text"]
+        wanted = sum(part.tokens for one in merges for part in one.contributions) / 2
+        assert model["totals"]["merged_tokens"] == pytest.approx(wanted, abs=1)
+        await end(first, second)
+
+    run_virtual(main())
+    assert model_of_tape("empty", [], None) is None

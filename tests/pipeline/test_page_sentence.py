@@ -1,0 +1,221 @@
+"""Each sentence that the page may begin with: what is so, why, and what to do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.messages.head import Head, WindowView
+from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
+from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.view.page.sentence import REMEDIES, Beside, patience_s, verdict
+from diloco.pipeline.view.status import Status, build_status
+from tests import samples
+
+NOW_S = 1100.0
+
+
+def window(state: str, reason: str = "because", **given: Any) -> WindowView:
+    fields = {"attempt": 0, "members": ("l0",), "expected": 2, "deadline_unix_s": None}
+    return WindowView(state=state, reason=reason, **{**fields, **given})
+
+
+def status(
+    reports: Sequence[SeenReport] = (),
+    state: RunState | None = None,
+    heads: Sequence[Head | None] | None = None,
+    syncers: Sequence[str] = ("syncer",),
+    evaluation: Evaluation | None = None,
+    spec: Any = None,
+    **sync: Any,
+) -> Status:
+    """A run of two fragments that has merged 40 times each, unless told otherwise."""
+    if heads is None:
+        heads = [samples.head(p, version=40, merged_tokens=800, interval=4) for p in range(2)]
+    return build_status(
+        "my-run",
+        spec if spec is not None else samples.spec(**sync),
+        state or samples.run_state(),
+        reports,
+        heads,
+        evaluation,
+        [],
+        NOW_S,
+        5.0,
+        {f"{n:08x}": name for n, name in enumerate(syncers)},
+        ["00000000"] * len(heads),
+    )
+
+
+TWO = (samples.seen("l0"), samples.seen("l1"))
+
+
+def test_a_redis_that_does_not_answer() -> None:
+    """Whatever was so before: nobody can know now. A hiccup is not worth a word."""
+    said = verdict(status(TWO), Beside(away_s=12.0, away="BusUnavailable: refused"))
+    assert said["level"] == "bad"
+    assert said["text"] == (
+        "Redis has not answered for 12 s (BusUnavailable: refused): learners train on, nothing is merged."
+    )
+    assert "See that Redis runs" in said["do"]
+    assert verdict(status(TWO), Beside(away_s=1.0, away="x"))["level"] == "well"
+
+
+def test_nothing_was_read_yet() -> None:
+    assert verdict(None, Beside())["text"] == "Nothing is known of the run yet."
+    assert verdict(None, Beside(away="BusUnavailable: refused"))["level"] == "bad"
+
+
+@pytest.mark.parametrize(("syncers", "where"), [(("s",), "a syncer waits"), ((), "no syncer is here either")])
+def test_a_run_that_nobody_has_joined(syncers: Sequence[str], where: str) -> None:
+    found = build_status("my-run", None, None, [], [], None, [], NOW_S, 5.0, dict.fromkeys(syncers, "s"))
+    said = verdict(found, Beside())
+    assert said["text"] == f"The run has not begun: no learner has joined, {where}."
+    assert said["do"] == "Start one: diloco learner --run my-run"
+
+
+def test_learners_that_wait_for_a_syncer() -> None:
+    seen = samples.seen("l0", tokens=0, step=0, versions=())
+    found = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {})
+    said = verdict(found, Beside())
+    assert said["text"] == "1 learner waits for a syncer: nothing can be merged without one."
+    assert said["do"] == "Start one: diloco syncer --run my-run"
+    begins = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {"0": "s"})
+    assert verdict(begins, Beside())["text"] == "The run begins: its first learner uploads the first parameters."
+
+
+def test_heads_that_redis_has_lost() -> None:
+    said = verdict(status(TWO, heads=[samples.head(0), None]), Beside())
+    assert said["level"] == "bad"
+    assert said["text"].startswith("Nothing is merged: the heads of fragments 1 are not on the bus")
+
+
+def test_no_syncer() -> None:
+    said = verdict(status(TWO, syncers=()), Beside())
+    assert said["text"] == "Nothing is merged, since no syncer is here; 2 learners train on."
+    assert said["do"] == "Start one: diloco syncer --run my-run"
+
+
+def test_a_run_that_comes_to_its_end() -> None:
+    said = verdict(status(TWO, samples.run_state(phase=Phase.DRAINING, reason="budget spent")), Beside())
+    assert said["text"] == "The run comes to its end (budget spent): last deltas merge."
+
+
+def test_a_finished_run() -> None:
+    """It says what came of it, whoever is silent by now."""
+    evaluation = samples_evaluation()
+    state = samples.run_state(phase=Phase.FINISHED, tokens=2000, started_unix_s=1000.0)
+    said = verdict(status([samples.seen("l0", age_s=40.0)], state, evaluation=evaluation), Beside(away_s=0))
+    assert said == {
+        "level": "over",
+        "text": "The run is finished: 2000 tokens in 1:00, 40% of them merged; global loss 1.5000.",
+        "do": "",
+    }
+
+
+def samples_evaluation() -> Evaluation:
+    return Evaluation(loss=1.5, tokens=2000, versions=(40, 40), unix_s=1090.0, elapsed_s=90.0, final=True)
+
+
+def test_nobody_is_left() -> None:
+    said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside())
+    assert said["text"] == "No learner is left, so nothing is trained: l0 (silent for 1:15)."
+    assert said["do"] == "Start one: diloco learner --run my-run"
+    assert "all have left" in verdict(status([samples.seen("l0", left=True)]), Beside())["text"]
+
+
+def test_a_quorum_that_cannot_be_met() -> None:
+    """It names who is missing, and how many to start."""
+    seen = [samples.seen("l0"), *(samples.seen(f"l{n}", age_s=20.0) for n in range(1, 6))]
+    said = verdict(status(seen, quorum=3), Beside())
+    assert said["level"] == "bad"
+    assert said["text"] == (
+        "Nothing can be merged: a merge needs 3 learners, and 1 is live; missing: "
+        "l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more."
+    )
+    assert said["do"] == "Start 2 more: diloco learner --run my-run"
+
+
+STUCK = Beside(unmerged_s=90.0)
+
+
+@pytest.mark.parametrize("reason", list(RefusalReason))
+def test_deltas_that_are_refused(reason: RefusalReason) -> None:
+    """The reason that is most frequent, and what to do about it, in words that do not break off."""
+    said = verdict(status(TWO), Beside(unmerged_s=90.0, refused={reason.value: 7, "other": 2}))
+    assert said["text"] == f"Nothing was merged for 1:30: deltas are refused, 7 of them as {reason.value}."
+    remedy = REMEDIES.get(reason.value, "see the reasons in `diloco tape`")
+    assert said["do"] == f"{remedy[:1].upper()}{remedy[1:]}."
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("merging", "the syncer is at a merge"),
+        ("uploading", "uploads are awaited"),
+        ("grace", "a grace window is open"),
+        ("collecting", "windows wait for more deltas"),
+    ],
+)
+def test_a_window_that_does_not_come_to_its_end(state: str, why: str) -> None:
+    """The window's own reason is said, with what to look at."""
+    heads = [samples.head(0), samples.head(1, window=window(state, "1 of 2, waits for l1"))]
+    said = verdict(status(TWO, heads=heads), STUCK)
+    assert said["text"] == f"Nothing was merged for 1:30: {why} (fragment 1: 1 of 2, waits for l1)."
+    assert said["do"]
+
+
+def test_no_delta_comes() -> None:
+    said = verdict(status(TWO), STUCK)
+    assert said["text"] == "Nothing was merged for 1:30: no delta comes, though 2 learners train."
+    still = [samples.seen("l0", step=0)]
+    assert "no learner has made a step yet" in verdict(status(still), STUCK)["text"]
+
+
+def test_patience_is_some_rounds_of_the_usual_learner() -> None:
+    """A round of minutes is no reason to worry after ten seconds."""
+    slow = status([samples.seen("l0", step_s=20.0)], heads=[samples.head(p, version=40, interval=24) for p in range(2)])
+    assert patience_s(slow) == 3 * 24 * 20.0
+    assert verdict(slow, Beside(unmerged_s=600.0))["level"] == "well"
+    assert patience_s(status(TWO)) == 10.0
+    assert verdict(status(TWO), Beside(unmerged_s=11.0))["level"] == "bad"
+
+
+def test_a_redis_that_is_nearly_full() -> None:
+    said = verdict(status(TWO), Beside(redis_share=0.93))
+    assert said["text"] == "Redis is 93% full: once it is, nothing can be published or merged."
+    assert "maxmemory" in said["do"]
+    assert verdict(status(TWO), Beside(redis_share=0.5))["level"] == "well"
+
+
+def test_merges_that_do_not_keep_up() -> None:
+    """The warning of `pacing.slow_merges` is the sentence."""
+    heads = [samples.head(p, version=40, interval=4, window=window("idle", merge_s=60.0)) for p in range(2)]
+    said = verdict(status(TWO, heads=heads), Beside())
+    assert said["level"] == "note"
+    assert said["text"].startswith("Merges take longer than a round of the learners has room for (2 of 2 fragments")
+
+
+def test_a_run_that_goes_on_without_a_learner() -> None:
+    """Who is silent is named, and that nobody waits for it; whoever left in order is not missed."""
+    seen = [*TWO, samples.seen("l2", age_s=12.0), samples.seen("l3", age_s=50.0, left=True)]
+    said = verdict(status(seen), Beside())
+    assert said["level"] == "note"
+    assert said["text"].startswith(
+        "The run goes on without l2 (silent for 12 s), and nobody waits: 2 learners train at"
+    )
+    assert said["do"] == "Start it again: diloco learner --run my-run"
+
+
+def test_a_run_that_is_well() -> None:
+    said = verdict(status(TWO, samples.run_state(tokens=2500)), Beside(unmerged_s=3.0, refused={"too_stale": 1}))
+    assert said == {
+        "level": "well",
+        "text": "The run is well: 2 learners train at 200 tokens/s, of which 32% are merged; "
+        "25% of the budget is done, about 38 s are left.",
+        "do": "",
+    }
+    new = status(TWO, heads=[samples.head(p) for p in range(2)])
+    assert verdict(new, Beside())["text"] == (
+        "The run begins well: 2 learners train at 200 tokens/s; first deltas are on their way."
+    )
