@@ -141,5 +141,7 @@ class RunState(Message):
     """A learner not heard from for this long is not waited for; None: an earlier build has not said."""
     checkpoint: Annotated[str, Field(pattern=r"^(checkpoint-[0-9]{1,19}-[0-9a-f]{8})?$")] = ""
     """Name of the checkpoint that was begun last: syncers save their fragments in a folder of this name."""
+    problem: Text = ""
+    """What the lead cannot write to a disk or a store, in words; "": it can."""
     origin_unix_s: UnixSeconds | None = None
     """Of a resumed run: when its first part began. What learners saved in any of its parts is their own."""

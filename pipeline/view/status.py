@@ -339,6 +339,7 @@ def build_status(
         warnings.insert(0, f"quorum {quorum} > {live} live")
     if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
+    warnings += [state.problem] if state is not None and state.problem else []
     doubted = sorted({learner for head in present for learner in head.window.doubted})
     if doubted and (state is None or state.phase is not Phase.FINISHED):
         warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")

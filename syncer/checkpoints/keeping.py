@@ -48,6 +48,8 @@ class Checkpoints:
         self._wanted = asyncio.Event()
         self.begun = self._own = ""
         """The one that this syncer is saving as the lead, for the run's state; and the last one that it began."""
+        self._saved: tuple[object, ...] = ()
+        """What the last one was of: tokens, and the heads' digests."""
         self.problem = ""
         """Why the last one could not be saved, in words for the status."""
         self.went_on = asyncio.Event()
@@ -59,7 +61,7 @@ class Checkpoints:
     # --- while the run lasts ----------------------------------------------------------------------------
 
     async def keep(self, every_s: float, leads: Callable[[], bool]) -> None:
-        """Save one every so often, while this syncer leads."""
+        """Save one every so often, while this syncer leads and something has changed."""
         while True:
             await asyncio.sleep(every_s)
             if leads():
@@ -144,6 +146,10 @@ class Checkpoints:
         context = self._context
         try:
             state = await run_state(self._bus)
+            heads = await self._bus.read_heads(range(self._count))
+            now = state.tokens, *(None if head is None else head.digest for head in heads)
+            if now == self._saved and not told:
+                return True
             name = checkpoint_name(state.tokens, context.random_hex)
             await begin_checkpoint(self._place, name, self._leftovers, context.offload)
             self.begun = self._own = name
@@ -161,7 +167,7 @@ class Checkpoints:
             return False
         finally:
             self.begun = ""
-        self.problem = ""
+        self.problem, self._saved = "", now
         self._log.info("checkpoint_saved", path=str(folder))
         return True
 

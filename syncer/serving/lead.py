@@ -6,6 +6,7 @@ It is whichever syncer serves fragment 0; `closing` ends the run after it.
 from typing import Any
 
 from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
 from diloco.pipeline.view.shares import sample_due, with_sample
 from diloco.pipeline.view.status import merged_tokens
 from diloco.syncer.context import SyncerContext
@@ -22,15 +23,16 @@ class Lead:
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
         self._sample_from_s = 0.0
 
-    async def move(self, state: RunState | None, checkpoint: str = "") -> RunState:
+    async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState:
         """Write the state that follows from the present one (None: the run has none yet), and return it.
 
-        checkpoint: the one that this syncer has begun last, "" if it has begun none.
+        checkpoint: the one that this syncer has begun last, "" if it has begun none. problem: as `RunState`.
 
         Raises:
             BusError: ask again.
         """
         counted = await self._counted(state or self._first())
+        counted = counted.model_copy(update={"problem": problem[:MAX_TEXT_CHARS]})
         if checkpoint:
             counted = counted.model_copy(update={"checkpoint": checkpoint})
         state = await self._closed(counted)

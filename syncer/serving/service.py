@@ -76,7 +76,8 @@ class SyncerService:
         if self.serving is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
         status = await read_status(self.bus, self.clock, self.settings.liveness_s)
-        status["warnings"] += self.serving.problems
+        told = status["warnings"]
+        told += [one for one in self.serving.problems if not any(one in warning for warning in told)]
         return status
 
     def ready(self) -> tuple[bool, str]:

@@ -207,7 +207,8 @@ class Serving:
         state = await lost.state(await self._bus.read_state(), watch.state)
         reports = await lost.reports(found)
         if self.leads():
-            state = await self._lead.move(state, self._checkpoints.begun if self._checkpoints else "")
+            begun = self._checkpoints.begun if self._checkpoints else ""
+            state = await self._lead.move(state, begun, "; ".join(self.problems))
         if self._checkpoints:
             self._checkpoints.see(state)
         if state is not None and state.phase.rank >= Phase.CLOSING.rank:

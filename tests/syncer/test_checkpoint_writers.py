@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
+from diloco.pipeline.view.status import read_status
 from diloco.syncer.checkpoints import keeping, saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
@@ -330,3 +331,42 @@ def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
     assert (tmp_path / "latest").exists() == in_time
     if in_time:
         assert len(load_checkpoint(str(tmp_path)).fragments) == 8
+
+
+def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(tmp_path: Path) -> None:
+    """As `diloco status` and the display of `diloco run` do, until one is saved."""
+    place = tmp_path / "place"
+    place.write_bytes(b"no folder")
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=place, checkpoint_every=5.0)
+        world.start_syncer()
+        learner = VirtualLearner("l", world).start()
+        await world.until_version(3)
+        await asyncio.sleep(6.0)
+        (warning,) = (await read_status(world.bus, world.clock))["warnings"]
+        assert f"could not be saved in {place}" in warning
+        place.unlink()
+        await asyncio.sleep(6.0)
+        assert (await read_status(world.bus, world.clock))["warnings"] == []
+        await learner.kill()
+
+    run_virtual(main())
+
+
+def test_a_run_in_which_nothing_happens_is_saved_once(tmp_path: Path) -> None:
+    """Else the same state takes the place of all the checkpoints before it."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=5.0)
+        world.start_syncer()
+        learner = VirtualLearner("l", world).start()
+        await world.until_version(3)
+        await learner.kill()
+        await asyncio.sleep(60.0)
+        before = place_of(tmp_path).names()
+        await asyncio.sleep(60.0)
+        assert place_of(tmp_path).names() == before
+        load_checkpoint(tmp_path)
+
+    run_virtual(main())
