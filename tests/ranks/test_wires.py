@@ -1,6 +1,9 @@
 """Connections between ranks, in one process."""
 
 import asyncio
+import os
+import signal
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -189,3 +192,24 @@ async def test_a_question_that_is_cancelled_in_mid_vector_is_said_to_its_end() -
             await asked
         assert await wires[0].ask(1, "take", vector=np.ones(10, np.float32)) == 10
         assert not wires[1]._broken.done()
+
+
+async def test_a_rank_that_dies_is_noticed_though_a_child_of_it_lives() -> None:
+    """A child that was forked has all that was open: it lets go of the lines, and of nothing else."""
+    with tempfile.TemporaryFile() as other:
+        async with wired(2) as wires:
+            child = os.fork()
+            if not child:
+                os.write(other.fileno(), b"its own")
+                signal.pause()
+            try:
+                wires[1]._writers[0].close()
+                with pytest.raises(RankGone, match="rank 1"):
+                    await wires[0].watch()
+                while not os.fstat(other.fileno()).st_size:
+                    await asyncio.sleep(0.01)
+            finally:
+                os.kill(child, signal.SIGKILL)
+                await asyncio.to_thread(os.waitpid, child, 0)
+        other.seek(0)
+        assert other.read() == b"its own"

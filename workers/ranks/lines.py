@@ -6,6 +6,7 @@ they met.
 
 import asyncio
 import hmac
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -18,6 +19,36 @@ SILENT_S = 20
 CONNECT_S = 60.0
 TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
+
+
+_ours: set[tuple[int, int]] = set()
+"""(file descriptor, inode) of sockets to other ranks, some closed by now."""
+
+
+def _is_open(one: tuple[int, int]) -> bool:
+    fd, inode = one
+    try:
+        return os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+def _note(fd: int) -> None:
+    _ours.intersection_update([one for one in _ours if _is_open(one)])
+    _ours.add((fd, os.fstat(fd).st_ino))
+
+
+def _let_go() -> None:
+    """In a child that was forked, such as one that loads data: while it had them open, a dead rank would look alive."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for one in _ours:
+        if _is_open(one):
+            os.dup2(nothing, one[0], inheritable=False)  # the number stays taken: the copy of its owner may close it
+    os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Writer(Protocol):
@@ -58,7 +89,9 @@ class Lines(Protocol):
 
 def listen(host: str) -> socket.socket:
     """A socket on which other ranks will call."""
-    return socket.create_server((host, 0))
+    listener = socket.create_server((host, 0))
+    _note(listener.fileno())
+    return listener
 
 
 class TcpLines:
@@ -144,5 +177,6 @@ class TcpLines:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
         self._lines[other] = reader, writer
+        _note(line.fileno())
         if len(self._lines) == self.ranks - 1:
             self._all_here.set()
