@@ -310,7 +310,7 @@ def test_a_signal_that_comes_as_a_dropped_learner_leaves_ends_the_process(monkey
     """`SystemExit` would end the thread in which it leaves, and nobody would know."""
 
     class Asked:
-        id, over, finished, progress = "l0", False, False, 0.1
+        id, over, finished, progress, exit_status = "l0", False, False, 0.1, 75
 
         def close(self) -> None:
             raise Stopped(signal.SIGTERM)

@@ -150,8 +150,9 @@ def literals() -> Iterator[tuple[str, str]]:
 
 
 def test_every_flag_that_a_message_names_is_a_flag():
-    """Of some command, or of torchrun, which the baseline is started with."""
-    known = {"--help", "--version", "--no", "--standalone", "--max-restarts", "--nproc-per-node"}
+    """Of some command, or of torchrun, which the baseline and ranks are started with."""
+    torchrun = {"--standalone", "--max-restarts", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
+    known = {"--help", "--version", "--no"} | torchrun
     for name in cli.COMMANDS:
         top: Any = get_command(cli.load_command(name))
         for command in (top, *getattr(top, "commands", {}).values()):

@@ -38,7 +38,7 @@ def test_ranks_that_nobody_says_are_one_learner_are_refused(tmp_path: Path, monk
     early = learner(nn.Linear(2, 2))
     with process_group(tmp_path):
         monkeypatch.setattr(distributed, "get_world_size", lambda *_: 2)
-        with pytest.raises(UsageError, match=r"has 2 ranks, and the model is neither .* nor sharded.*pass mesh="):
+        with pytest.raises(UsageError, match=r"has 2 ranks, and the model is neither .* nor sharded.*passes mesh="):
             learner(nn.Linear(2, 2))
         with pytest.raises(UsageError, match="has 2 ranks"):
             early.open()
