@@ -310,7 +310,7 @@ def test_a_signal_that_comes_as_a_dropped_learner_leaves_ends_the_process(monkey
     """`SystemExit` would end the thread in which it leaves, and nobody would know."""
 
     class Asked:
-        id, over, finished, progress, exit_status = "l0", False, False, 0.1, 75
+        id, over, finished, progress = "l0", False, False, 0.1
 
         def close(self) -> None:
             raise Stopped(signal.SIGTERM)
@@ -353,7 +353,7 @@ def test_the_share_at_which_a_trainer_ended_is_the_one_known_after_leaving() -> 
     """What is flushed on leaving counts too."""
 
     class Left:
-        id, over, finished, progress = "l0", False, False, 0.1
+        id, over, finished, progress, exit_status = "l0", False, False, 0.1, 75
 
         def close(self) -> None:
             self.progress = 0.4
