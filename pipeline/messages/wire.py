@@ -46,6 +46,7 @@ SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]
 MOST_TOKENS = 2**62
 Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 MOST_ELEMENTS = 2**110
+ELEMENTS_BYTES = 16
 
 
 def _from_wire(value: object) -> object:
@@ -56,7 +57,6 @@ def _to_wire(value: int, info: SerializationInfo) -> int | bytes:
     return value if info.mode == "json" or value <= MOST_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
 
 
-ELEMENTS_BYTES = 16
 TokenElements = Annotated[
     int, Field(ge=0, le=MOST_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
 ]

@@ -420,27 +420,42 @@ async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> St
     """
     data = await bus.read_spec()
     spec = None if data is None else decode(Spec, data)
-    heads: list[Head | None] = []
     if spec is not None:
         bus.use_groups(spec.sync.groups)
-        # Totals of heads before those of reports: what was merged was reported as trained earlier.
-        heads = await bus.read_heads(range(spec.sync.fragments))
+    evaluation, info = await _last_evaluation(bus, clock), await bus.info()
+    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info.warnings, live_s)
+    return status
+
+
+async def read_status_of(
+    bus: Bus,
+    clock: Clock,
+    spec: Spec | None,
+    evaluation: Evaluation | None,
+    bus_warnings: Sequence[str],
+    live_s: float | None,
+) -> tuple[Status, list[Head | None], RunState | None]:
+    """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
+
+    bus: groups set, if there is a spec.
+    """
+    # Totals of heads before those of reports: what was merged was reported as trained earlier.
+    heads = [] if spec is None else await bus.read_heads(range(spec.sync.fragments))
     syncers = await bus.read_syncers()
     holders = await bus.read_leases(range(len(heads)))
     reports = await bus.read_reports()
     state = await bus.read_state()
-    evaluation = await _last_evaluation(bus, clock)
-    info = await bus.info()
-    return build_status(
+    status = build_status(
         bus.keys.run,
         spec,
         state,
         reports,
         heads,
         evaluation,
-        info.warnings,
+        bus_warnings,
         clock.unix(),
         _liveness(state, live_s),
         syncers,
         holders,
     )
+    return status, heads, state

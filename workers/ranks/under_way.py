@@ -24,10 +24,10 @@ class UnderWay:
     """What rank 0 has decided and not counted yet, whose uploads are under way, and what goes to another server.
 
     With a fragment one thing is done at a time. Of the fragments of one server so many snapshots are under way as it
-    has room for. A fragment does not go to another server between the decision to
-    snapshot it and the end of that upload, and none is snapshot while it goes: so a residual is fed by one server, and
-    what becomes of a delta is told to the one that has made it. The training thread decides on adoptions, the exchange
-    thread moves, both want snapshots.
+    has room for. A fragment does not go to another server between the decision to snapshot it and the end of that
+    upload, and none is snapshot while it goes: so a residual is fed by one server, and what becomes of a delta is told
+    to the one that has made it. The training thread decides on adoptions, the exchange thread moves, both want
+    snapshots.
     """
 
     def __init__(self, room: Room) -> None:
@@ -45,13 +45,14 @@ class UnderWay:
             return adoptions
 
     def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
-        """Those to be snapshot of fragments to be published. servers: by fragment, of what was adopted."""
+        """Those to be snapshot.
+
+        due: fragments to be published, each once. servers: by fragment, of what was adopted.
+        """
         with self._lock:
-            snapshots = set[int]()
+            snapshots, busy = set[int](), self._serving.keys() | self._fragments | self._moving
             for p in due:
-                if p not in self._serving.keys() | self._fragments | self._moving and self._room.has(
-                    servers[p], p, self._serving
-                ):
+                if p not in busy and self._room.has(servers[p], p, self._serving):
                     snapshots.add(p)
                     self._serving[p] = servers[p]
             self._fragments |= snapshots

@@ -22,7 +22,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.model import Look, Model, PageModel
-from diloco.pipeline.view.status import LIVE_S, Status, build_status
+from diloco.pipeline.view.status import Status, read_status_of
 
 T = TypeVar("T")
 
@@ -213,30 +213,11 @@ class _Reader:
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
     async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], float | None]:
-        bus, spec = self._bus, self._spec
-        # Totals of heads before those of reports: what was merged was reported as trained earlier.
-        heads = [] if spec is None else await bus.read_heads(range(spec.sync.fragments))
-        syncers = await bus.read_syncers()
-        holders = await bus.read_leases(range(len(heads)))
-        reports = await bus.read_reports()
-        state = await bus.read_state()
         if (now := self._clock.now()) - self._asked_s >= INFO_S:
-            self._info, self._asked_s = await bus.info(), now
+            self._info, self._asked_s = await self._bus.info(), now
         warnings = self._info.warnings if self._info is not None else ()
-        live_s = self._live_s or (state.liveness_s if state is not None else None) or LIVE_S
-        status = build_status(
-            bus.keys.run,
-            spec,
-            state,
-            reports,
-            heads,
-            evaluation,
-            warnings,
-            self._clock.unix(),
-            live_s,
-            syncers,
-            holders,
-        )
+        given = self._spec, evaluation, warnings, self._live_s
+        status, heads, state = await read_status_of(self._bus, self._clock, *given)
         return status, heads, None if state is None else state.started_unix_s
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
