@@ -21,8 +21,7 @@ class Shared:
     """Fragment -> serial of the last delta of which header and payload are on the bus."""
     state: RunState | None = None
     offer_again: bool = False
-    """The bus was away: deltas on the present bases must be offered again. Reset by whoever counts
-    the steps."""
+    """The bus was away: deltas on the present bases must be offered again. Reset by who counts steps."""
     pull_s: float = 0.0
     """As `LearnerReport.pull_s`."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
