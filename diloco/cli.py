@@ -36,6 +36,10 @@ COMMANDS: dict[str, Entry] = {
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),
     "watch": Entry("diloco.commands:watch", "Serve the page of any run, beside it: lanes of learners, loss, tokens."),
+    "runs": Entry(
+        "diloco.runs:app", "The runs of a Redis: list them, extend a finished one, free a dead one: a group."
+    ),
+    "finish": Entry("diloco.runs:finish", "End a run in order, from anywhere."),
     "report": Entry("diloco.commands:report", "Print the report of a finished run, or write its page as one file."),
     "tape": Entry("diloco.commands:tape", "Print a run's event tape, or make its merges again and compare."),
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
