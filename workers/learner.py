@@ -71,7 +71,7 @@ class Learner:
         model: nn.Module,
         optimizer: Optimizers | None = None,
         *,
-        run: str = "run",
+        run: str | None = None,
         redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
@@ -92,9 +92,9 @@ class Learner:
             model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
                 are is settled on joining: `step` refuses to go on with a model that was changed since.
             optimizer: the inner one, a wrapper of it, or a list of several. Moments stay as a fragment is adopted.
-            run: name of the run.
+            run: name of the run; default: the environment's DILOCO_RUN, else "run".
             redis_url: default: the environment's DILOCO_REDIS_URL.
-            learner_id: unique among live learners; default: host, process id and a random part.
+            learner_id: unique among live learners; default: DILOCO_LEARNER_ID, else host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
                 of fragments that is not given is no more than the model has trained tensors.
             tokens: the run's budget, also as "2.5M": trained tokens of all learners together. The first party that has
@@ -403,7 +403,7 @@ class Learner:
         """
         self._life.open(self._prepare)
         if self._life.once_joined.late:
-            detail = "it has its model: choose another name of the run to train again"
+            detail = "it has its model; to train on: diloco runs extend NAME --tokens N, or another name of the run"
             structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self
 

@@ -68,7 +68,7 @@ def _condition(learner: LearnerStatus) -> Text:
     return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
 
 
-class _Fitting:
+class Fitting:
     """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
 
     def __init__(
@@ -109,7 +109,7 @@ _FOLDED = {"learner": 20, "state": 8}
 """Columns whose cells may take several lines, and their width in a table that has to be narrow."""
 
 
-def _learner_table(status: Status) -> _Fitting:
+def _learner_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     learners = present(status["learners"])
     for learner in learners[:MOST_ROWS]:
@@ -127,10 +127,10 @@ def _learner_table(status: Status) -> _Fitting:
         rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", ""))
     names = ("learner", "inner step", "tokens/s", "loss", "versions", "state")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return _Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
+    return Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
 
 
-def _fragment_table(status: Status) -> _Fitting:
+def _fragment_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     fragments = status["fragments"]
     for fragment in fragments[:MOST_ROWS]:
@@ -151,7 +151,7 @@ def _fragment_table(status: Status) -> _Fitting:
         rows.append(("", "", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
     names = ("fragment", "version", "interval", "window", "k of K", "expected", "grace left")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return _Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
+    return Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
 
 
 def _syncers(status: Status) -> str:
