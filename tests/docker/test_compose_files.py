@@ -115,7 +115,7 @@ def test_redis_knows_after_a_restart_whom_it_knew_by_invitation_and_nobody_who_w
     script = script.replace("/etc/diloco/users.acl", f"{tmp_path}/given.acl")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_SYNCER_PASSWORD": "secret"}
     for _ in range(2):
-        subprocess.run(["sh", "-c", script], env=environment, check=True)
+        subprocess.run(["/bin/sh", "-c", script], env=environment, check=True)
         digest = hashlib.sha256(b"secret").hexdigest()
         assert (tmp_path / "users.acl").read_text() == f"user syncer on #{digest} +ping\nuser invited-anna on #22\n"
 
