@@ -29,6 +29,9 @@ COMMANDS: dict[str, Entry] = {
         "diloco.launcher.demo:command", "The same, with a learner that is killed and started again on the way."
     ),
     "plan": Entry("diloco.plan:command", "What a run needs for a model and a link: H, P, codec, memory, bytes, cores."),
+    "doctor": Entry(
+        "diloco.doctor.command:command", "Look at this machine and its Redis, and say what is wrong before a run is."
+    ),
     "data": Entry("diloco.data:app", "Make token shards of text of any size, for --data, and check them: a group."),
     "learner": Entry("diloco.commands:learner", "Join a run as a learner, with the built-in trainer."),
     "redis": Entry("diloco.own_redis:command", "Start a Redis for the parties of a run, here and on other machines."),

@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from diloco.cli import main
 from diloco.options import takes
 from diloco.pipeline.bus import acl
-from diloco.pipeline.bus.redis.users import OLDEST, RedisUsers, connect_users
+from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
+from diloco.pipeline.bus.server import USERS_FROM
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyId
 from diloco.pipeline.process import logs
@@ -240,8 +241,8 @@ def _url(settings: ServerSettings) -> str:
 async def _users(url: str) -> AsyncIterator[RedisUsers]:
     users = await connect_users(url)
     try:
-        if await users.version() < OLDEST:
-            raise UsageError(f"users with rights of their own need Redis {OLDEST} or Valkey; this Redis is older")
+        if await users.version() < USERS_FROM:
+            raise UsageError(f"users with rights of their own need Redis {USERS_FROM} or Valkey; this Redis is older")
         yield users
     finally:
         await users.close()

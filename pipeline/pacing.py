@@ -115,6 +115,26 @@ def slow_merges(
         allowed: times its room that a merge may take.
         together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
     """
+    found = slow_merges_found(sync, fragments, step_times, syncers, allowed, together_s)
+    return None if found is None else f"{found.found}: {found.helps}"
+
+
+class SlowMerges(NamedTuple):
+    """The two halves of the warning."""
+
+    found: str
+    helps: str
+
+
+def slow_merges_found(
+    sync: SyncSpec,
+    fragments: Iterable[Pace],
+    step_times: Sequence[float],
+    syncers: int,
+    allowed: float = 1.0,
+    together_s: float = 0.0,
+) -> SlowMerges | None:
+    """As `slow_merges`."""
     step_s = _usual(step_times)
     if step_s is None:
         return None
@@ -128,16 +148,16 @@ def slow_merges(
     takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
     round_s = interval * step_s
     by_outer = worst.outer_s > takes_s / 2
-    outer = f", outer step {_time(worst.outer_s)}" if by_outer else ""
-    return (
+    outer = f", outer step {as_time(worst.outer_s)}" if by_outer else ""
+    return SlowMerges(
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
-        f"fragment {worst.fragment} {_time(takes_s)}{outer}, its round of {interval} steps {_time(round_s)}, room "
-        f"{_time(takes_s / ratio)}), and learners train longer between two syncs: "
-        f"{'; or '.join(_helps(sync, worst, ratio, syncers, by_outer))}"
+        f"fragment {worst.fragment} {as_time(takes_s)}{outer}, its round of {interval} steps {as_time(round_s)}, room "
+        f"{as_time(takes_s / ratio)}), and learners train longer between two syncs",
+        "; or ".join(_helps(sync, worst, ratio, syncers, by_outer)),
     )
 
 
-def _time(seconds: float) -> str:
+def as_time(seconds: float) -> str:
     """'2.6 s', '12 ms', '0.25 ms'."""
     if seconds >= 0.1:
         return f"{seconds:.1f} s"

@@ -28,16 +28,20 @@ ONLY_IN = {
 }
 
 PURE = (
+    "diloco/doctor/checks.py",
+    "diloco/doctor/facts.py",
     "diloco/launcher/devices.py",
     "pipeline/agreement.py",
     "pipeline/bus/cluster_slots.py",
     "pipeline/bus/commits.py",
     "pipeline/bus/key_usage.py",
     "pipeline/bus/keys.py",
+    "pipeline/bus/server.py",
     "pipeline/bus/stored_values.py",
     "pipeline/ema.py",
     "pipeline/errors.py",
     "pipeline/files/address.py",
+    "pipeline/findings.py",
     "pipeline/files/strict_json.py",
     "pipeline/fragments.py",
     "pipeline/messages/delta.py",

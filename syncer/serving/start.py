@@ -9,6 +9,7 @@ from typing import TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
@@ -16,7 +17,6 @@ from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
-from diloco.pipeline.redis_memory import redis_bytes, redis_holds
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoints.loading import load_checkpoint
@@ -31,8 +31,6 @@ LOOK_S = 0.1
 """How often the bus is asked for what others put there: nothing tells when they do."""
 WORTH_MEASURING = 1e10
 """Operations of an outer step of all fragments: a tenth of a second of one core."""
-LEAST_LEARNERS = 4
-"""A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +115,9 @@ async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
     info = await bus.info()
     for warning in info.warnings:
         structlog.get_logger().warning("bus_warning", detail=warning)
-    learners = max(LEAST_LEARNERS, sync.quorum)
-    needed = redis_bytes(layout.elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
-    if 0 < info.maxmemory_bytes < needed:
-        raise UsageError(
-            f"Redis has maxmemory {info.maxmemory_bytes / 2**20:.0f} MiB; this model needs at least "
-            f"{needed / 2**20:.0f} MiB ({redis_holds(learners)}): raise it"
-        )
+    found = room(info.maxmemory_bytes, layout.elements, sync)
+    if found.level == "error":
+        raise UsageError(f"{found} (`diloco doctor` looks at all of it)")
 
 
 async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:

@@ -7,7 +7,7 @@ There are no retries here: the caller knows what may be repeated.
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from diloco.pipeline.bus import cluster_slots, stored_values
+from diloco.pipeline.bus import cluster_slots, server, stored_values
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.tls import check_files
@@ -61,21 +61,19 @@ _REMEDIES = {
     "NOREPLICAS": "too few replicas answer: start them, or lower its min-replicas-to-write",
 }
 """What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
-NEARLY_FULL = 0.9
-"""Share of maxmemory from which on it is warned of."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),
-        "it asks for a client certificate: set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
+        "it asks for a client certificate; set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
     ),
     (
         re.compile("CERTIFICATE_VERIFY_FAILED"),
-        "its certificate is not to be trusted: set DILOCO_REDIS_CA to the file of the authority that issued it",
+        "its certificate is not to be trusted; set DILOCO_REDIS_CA to the file of the authority that issued it",
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        "no TLS is spoken there: name its TLS port, or use redis://",
+        "no TLS is spoken there; name its TLS port, or use redis://",
     ),
 )
 """What OpenSSL says, and what to do."""
@@ -111,7 +109,7 @@ def translate(error: BaseException, where: str) -> DilocoError:
         return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
     for sign, hint in _TLS:
         if sign.search(text):
-            return UsageError(f"Redis at {where}: {hint} ({text})")
+            return UsageError(f"Redis at {where}: {text}: {hint}")
     if isinstance(error, rx.NoScriptError):
         return BusUnavailable(f"Redis at {where} does not have the scripts yet: a syncer loads them")
     if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
@@ -173,8 +171,14 @@ def parse(url: str) -> tuple[dict[str, Any], str]:
     return options, where
 
 
-async def connect_calls(url: str) -> "RedisCalls":
+DOCTOR = " (`diloco doctor` looks into it)"
+"""What errors end with of a server that refuses a party, or does not answer it at its start."""
+
+
+async def connect_calls(url: str, hint: str = DOCTOR) -> "RedisCalls":
     """Reach a Redis server or cluster; see `redis_streams.connect`.
+
+    hint: what the errors of a server that refuses, or does not answer, end with.
 
     Raises:
         UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
@@ -192,12 +196,12 @@ async def connect_calls(url: str) -> "RedisCalls":
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except _ERRORS as error:
-        raise _hinted(translate(error, where), _is_tls(options)) from None
+        refused = _hinted(translate(error, where), is_tls(options))
+        raise type(refused)(f"{refused}{hint}") from None
     finally:
         await probe.aclose()
-    version = str(info["redis_version"])
-    if tuple(map(int, version.split(".")[:2])) < (6, 2):
-        raise UsageError(f"Redis at {where} is version {version}; 6.2 or newer is needed")
+    if (found := server.version(server.Server.of(info))).level == "error":
+        raise UsageError(f"Redis at {where} is {found}")
     cluster = bool(info.get("cluster_enabled"))
     if cluster and "path" in options:
         raise UsageError(f"Redis at {where} is a cluster: reach it by redis:// or rediss://, not by unix://")
@@ -220,27 +224,17 @@ def _hinted(error: DilocoError, tls: bool) -> DilocoError:
     return error
 
 
-def _is_tls(options: Mapping[str, Any]) -> bool:
+def is_tls(options: Mapping[str, Any]) -> bool:
+    """Whether connections with these options are encrypted."""
     kind = options.get("connection_class")
     return kind is not None and kind.__name__ == "SSLConnection"
-
-
-def _warnings(node: Mapping[str, Any]) -> Iterator[str]:
-    """What a server says of itself that somebody should mend."""
-    limit, policy = int(node.get("maxmemory", 0)), node.get("maxmemory_policy", "noeviction")
-    if limit and policy != "noeviction":
-        yield f"maxmemory-policy is {policy}: keys may be evicted; set noeviction"
-    if limit and (share := int(node["used_memory"]) / limit) >= NEARLY_FULL:
-        yield f"Redis uses {share:.0%} of its maxmemory: raise it; deltas are refused where it is full"
-    if "err" in (node.get("aof_last_write_status"), node.get("rdb_last_bgsave_status")):
-        yield "Redis cannot write to its disk: free space where it keeps its data; until then it may refuse all writes"
 
 
 def _client(options: dict[str, Any], cluster: bool) -> Client:
     if not cluster:
         return Redis.from_pool(ConnectionPool(**options))
     rest = {name: value for name, value in options.items() if name not in ("connection_class", "db")}
-    return RedisCluster(**rest, ssl=_is_tls(options), retry=Retry(NoBackoff(), 0))
+    return RedisCluster(**rest, ssl=is_tls(options), retry=Retry(NoBackoff(), 0))
 
 
 class RedisCalls:
@@ -262,7 +256,7 @@ class RedisCalls:
             reply: Any = await client.execute_command("INFO", **targets)
         nodes = list(reply.values()) if self.cluster and "redis_version" not in reply else [reply]
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
-        warnings = {warning for node in nodes for warning in _warnings(node)}
+        warnings = {warning for node in nodes for warning in server.warnings(server.Server.of(node))}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
             version=str(nodes[0]["redis_version"]),

@@ -11,9 +11,6 @@ from diloco.pipeline.bus.acl import User
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls
 from diloco.pipeline.errors import BusError
 
-OLDEST = 7
-"""Major version from which on a user's rights to read and to write are apart."""
-
 
 class RedisUsers:
     """A connection that may make users; made by `connect_users`."""

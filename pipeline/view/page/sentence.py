@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypedDict
 
+from diloco.pipeline.bus.server import NEARLY_FULL
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, duration
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
@@ -17,7 +18,6 @@ AWAY_S = 3.0
 LEAST_PATIENCE_S = 10.0
 ROUNDS = 3
 """Nothing was merged for so many rounds: something is wrong."""
-NEARLY_FULL = 0.9
 MOST_NAMED = 3
 SLOW = "merges take longer"
 """How `pacing.slow_merges` begins."""

@@ -1,0 +1,274 @@
+"""What the facts say: for each a finding, with the figure, and what to do where it is not as it should be. Pure."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from diloco.doctor.facts import Folder, Link, Machine, Run
+from diloco.pipeline.bus import server as of_server
+from diloco.pipeline.bus.acl import INVITED
+from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.findings import Finding, error, ok, warning
+from diloco.pipeline.needs import (
+    GLOBALS,
+    LEAST_PARAMS,
+    LINK_SHARE,
+    TRAINING_BYTES,
+    Needs,
+    Pace,
+    Site,
+    exchange_bytes,
+    needs_of,
+    pace_of,
+    round_trip_s,
+    syncer_bytes,
+)
+from diloco.pipeline.pacing import Pace as MergePace
+from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges_found
+from diloco.pipeline.redis_memory import CODECS
+from diloco.pipeline.units import as_bytes, as_rate, written
+
+PARTIES = ("syncer", "learner", "evaluator", "viewer")
+NAMED = {**{party: party for party in PARTIES}, INVITED: "learner"}
+"""Parties by the first word of the names that `diloco acl` and `diloco invite` give to users."""
+MOST_SKEW_S = 10.0
+"""Between two clocks, from which on the times that people read are said to be wrong."""
+FAR_S = 1.0
+"""A round trip from which on calls that are given up after a part of a lease have no time to spare."""
+LITTLE_BYTES = 100e6
+"""Of a disk: less is no room for a tape or a log."""
+
+
+# --- this machine -----------------------------------------------------------------------------------------
+
+
+def software(machine: Machine, party: str) -> Iterator[Finding]:
+    """Versions, and what is not installed."""
+    if machine.missing:
+        yield error("packages", f"not installed: {', '.join(machine.missing)}", "pip install diloco")
+    there = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    if "torch" in machine.packages:
+        yield ok("software", f"Python {machine.python}, {there}")
+    elif party == "learner":
+        yield error("software", f"Python {machine.python}, {there}, no torch", "pip install 'diloco[learner]'")
+    else:
+        yield ok("software", f"Python {machine.python}, {there}; no torch, which a syncer does without")
+
+
+def threads(machine: Machine) -> Finding:
+    """Whether those of all learners here have a core each."""
+    wanted, each = machine.processes * machine.threads, max(1, machine.cores // machine.processes)
+    who = "a learner has" if machine.processes == 1 else f"{machine.processes} learners have"
+    found = f"{who} {wanted} torch threads on {machine.cores} cores ({machine.threads_from})"
+    if wanted > machine.cores and machine.threads > each:
+        remedy = f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
+        return warning("threads", f"{found}, and stall each other", remedy)
+    return ok("threads", found)
+
+
+def blas(machine: Machine) -> Finding:
+    """Whether a syncer multiplies matrices on cores that are there."""
+    found = f"a syncer multiplies matrices on {machine.blas_threads} of {machine.cores} cores"
+    if machine.blas_threads > machine.cores:
+        return warning("BLAS", found, f"set OPENBLAS_NUM_THREADS={machine.cores} at most: threads that wait spin")
+    return ok("BLAS", f"{found}, {machine.speed.flops / 1e9:.0f} GFLOP/s")
+
+
+def folder(one: Folder) -> Finding:
+    """Whether it can be written to, and holds what will be."""
+    about = f"disk of {one.setting}"
+    if one.problem:
+        return error(about, f"{one.path} cannot be written: {one.problem}", f"name another folder by --{one.setting}")
+    found = f"{as_bytes(one.free_bytes)} free in {one.path}"
+    if one.free_bytes < max(one.needed_bytes, LITTLE_BYTES):
+        needs = max(one.needed_bytes, LITTLE_BYTES)
+        remedy = f"free space there, or name another folder by --{one.setting}"
+        return error(about, f"{found}, {as_bytes(needs)} needed", remedy)
+    return ok(about, found + (f", {as_bytes(one.needed_bytes)} needed" if one.needed_bytes else ""))
+
+
+# --- the server -------------------------------------------------------------------------------------------
+
+
+def server(nodes: Iterable[Server]) -> Iterator[Finding]:
+    """What it is and how it is set, each node of it."""
+    nodes = list(nodes)
+    looks = (of_server.version, of_server.role, of_server.eviction, of_server.fill, of_server.disk)
+    for look in (*looks, of_server.persistence):
+        yield from dict.fromkeys(map(look, nodes))
+
+
+def memory(nodes: Iterable[Server], run: Run) -> Finding:
+    """Whether the run fits into it."""
+    nodes = list(nodes)
+    limits = [node.maxmemory_bytes for node in nodes]
+    limit = sum(limits) if all(limits) else 0
+    machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # nodes may share one
+    return of_server.room(limit, run.params, run.sync, run.learners, machines)
+
+
+def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
+    """Who can listen, and who can come."""
+    if address.own_machine:
+        yield ok("transport", f"{address.where}, on this machine")
+        return
+    if address.tls:
+        yield ok("transport", f"TLS to {address.where}")
+    else:
+        yield warning(
+            "transport",
+            f"redis:// to {address.where}, which is not this machine: password, headers and payloads are not encrypted",
+            "use rediss:// and DILOCO_REDIS_CA, or a network that encrypts or that nobody else is on",
+        )
+    if not address.password:
+        unprotected = any(node.protected is False for node in nodes)
+        yield warning(
+            "access",
+            f"{address.where} asks for no password{' and is not in protected mode' if unprotected else ''}: whoever "
+            "reaches it may do everything",
+            "give each party a user (`diloco acl`), or set requirepass",
+        )
+
+
+def rights(address: Address, lacks: dict[str, str]) -> Finding:
+    """Which party this user may be."""
+    who = f"user {address.user}" if address.user else "the default user"
+    may = [party for party in PARTIES if not lacks[party]]
+    meant = next((party for name, party in NAMED.items() if address.user.partition("-")[0] == name), None)
+    if not may or (meant is not None and meant not in may):
+        missing = lacks[meant or "learner"]
+        remedy = (
+            "make its user anew with `diloco acl`, under the run's and the learner's own name (--run, --learner-id)"
+        )
+        return error("rights", f"{who} cannot be a {meant or 'party of the run'}: {missing}", remedy)
+    if meant is None and may == ["viewer"]:
+        return warning("rights", f"{who} may look at runs only", "set another user in DILOCO_REDIS_URL to take part")
+    return ok("rights", f"{who} may be: {', '.join(may)}")
+
+
+def clock(ahead_s: float, too_far_s: float) -> Finding:
+    """This machine's beside the server's.
+
+    too_far_s: from which on a checkpoint that another syncer is saving looks left over.
+    """
+    away, which = abs(ahead_s), "ahead of" if ahead_s > 0 else "behind"
+    found = f"this machine's clock is {as_time(away)} {which} the server's"
+    if away >= too_far_s:
+        why = "a syncer would take a checkpoint that another one is saving for left over"
+        return error("clock", f"{found}: {why}, and certificates may be refused", "set both clocks by NTP")
+    if away >= MOST_SKEW_S:
+        return warning("clock", f"{found}: ages and times of events are shown wrong by it", "set both clocks by NTP")
+    return ok("clock", found)
+
+
+# --- the line, and what the run asks of it ------------------------------------------------------------------
+
+
+def link(line: Link) -> Iterator[Finding]:
+    """How far the server is, and how fast the line."""
+    found = f"a round trip takes {as_time(line.round_trip_s)}"
+    if line.round_trip_s > FAR_S:
+        yield warning("distance", found, "have a Redis nearer by, or longer leases (--lease-s) on all syncers")
+    else:
+        yield ok("distance", found)
+    if line.up_bytes_per_s is None or line.down_bytes_per_s is None:
+        yield warning("line", f"no payload could be tried: {line.problem}", "mend what it says, and look again")
+    else:
+        up, down = as_rate(line.up_bytes_per_s), as_rate(line.down_bytes_per_s)
+        yield ok("line", f"{up} up and {down} down, by a payload of {as_bytes(line.bytes)}")
+
+
+def site_of(run: Run, machine: Machine, line: Link | None) -> Site:
+    """What is planned with: the run's model, on what was measured here."""
+    given: dict[str, float] = {"params": max(run.params, LEAST_PARAMS), "merge_rate": machine.merge_bytes_per_s}
+    if run.step_s is not None:
+        given["step_time"] = run.step_s
+    if line is not None:
+        given["latency"] = line.round_trip_s / 2
+        if line.up_bytes_per_s is not None and line.down_bytes_per_s is not None:
+            given["link"] = 8 * min(line.up_bytes_per_s, line.down_bytes_per_s)
+    return Site(**given, syncer_cores=machine.cores)  # type: ignore[arg-type]  # its fields are numbers
+
+
+def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
+    """What `diloco plan` says of the run at the pace that it has. outer_s: of its slowest fragment."""
+    sync = run.sync
+    wire, pulled = CODECS[sync.codec], GLOBALS[sync.global_codec].pulled
+    trip_s = round_trip_s(site, run.learners, sync.fragments, wire, pulled, outer_s)
+    pace = Pace(sync.sync_interval, sync.fragments, sync.codec, sync.global_codec, 1, outer_s, trip_s, {}, [])
+    return needs_of(site, pace, run.learners, sync.overlap_steps, sync.outer)
+
+
+def load(run: Run, site: Site) -> Finding:
+    """Whether the line carries what the run's H asks of it."""
+    sync, asked = run.sync, needs(run, site)
+    found = (
+        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the line: "
+        f"{as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
+    )
+    if asked.link_load <= LINK_SHARE:
+        return ok("line and run", found)
+    planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "int8", sync.outer)
+    remedy = (
+        f"fewer bits and longer rounds: --codec {planned.codec} --global-codec int8 --sync-interval {planned.interval}"
+        if not any("even at" in one for one in planned.warnings)
+        else "a faster line or a smaller model: no codec and no H will do (`diloco plan`)"
+    )
+    return (error if asked.link_load > 1 else warning)("line and run", found, remedy)
+
+
+def merges(run: Run, site: Site, machine: Machine) -> Finding:
+    """Whether merge and outer step on this machine hide behind a round."""
+    speed, sync = machine.speed, run.sync
+    outer_s = max(run.operations) / speed.flops
+    together_s = math.fsum(run.operations) / speed.flops / speed.at_once
+    asked = needs(run, site, outer_s)
+    slow = slow_merges_found(
+        sync,
+        [MergePace(0, sync.doubling * sync.sync_interval.bit_length(), asked.round_trip_s, outer_s)],
+        [site.step_time],
+        1,
+        together_s=together_s,
+    )
+    if slow is not None:
+        return warning("merges", slow.found, slow.helps)
+    room_s = full_room_steps(sync) * site.step_time
+    return ok(
+        "merges",
+        f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, the outer step "
+        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)}",
+    )
+
+
+def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
+    """Whether what its parties keep fits. Of a learner that is only its exchange: its training may be on a GPU."""
+    if not machine.memory_bytes:
+        return
+    sync = run.sync
+    wants = {
+        "syncer": syncer_bytes(run.params, run.learners, sync.codec, sync.outer),
+        "learner": machine.processes * exchange_bytes(run.params, sync.fragments, sync.codec),
+    }
+    for name, wanted in wants.items():
+        if party not in (name, "all"):
+            continue
+        found = f"a {name} here takes {as_bytes(wanted)} of {as_bytes(machine.memory_bytes)}"
+        if name == "learner":
+            training = machine.processes * TRAINING_BYTES["fp32"] * run.params
+            found += f", beside training ({as_bytes(training)} without activations, there or on a GPU)"
+        if wanted > machine.memory_bytes:
+            remedy = "several syncers share the fragments" if name == "syncer" else "a machine with more memory"
+            yield warning(f"memory of a {name}", found, remedy)
+        else:
+            yield ok(f"memory of a {name}", found)
+
+
+def plan(run: Run, site: Site) -> Finding:
+    """What the run has beside what a plan would choose for it here."""
+    sync = run.sync
+    has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
+    name = "the run" if run.under_way else "a run"
+    found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {run.learners} learners, has {has}"
+    if run.step_s is None:
+        return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")
+    planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)
+    return ok("plan", f"{found}; `diloco plan` has H = {planned.interval}, P = {planned.fragments}, {planned.codec}")

@@ -1,0 +1,246 @@
+"""`diloco doctor`: looks at this machine and its Redis, and says what is wrong, before a run is."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.text import Text
+
+from diloco.doctor import checks, measure
+from diloco.doctor.facts import Link, Machine, Run
+from diloco.options import takes
+from diloco.pipeline.bus.redis.examining import address_of, examine
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import fast_loop
+from diloco.pipeline.errors import BusError, DilocoError, UsageError
+from diloco.pipeline.files.address import Address, is_address
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.findings import Finding, error, ok
+from diloco.pipeline.needs import CHECKPOINT_BYTES, LEAST_PARAMS, MOST_PARAMS
+from diloco.pipeline.process import logs
+from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
+from diloco.pipeline.settings import BusSettings, SyncSettings
+from diloco.pipeline.units import Amount, Span
+from diloco.syncer.checkpoints.manifest import KEPT
+from diloco.syncer.checkpoints.saving import OLD_S
+from diloco.workers.trainer.models.sizes import SIZES, size_table
+
+MOST_S = 120.0
+"""Whatever a server does, all is told by then."""
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+class DoctorSettings(BusSettings, SyncSettings):
+    """What parties of this machine would be started with, as far as it matters here."""
+
+    learner_id: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name that a learner here will have"
+    )
+    threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner here")
+    model: str | None = Field(None, description="Size of the built-in model, in place of --params")
+    checkpoint_dir: Address | None = Field(None, description="Folder of a syncer's checkpoints")
+    tape_dir: Path | None = Field(None, description="Folder of a syncer's tape")
+    state_dir: Path | None = Field(None, description="Folder of a learner's own state")
+
+
+Party = Literal["all", "learner", "syncer"]
+
+
+class Report:
+    """Findings, shown as they come."""
+
+    def __init__(self, tell: Callable[[Finding], None]) -> None:
+        self.findings: list[Finding] = []
+        self._tell = tell
+
+    def add(self, *findings: Finding) -> None:
+        """Take and show."""
+        for finding in findings:
+            self.findings.append(finding)
+            self._tell(finding)
+
+    @property
+    def status(self) -> int:
+        """Of the process."""
+        return int(any(finding.level == "error" for finding in self.findings))
+
+
+def split(failure: Exception, remedy: str) -> tuple[str, str]:
+    """An error's text as what was found and what to do, which stands behind its last semicolon."""
+    found, sign, what = str(failure).rpartition("; ")
+    return (found, what) if sign else (str(failure), remedy)
+
+
+def _refused(failure: DilocoError) -> Finding:
+    remedy = "start it, or name another one by --redis-url or DILOCO_REDIS_URL; its port must be open to this machine"
+    return error("Redis", *split(failure, remedy))
+
+
+async def look(
+    settings: DoctorSettings, report: Report, run: Run | None, step_s: float | None
+) -> tuple[Run | None, Link | None]:
+    """All that needs the server. Returns the run that is there, else the one that was given; and the line."""
+    url = settings.bus_url()
+    if url is None:
+        return run, None
+    address, name = address_of(url), settings.learner_id
+    if name is None:
+        named = address.user.partition("-")
+        name = named[2] if named[0] in ("learner", "invited") and named[2] else f"doctor-{secrets.token_hex(2)}"
+    line = None
+    try:
+        examination = await examine(url)
+    except (UsageError, BusError) as failure:
+        report.add(_refused(failure))
+        return run, None
+    try:
+        async with open_bus(url, settings.run) as bus:
+            nodes = await examination.nodes()
+            report.add(*checks.server(nodes), *checks.transport(address, nodes))
+            report.add(checks.rights(address, await examination.lacks(bus.keys, name)))
+            with suppress(UsageError):  # a user without rights, which was said
+                run = await measure.read_run(bus, step_s) or run
+            line, ahead_s = await measure.look_at_line(bus, examination, nodes)
+            report.add(checks.clock(ahead_s, OLD_S), *checks.link(line))
+            if run is not None:
+                report.add(checks.memory(nodes, run))
+    except (UsageError, BusError) as failure:
+        report.add(_refused(failure))
+    finally:
+        await examination.close()
+    return run, line
+
+
+def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, party: Party) -> Iterator[Finding]:
+    """What needs no server."""
+    yield from checks.software(machine, party)
+    if party != "syncer":
+        yield checks.threads(machine)
+    if party != "learner":
+        yield checks.blas(machine)
+    params = 0.0 if run is None else run.params
+    needs = {
+        "checkpoint_dir": CHECKPOINT_BYTES * (KEPT + 1) * params,
+        "tape_dir": 0.0,
+        "state_dir": 2 * MOMENTS * VALUE_BYTES * params,  # the one before stays until the next one is whole
+    }
+    for name, needed in needs.items():
+        place = getattr(settings, name)
+        if place is None or (name == "checkpoint_dir" and is_address(place)):
+            continue
+        yield checks.folder(measure.look_at_folder(name.replace("_", "-"), Path(place), needed))
+
+
+def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Iterator[Finding]:
+    """What the run asks of the machine and the line."""
+    site = checks.site_of(run, machine, line)
+    yield checks.plan(run, site)
+    yield from checks.machine_memory(run, machine, party)
+    if run.step_s is None:
+        return
+    if line is not None and line.up_bytes_per_s is not None and party != "syncer":
+        yield checks.load(run, site)
+    if party != "learner":
+        yield checks.merges(run, site, machine)
+
+
+def _number(kind: type, flag: str, given: str | None) -> float | None:
+    if given is None:
+        return None
+    try:
+        return float(TypeAdapter(kind).validate_python(given))
+    except ValidationError as failure:
+        raise UsageError(f"{flag} {given}: {failure.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def _params(settings: DoctorSettings, params: float | None) -> float | None:
+    if params is not None and not LEAST_PARAMS <= params <= MOST_PARAMS:
+        raise UsageError(f"--params {params:g}: models from {LEAST_PARAMS:g} to {MOST_PARAMS:g} parameters are planned")
+    if params is not None or settings.model is None:
+        return params
+    if settings.model not in SIZES:
+        raise UsageError(f"--model {settings.model}: give --params instead; known by name are {size_table()}")
+    return float(SIZES[settings.model].parameters())
+
+
+@takes(DoctorSettings)
+def command(
+    settings: DoctorSettings,
+    params: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Parameters of the model, e.g. 1B, where no run is there yet")
+    ] = None,
+    step_time: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Of an inner step (default: as the run's learners report)")
+    ] = None,
+    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the run that is planned")] = 4,
+    here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
+    party: Annotated[Party, typer.Option("--as", help="What this machine is to be")] = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
+) -> None:
+    """Look at this machine and its Redis, and say what is wrong before a run is. Exit status 1: an error was found.
+
+    It takes seconds, and changes nothing: what it writes to Redis and to folders to try them is gone at once.
+
+    Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
+    """
+    logs.configure(settings.log_level)
+    step_s = _number(Span, "--step-time", step_time) or None  # type: ignore[arg-type]
+    planned = _params(settings, _number(Amount, "--params", params))  # type: ignore[arg-type]
+    console = Console(stderr=as_json)
+    report = Report((lambda finding: None) if as_json else (lambda finding: show(console, finding)))
+    run = None
+    if planned is not None:
+        run = measure.planned_run(settings.run, settings.sync_spec(), planned, learners, step_s)
+    with console.status("looking at this machine") as status:
+        machine = measure.look_at_machine(here, settings.threads)
+        status.update("looking at Redis")
+        with asyncio.Runner(loop_factory=fast_loop) as runner:
+            run, line = runner.run(_in_time(look(settings, report, run, step_s), report, run))
+    report.add(*of_machine(settings, machine, run, party))
+    if settings.redis_url is None:
+        report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
+    if run is None:
+        report.add(ok("run", "none is there, and neither --params nor --model was given: nothing to plan for"))
+    else:
+        report.add(*of_run(run, machine, line, party))
+    if as_json:
+        typer.echo(dumps([finding._asdict() for finding in report.findings]))
+    else:
+        console.print(closing(report.findings))
+    raise typer.Exit(report.status)
+
+
+Looked = tuple[Run | None, Link | None]
+
+
+async def _in_time(looking: Coroutine[Any, Any, Looked], report: Report, run: Run | None) -> Looked:
+    try:
+        async with asyncio.timeout(MOST_S):
+            return await looking
+    except TimeoutError:
+        remedy = "look at the network between this machine and it"
+        report.add(error("Redis", f"it did not answer all questions within {MOST_S:g} s", remedy))
+        return run, None
+
+
+def show(console: Console, finding: Finding) -> None:
+    """A line for what was found, another for what to do."""
+    line = Text.assemble((f"{finding.level:8}", COLOURS[finding.level]), f"{finding.about}: {finding.found}")
+    console.print(line, soft_wrap=True)
+    if finding.remedy:
+        console.print(Text(f"{'':8}-> {finding.remedy}"), soft_wrap=True)
+
+
+def closing(findings: list[Finding]) -> str:
+    """What it comes to."""
+    count = {level: sum(finding.level == level for finding in findings) for level in COLOURS}
+    if not count["error"] and not count["warning"]:
+        return f"all {count['ok']} findings are ok"
+    words = [f"{n} {level}{'s' * (n != 1)}" for level, n in count.items() if n and level != "ok"]
+    return f"{' and '.join(words)}, {count['ok']} ok"

@@ -1,0 +1,215 @@
+"""The facts, as this machine and its Redis have them: seconds of work, megabytes of traffic, nothing left behind.
+
+A server gets one payload under a key of its own, which is let go of at once, and goes by itself if this process dies;
+beside it the scripts that every party loads, which take no part in a run. A folder gets one file, which is removed.
+"""
+
+import asyncio
+import os
+import platform
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from statistics import median
+
+import ml_dtypes
+import numpy as np
+import threadpoolctl
+
+from diloco.doctor.facts import Folder, Link, Machine, Run
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis.examining import RedisExamination
+from diloco.pipeline.bus.server import Server
+from diloco.pipeline.errors import BusError, DilocoError, UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
+from diloco.pipeline.needs import Site, outer_operations
+from diloco.pipeline.outer_cost import operations_of
+from diloco.pipeline.pacing import known_steps
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.process.cores import one_blas_thread, product_speed, usable_cores
+from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
+from diloco.pipeline.transfer.payloads import pull, push
+from diloco.pipeline.view.status import LIVE_S
+from diloco.syncer.merging.fragment import outer_step
+from diloco.syncer.merging.merge import delta_norms, merge_shares
+
+PACKAGES = ("diloco", "numpy", "redis", "torch")
+"""Those whose versions are told."""
+LOOKS = 9
+"""Small calls, of which the median is a round trip."""
+FIRST_BYTES, MOST_BYTES = 2**20, 2**24
+"""Of the payload that is tried, at first, and where the line is fast."""
+SHARE_OF_FREE = 0.01
+"""Of a server's free memory, that the payload takes at most."""
+LONG_S = 0.2
+"""A payload that takes so long tells enough."""
+PATIENCE_S = 10.0
+"""A payload that takes longer is not waited for."""
+TTL_S = 30.0
+"""What a doctor that was killed leaves behind is gone after this."""
+MERGED_ELEMENTS, MERGED_DELTAS = 2**19, 8
+"""Of a merge that is timed: 8 MiB of deltas."""
+
+
+# --- this machine -----------------------------------------------------------------------------------------
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _missing() -> tuple[str, ...]:
+    """Packages that every process needs, and that are not installed."""
+    try:
+        asked = requires("diloco") or []
+    except PackageNotFoundError:  # from a source tree
+        return ()
+    names = [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in asked if ";" not in one]
+    return tuple(name for name in names if _installed(name) is None)
+
+
+def look_at_machine(processes: int, threads: int | None) -> Machine:
+    """What this machine is, and how fast it merges; threads: of each learner, as its settings have them."""
+    one_blas_thread()  # as in a syncer
+    cores, said = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if threads is not None:
+        each, by = threads, "as set"
+    elif said.isdecimal() and int(said):
+        each, by = int(said), f"OMP_NUM_THREADS={said}"
+    else:
+        each, by = cores, "all cores, unless told"
+    pools = threadpoolctl.threadpool_info()
+    found = {name: _installed(name) for name in PACKAGES}
+    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    told = all(name in os.sysconf_names for name in names)
+    return Machine(
+        python=platform.python_version(),
+        packages={name: one for name, one in found.items() if one is not None},
+        missing=_missing(),
+        cores=cores,
+        memory_bytes=float(os.sysconf(names[0]) * os.sysconf(names[1])) if told else 0.0,
+        processes=processes,
+        threads=each,
+        threads_from=by,
+        blas_threads=max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1),
+        speed=product_speed(),
+        merge_bytes_per_s=_merge_rate(),
+    )
+
+
+def _merge_rate() -> float:
+    """Bytes of bf16 deltas that a core merges a second, outer step of each element included, by a syncer's own code."""
+    spec = TensorSpec(name="t", shape=(MERGED_ELEMENTS,), dtype="float32", rule="mean", fragment=0)
+    layout, sync = layout_of([spec]).fragments[0], SyncSettings(outer="nesterov", outer_warmup=0).sync_spec()
+    values = np.linspace(-1, 1, MERGED_ELEMENTS, dtype=np.float32)
+    deltas = [values.astype(ml_dtypes.bfloat16)] * MERGED_DELTAS
+    norms, counters = [delta_norms(layout, deltas[0])] * MERGED_DELTAS, [(24, 1000)] * MERGED_DELTAS
+    took_s = []
+    for _ in range(3):
+        began = time.perf_counter()
+        outer_step(
+            layout, sync, (sync.outer_lr, sync.outer_momentum), values, {}, deltas, norms, merge_shares(counters)
+        )
+        took_s.append(time.perf_counter() - began)
+    return sum(delta.nbytes for delta in deltas) / min(took_s)
+
+
+def look_at_folder(setting: str, path: Path, needed_bytes: float) -> Folder:
+    """Write a file in a folder, or where it would be made, and remove it."""
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    free = float(shutil.disk_usage(there).free)
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".diloco-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Folder(setting, path, error.strerror or str(error), free, needed_bytes)
+    return Folder(setting, path, "", free, needed_bytes)
+
+
+# --- the run ----------------------------------------------------------------------------------------------
+
+
+async def read_run(bus: Bus, step_s: float | None) -> Run | None:
+    """The run that is on the bus, if there is one; step_s: instead of what its learners report."""
+    data = await bus.read_spec()
+    if data is None:
+        return None
+    spec = decode(Spec, data)
+    layout = layout_of(spec.tensors)
+    live = [one.report for one in await bus.read_reports() if one.age_s < LIVE_S and not one.report.left]
+    steps = known_steps([report.step_s_median or report.step_s for report in live])
+    return Run(
+        name=bus.keys.run,
+        sync=spec.sync,
+        params=float(layout.elements),
+        learners=max(1, len(live)),
+        step_s=step_s or (median(steps) if steps else None),
+        operations=tuple(operations_of((slot.tensor for slot in f.slots), spec.sync.outer) for f in layout.fragments),
+        under_way=True,
+    )
+
+
+def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s: float | None) -> Run:
+    """One that is not there yet, of a usual shape."""
+    each = outer_operations(Site(params=params), sync.outer) / sync.fragments
+    return Run(name, sync, params, learners, step_s, (each,) * sync.fragments, under_way=False)
+
+
+# --- the line ---------------------------------------------------------------------------------------------
+
+
+async def look_at_line(bus: Bus, examination: RedisExamination, nodes: list[Server]) -> tuple[Link, float]:
+    """Round trip and rates; and by how much this machine's clock is ahead of the server's, s."""
+    trips, ahead_s = await examination.look_at_clock(LOOKS)
+    room = min((node.maxmemory_bytes - node.used_bytes for node in nodes if node.maxmemory_bytes), default=None)
+    most = MOST_BYTES if room is None else min(MOST_BYTES, int(SHARE_OF_FREE * room))
+    round_trip_s = median(trips)
+    if most < FIRST_BYTES:
+        return Link(round_trip_s, problem="Redis is nearly full"), ahead_s
+    size, up, down = FIRST_BYTES, None, None
+    try:
+        while True:
+            try:
+                up_s, down_s = await _both_ways(bus, size)
+            except TimeoutError:
+                if up is None:
+                    up = down = size / PATIENCE_S
+                break
+            up, down = size / up_s, size / down_s
+            if 4 * size > most or min(up_s, down_s) > LONG_S:
+                break
+            size *= 4
+    except (BusError, UsageError) as error:
+        return Link(round_trip_s, problem=str(error)), ahead_s
+    return Link(round_trip_s, up, down, size), ahead_s
+
+
+async def _both_ways(bus: Bus, size: int) -> tuple[float, float]:
+    """Seconds that a payload of so many bytes takes to the server, and back.
+
+    Raises:
+        TimeoutError: longer than `PATIENCE_S`.
+    """
+    key = bus.keys.initial_payload(0, f"doctor-{secrets.token_hex(8)}")
+    values = np.frombuffer(secrets.token_bytes(size), np.float32)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            began = time.perf_counter()
+            await push(bus, key, values, CHUNK_BYTES, TTL_S)
+            there = time.perf_counter()
+            await pull(bus, key, len(values), "fp32", CHUNK_BYTES, extend_s=0.0)
+            return there - began, time.perf_counter() - there
+    finally:
+        with suppress(DilocoError):  # it goes by itself
+            await bus.expire_soon(key, 0.0)

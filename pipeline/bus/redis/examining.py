@@ -1,0 +1,159 @@
+"""A Redis looked at from outside by who is about to run on it: what it is, how far, how fast, and what its user may.
+
+Nothing of a run is read or written here. What a user may do is found by commands that are wrong in their values: a
+server looks at the rights first, so it answers either that they are missing, or what is wrong, and does nothing.
+"""
+
+import asyncio
+import ipaddress
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis.exceptions as rx
+from redis.asyncio.cluster import RedisCluster
+
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls, is_tls, parse, script
+from diloco.pipeline.bus.server import Address, Server
+
+CONFIG = ("save", "protected-mode")
+"""What INFO does not have. Many services forbid CONFIG."""
+NOWHERE = "0-0"
+"""An id that no entry of a stream can have."""
+NO_SCRIPT = "0" * 40
+NONCE = "doctor"
+
+
+def address_of(url: str) -> Address:
+    """Of a Redis URL.
+
+    Raises:
+        UsageError: malformed.
+    """
+    options, where = parse(url)
+    own = "path" in options or _loopback(str(options.get("host", "localhost")))
+    return Address(where, own, is_tls(options), bool(options.get("password")), str(options.get("username") or ""))
+
+
+def _loopback(host: str) -> bool:
+    """Whether all addresses of a name are this machine's own; one that nobody knows is another's."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+
+
+Probe = Sequence[Any]
+
+
+def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
+    """What each party cannot do without, as commands that do nothing."""
+    here, bad = keys.group(0), ("a", "b", "c")  # a field without a value
+    return {
+        "syncer": [
+            ("SCRIPT LOAD", script("write_chunk").text),  # has been loaded on connecting, if it may be
+            ("EVALSHA", NO_SCRIPT, 1, keys.head(0)),
+            ("HSET", keys.head(0), *bad),
+            ("SET", keys.lease(0), NONCE, "none"),
+            ("XADD", keys.tape(here), NOWHERE, "a", "b"),
+            ("XADD", keys.global_payload(0, 0, NONCE), NOWHERE, "a", "b"),
+        ],
+        "learner": [
+            ("EVALSHA", NO_SCRIPT, 1, keys.deltas(0, learner)),
+            ("EXISTS", keys.spec),
+            ("XLEN", keys.tape(here)),
+            ("XADD", keys.deltas(0, learner), NOWHERE, "a", "b"),
+            ("XADD", keys.delta_payload(0, learner, NONCE, 0), NOWHERE, "a", "b"),
+            ("HSET", keys.learners, *bad),
+            ("SET", keys.holder(learner), NONCE, "none"),
+            ("XADD", keys.shards, NOWHERE, "a", "b"),
+        ],
+        "evaluator": [
+            ("EXISTS", keys.spec),
+            ("XLEN", keys.global_payload(0, 0, NONCE)),
+            ("XADD", keys.evaluations, NOWHERE, "a", "b"),
+        ],
+        "viewer": [("EXISTS", keys.spec), ("HGETALL", keys.syncers), ("HKEYS", keys.senders(here))],
+    }
+
+
+class RedisExamination:
+    """A connection that looks; made by `examine`."""
+
+    def __init__(self, calls: RedisCalls) -> None:
+        self._calls = calls
+
+    async def nodes(self) -> list[Server]:
+        """What each node that holds keys says of itself."""
+        cluster = self._calls.cluster
+        targets = {"target_nodes": RedisCluster.PRIMARIES} if cluster else {}
+        async with self._calls.call("control", CONTROL_S) as client:
+            reply: Any = await client.execute_command("INFO", **targets)
+        nodes = list(reply.values()) if cluster and "redis_version" not in reply else [reply]
+        config = {} if cluster else await self._config()
+        return [Server.of(node, config) for node in nodes]
+
+    async def _config(self) -> dict[str, str]:
+        found = {}
+        for name in CONFIG:
+            (reply,) = await self._calls.pipeline("control", CONTROL_S, [("CONFIG", "GET", name)])
+            if isinstance(reply, Exception):
+                return {}
+            flat = list(reply.items()) if isinstance(reply, dict) else list(zip(reply[::2], reply[1::2], strict=True))
+            found |= {_text(key): _text(value) for key, value in flat}
+        return found
+
+    async def look_at_clock(self, times: int) -> tuple[list[float], float]:
+        """Round trips of so many small calls, s; and by how much this machine's clock is ahead of the server's, s."""
+        trips, ahead = [], []
+        for _ in range(times):
+            began, unix = time.perf_counter(), time.time()
+            seconds, microseconds = await self._calls.command("TIME")
+            trips.append(time.perf_counter() - began)
+            ahead.append(unix + trips[-1] / 2 - int(seconds) - int(microseconds) / 1e6)
+        return trips, min(ahead, key=abs)
+
+    async def lacks(self, keys: RunKeys, learner: str) -> dict[str, str]:
+        """Party -> the right that it would need and this user lacks, in the server's words; "": it may be that party.
+
+        learner: the name under which a learner would come.
+        """
+        return {party: await self._missing(probes) for party, probes in _probes(keys, learner).items()}
+
+    async def _missing(self, probes: Sequence[Probe]) -> str:
+        answers = await asyncio.gather(*map(self._refused, probes))
+        return next((answer for answer in answers if answer), "")
+
+    async def _refused(self, probe: Probe) -> str:
+        async with self._calls.call("control", CONTROL_S) as client:
+            try:
+                await client.execute_command(*probe)
+            except rx.NoPermissionError as error:
+                return f"{probe[0]} {'' if probe[0] == 'SCRIPT LOAD' else _key_of(probe)}: {error}"
+            except rx.ResponseError:
+                return ""  # it would have been permitted
+        return ""
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._calls.close()
+
+
+def _key_of(probe: Probe) -> str:
+    return str(probe[3] if probe[0] == "EVALSHA" else probe[1])
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def examine(url: str) -> RedisExamination:
+    """Reach a server to look at it.
+
+    Raises:
+        UsageError, BusUnavailable: as `redis_streams.connect`.
+    """
+    return RedisExamination(await connect_calls(url, hint=""))

@@ -1,0 +1,168 @@
+"""What a Redis server says of itself, and what is wrong with it. Pure.
+
+One judgement for all who ask: the bus as it connects and warns, the syncer before it begins, `diloco doctor`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from diloco.pipeline.findings import Finding, error, ok, warning
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.redis_memory import redis_bytes, redis_holds
+
+OLDEST = (6, 2)
+"""Version from which on a server has what scripts and streams need."""
+USERS_FROM = 7
+"""Major version from which on a user's rights to read and to write are apart."""
+NEARLY_FULL = 0.9
+"""Share of maxmemory from which on it is warned of."""
+LEAST_LEARNERS = 4
+"""A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
+KEEPS_KEYS = "noeviction"
+
+
+class Address(NamedTuple):
+    """How a server is reached, as its URL says it; without secrets."""
+
+    where: str
+    own_machine: bool
+    """By a unix socket, or at an address of loopback."""
+    tls: bool
+    password: bool
+    user: str
+    """"" where the URL names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One node, by its own INFO; and by its CONFIG what INFO does not have, where this user may ask."""
+
+    version: str
+    used_bytes: int = 0
+    maxmemory_bytes: int = 0
+    """0: no limit."""
+    machine_bytes: int = 0
+    """Memory of its machine; 0: not told."""
+    policy: str = KEEPS_KEYS
+    append_only: bool = False
+    disk_fails: bool = False
+    """Its last write of the append-only file or of a snapshot failed."""
+    follows: bool = False
+    """A replica, which refuses writes."""
+    save: str | None = None
+    """When it takes snapshots, "" for never; None: not told."""
+    protected: bool | None = None
+    """Protected mode; None: not told."""
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None) -> Self:
+        """Of a node's INFO, as a client library reads it."""
+        config = config or {}
+        mode = config.get("protected-mode")
+        return cls(
+            version=str(info["redis_version"]),
+            used_bytes=int(info.get("used_memory", 0)),
+            maxmemory_bytes=int(info.get("maxmemory", 0)),
+            machine_bytes=int(info.get("total_system_memory", 0)),
+            policy=str(info.get("maxmemory_policy", KEEPS_KEYS)),
+            append_only=bool(info.get("aof_enabled", 0)),
+            disk_fails="err" in (info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")),
+            follows=info.get("role") == "slave",
+            save=config.get("save"),
+            protected=None if mode is None else mode == "yes",
+        )
+
+
+def version(server: Server) -> Finding:
+    """Whether it is new enough."""
+    parts = tuple(map(int, server.version.split(".")[:2]))
+    if parts < OLDEST:
+        return error("Redis version", f"version {server.version}", "6.2 or newer is needed")
+    if parts[0] < USERS_FROM:
+        said = f"version {server.version}: runs; `diloco acl` and `diloco invite` need {USERS_FROM}, or Valkey"
+        return ok("Redis version", said)
+    return ok("Redis version", f"version {server.version}")
+
+
+def eviction(server: Server) -> Finding:
+    """Whether it drops keys where its memory is full."""
+    if server.maxmemory_bytes and server.policy != KEEPS_KEYS:
+        return warning(
+            "eviction",
+            f"maxmemory-policy is {server.policy}: keys may be evicted",
+            f"set maxmemory-policy {KEEPS_KEYS}",
+        )
+    return ok(
+        "eviction", f"maxmemory-policy is {server.policy}" if server.maxmemory_bytes else "none without maxmemory"
+    )
+
+
+def fill(server: Server) -> Finding:
+    """How full it is."""
+    limit = server.maxmemory_bytes
+    if limit and (share := server.used_bytes / limit) >= NEARLY_FULL:
+        return warning(
+            "Redis fill", f"Redis uses {share:.0%} of its maxmemory", "raise it; deltas are refused where it is full"
+        )
+    return ok("Redis fill", f"{server.used_bytes / 2**20:.0f} MiB in use")
+
+
+def disk(server: Server) -> Finding:
+    """Whether it can write what it keeps."""
+    if server.disk_fails:
+        return warning(
+            "Redis disk",
+            "Redis cannot write to its disk",
+            "free space where it keeps its data; until then it may refuse all writes",
+        )
+    return ok("Redis disk", "its last writes went well")
+
+
+def persistence(server: Server) -> Finding:
+    """What a restart of it loses."""
+    if server.append_only:
+        return ok("persistence", "append-only file: a restart loses a second at most")
+    lost = "the last minutes" if server.save else "all"
+    if server.save is None:
+        lost = "all since its last snapshot, if it takes any"
+    return warning(
+        "persistence",
+        f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
+        "set appendonly yes (appendfsync everysec), or keep checkpoints (--checkpoint-dir)",
+    )
+
+
+def role(server: Server) -> Finding:
+    """Whether it takes writes."""
+    if server.follows:
+        return error("Redis role", "this server is a replica, which refuses writes", "name the primary's address")
+    return ok("Redis role", "primary")
+
+
+def warnings(server: Server) -> Iterator[str]:
+    """What somebody should mend while a run goes on."""
+    yield from (str(found) for found in (eviction(server), fill(server), disk(server)) if found.level != "ok")
+
+
+def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0) -> Finding:
+    """Whether its memory can hold a run, by what `diloco plan` says for as many learners.
+
+    Args:
+        maxmemory_bytes: of all nodes together; 0: no limit.
+        elements: of the model.
+        sync: the run's.
+        learners: that are expected; no fewer than `LEAST_LEARNERS`, or a quorum, are reckoned with.
+        machine_bytes: memory of the servers' machines, which counts where there is no limit; 0: not known.
+    """
+    learners = max(LEAST_LEARNERS, sync.quorum, learners)
+    needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
+    needs = f"this model needs at least {needed / 2**20:.0f} MiB ({redis_holds(learners)})"
+    limit = maxmemory_bytes or machine_bytes
+    has = f"Redis has maxmemory {limit / 2**20:.0f} MiB" if maxmemory_bytes else "Redis has no maxmemory"
+    if not maxmemory_bytes and machine_bytes:
+        has += f", on a machine of {machine_bytes / 2**20:.0f} MiB"
+    if 0 < limit < needed:
+        remedy = "raise it" if maxmemory_bytes else "give it a machine with more memory"
+        return error("Redis memory", f"{has}; {needs}", remedy)
+    return ok("Redis memory", f"{has}; {needs}")

@@ -1,0 +1,457 @@
+"""`diloco doctor`: planted faults are each named with what to do, and a healthy set-up has none of them."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from diloco import cli
+from diloco.doctor import checks
+from diloco.doctor.facts import Folder, Link, Machine, Run
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus import server as of_server
+from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.findings import Finding
+from diloco.pipeline.outer_cost import Speed
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.settings import SyncSettings
+from diloco.studies.strikes.proxy import Proxy
+from diloco.syncer.checkpoints.saving import OLD_S
+from tests import samples
+from tests.pipeline.test_acl import rules_of
+from tests.pipeline.test_tls import make_authority
+
+ROOT = Path(__file__).parents[2]
+PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("DILOCO_") or name == "OMP_NUM_THREADS":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def healthy(redis_binary: Path | None) -> Iterator[EmbeddedRedis]:
+    """A server as a run would want it."""
+    with EmbeddedRedis(binary=redis_binary, appendonly=True, port=0) as server:
+        yield server
+
+
+@pytest.fixture
+def client(healthy: EmbeddedRedis) -> Iterator[Any]:
+    with redis_py.Redis(unix_socket_path=str(healthy.socket_path)) as client:
+        yield client
+
+
+Look = Callable[..., tuple[int, list[Finding]]]
+
+
+@pytest.fixture
+def look(capsys: pytest.CaptureFixture[str]) -> Look:
+    """Exit status and findings of the command."""
+
+    def run(*arguments: str) -> tuple[int, list[Finding]]:
+        status = cli.main(["doctor", "--json", *arguments])
+        return status, [Finding(**one) for one in json.loads(capsys.readouterr().out)]
+
+    return run
+
+
+def bad(findings: list[Finding]) -> dict[str, Finding]:
+    return {one.about: one for one in findings if one.level != "ok"}
+
+
+# --- all is well ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_a_healthy_set_up_has_no_finding(healthy: EmbeddedRedis, look: Look, client: Any, tmp_path: Path) -> None:
+    """Of no kind; and what each fault below would be found under was looked at."""
+    client.config_set("maxmemory", 2**30)
+    try:
+        folders = ["--checkpoint-dir", str(tmp_path / "new"), "--state-dir", str(tmp_path)]
+        status, findings = look("--redis-url", healthy.url, "--model", "nano", "--step-time", "1s", *folders)
+    finally:
+        client.config_set("maxmemory", 0)
+    assert bad(findings) == {}
+    assert status == 0
+    assert {one.about for one in findings} >= {
+        *("software", "threads", "BLAS", "disk of checkpoint-dir", "disk of state-dir"),
+        *("Redis version", "Redis role", "eviction", "Redis fill", "Redis disk", "persistence", "Redis memory"),
+        *("transport", "rights", "clock", "distance", "line", "line and run", "merges", "plan"),
+    }
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.redis
+def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
+    healthy: EmbeddedRedis, look: Look, client: Any
+) -> None:
+    """Every key has the bytes that it had, and there is no other one."""
+
+    async def begin() -> None:
+        async with open_bus(healthy.url, "seen") as bus:
+            await bus.propose_spec(encode(samples.spec()))
+            await bus.write_report(samples.report("anna", step_s=2.0, step_s_median=2.0))
+
+    asyncio.run(begin())
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    status, findings = look("--redis-url", healthy.url, "--run", "seen")
+    assert {key: client.dump(key) for key in client.scan_iter()} == before
+    assert before
+    assert status == 0
+    (plan,) = [one for one in findings if one.about == "plan"]
+    assert plan.found.startswith("the run of")
+    assert "line and run" in {one.about for one in findings}  # its learner has said how long a step takes
+    client.flushall()
+
+
+@pytest.mark.redis
+def test_it_needs_no_torch(healthy: EmbeddedRedis) -> None:
+    """On a syncer's machine, where there is none: it says so, and that a learner would need it."""
+    block = "import sys; sys.modules['torch'] = None; from diloco import cli; sys.exit(cli.main(sys.argv[1:]))"
+    hide = "import diloco.doctor.measure as m; m.PACKAGES = m.PACKAGES[:-1]; "
+    for party, status in (("syncer", 0), ("learner", 1)):
+        arguments = ["doctor", "--redis-url", healthy.url, "--model", "nano", "--as", party]
+        done = subprocess.run(
+            [sys.executable, "-c", block.replace("from diloco", hide + "from diloco", 1), *arguments],
+            **{"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": 60},  # type: ignore[call-overload]
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "no torch" in done.stdout
+        assert ("pip install 'diloco[learner]'" in done.stdout) is (party == "learner")
+
+
+# --- the server's settings ----------------------------------------------------------------------------
+
+
+@contextmanager
+def config(client: Any, **values: Any) -> Iterator[None]:
+    before = {name: client.config_get(name)[name] for name in (one.replace("_", "-") for one in values)}
+    for name, value in values.items():
+        client.config_set(name.replace("_", "-"), value)
+    try:
+        yield
+    finally:
+        for name, value in reversed(before.items()):
+            client.config_set(name, value)
+
+
+@pytest.mark.redis
+def test_a_policy_that_evicts_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    with config(client, maxmemory=2**30, maxmemory_policy="allkeys-lru"):
+        status, findings = look("--redis-url", healthy.url)
+    found = bad(findings)
+    assert set(found) == {"eviction"}
+    assert "allkeys-lru" in found["eviction"].found
+    assert found["eviction"].remedy == "set maxmemory-policy noeviction"
+    assert status == 0  # a run goes on with it
+
+
+@pytest.mark.redis
+def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_none(
+    healthy: EmbeddedRedis, look: Look, client: Any
+) -> None:
+    """By the figure that `diloco plan` has, and a syncer refuses by."""
+    with config(client, maxmemory=2**30):
+        status, findings = look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")
+        assert "Redis memory" not in bad(look("--redis-url", healthy.url, "--params", "10M")[1])
+    found = bad(findings)["Redis memory"]
+    assert status == 1
+    assert found.level == "error"
+    assert "maxmemory 1024 MiB" in found.found
+    assert found.remedy == "raise it"
+
+
+@pytest.mark.redis
+def test_a_server_that_keeps_nothing_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    with config(client, appendonly="no"):
+        found = bad(look("--redis-url", healthy.url)[1])
+    assert set(found) == {"persistence"}
+    assert "no append-only file: a restart loses all" in found["persistence"].found
+    assert "appendonly yes" in found["persistence"].remedy
+
+
+INFO = {"redis_version": "7.2.4", "maxmemory": 0, "used_memory": 10**6, "aof_enabled": 1, "role": "master"}
+
+
+def test_an_old_server_is_named_and_one_without_users_is_said() -> None:
+    """The bus refuses the first one by the same judgement."""
+    found = of_server.version(Server.of(INFO | {"redis_version": "6.0.16"}))
+    assert (found.level, found.remedy) == ("error", "6.2 or newer is needed")
+    assert "6.0.16" in found.found
+    assert of_server.version(Server.of(INFO | {"redis_version": "6.2.14"})).level == "ok"
+    assert "`diloco acl`" in of_server.version(Server.of(INFO | {"redis_version": "6.2.14"})).found
+    assert of_server.version(Server.of(INFO)) == Finding("ok", "Redis version", "version 7.2.4")
+
+
+def test_a_replica_is_named_and_a_failing_disk() -> None:
+    assert of_server.role(Server.of(INFO | {"role": "slave"})).level == "error"
+    assert of_server.disk(Server.of(INFO | {"aof_last_write_status": "err"})).level == "warning"
+    assert {one.level for one in checks.server([Server.of(INFO)])} == {"ok"}
+
+
+# --- who may come -------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_a_wrong_password_is_named_without_showing_it(look: Look, redis_binary: Path | None) -> None:
+    with EmbeddedRedis(binary=redis_binary, appendonly=True, port=0, password=PASSWORD) as server:
+        url = f"redis://:{{}}@127.0.0.1:{server.port}"
+        status, findings = look("--redis-url", url.format("hunter2"))
+        assert bad(look("--redis-url", url.format(PASSWORD))[1]) == {}
+    found = bad(findings)["Redis"]
+    assert status == 1
+    assert "refused this user" in found.found
+    assert "hunter2" not in str(findings)
+    assert found.remedy == "set user and password in DILOCO_REDIS_URL"
+
+
+@pytest.mark.redis
+def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_user_is_not(
+    healthy: EmbeddedRedis, look: Look, client: Any
+) -> None:
+    """What is missing is said in the server's words; users of `diloco acl` may be what they are called."""
+    if int(client.info()["redis_version"].split(".")[0]) < 7:
+        pytest.skip("ACL selectors need Redis 7")
+    users = {user.name: rules_of(user) for user in acl.users("run", ["anna", "bert"])}
+    users["learner-bert"] = [rule for rule in users["learner-bert"] if "evalsha" not in rule]
+    found = {}
+    try:
+        for name, rules in users.items():
+            client.execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
+            status, findings = look("--redis-url", f"redis://{name}:{PASSWORD}@127.0.0.1:{healthy.port}")
+            (found[name],) = [one for one in findings if one.about == "rights"]
+            assert status == (found[name].level == "error")
+    finally:
+        client.execute_command("ACL", "DELUSER", *users)
+    assert {name for name, one in found.items() if one.level != "ok"} == {"learner-bert"}
+    assert found["learner-anna"].found == "user learner-anna may be: learner"
+    assert found["viewer"].found == "user viewer may be: viewer"
+    assert found["syncer"].found.startswith("user syncer may be: syncer")
+    lost = found["learner-bert"]
+    assert "EVALSHA" in lost.found
+    assert "diloco acl" in lost.remedy
+    assert list(client.scan_iter()) == []
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.redis
+def test_an_open_line_to_another_machine_is_named(look: Look, redis_binary: Path | None) -> None:
+    address = own_address()
+    with EmbeddedRedis(
+        binary=redis_binary, appendonly=True, port=free_port(address), host=address, password=PASSWORD
+    ) as server:
+        found = bad(look("--redis-url", f"redis://:{PASSWORD}@{address}:{server.port}")[1])
+    assert set(found) == {"transport"}
+    assert "not encrypted" in found["transport"].found
+    assert "rediss://" in found["transport"].remedy
+
+
+def test_a_server_elsewhere_without_a_password_is_named_and_one_with_tls_and_a_user_is_not() -> None:
+    open_to_all = Address("10.0.0.1:6379", own_machine=False, tls=True, password=False, user="")
+    (_, access) = checks.transport(open_to_all, [Server.of(INFO, {"protected-mode": "no"})])
+    assert access.level == "warning"
+    assert "not in protected mode" in access.found
+    assert "diloco acl" in access.remedy
+    guarded = open_to_all._replace(password=True, user="syncer")
+    assert {one.level for one in checks.transport(guarded, [Server.of(INFO)])} == {"ok"}
+
+
+@contextmanager
+def served(main: Callable[[asyncio.Event, Callable[[str], None]], Any]) -> Iterator[str]:
+    """The URL that `main` tells, in a thread of its own, for as long as the block lasts."""
+    loop, opened, over, urls = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), list[str]()
+
+    def tell(url: str) -> None:
+        urls.append(url)
+        opened.set()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main(over, tell)))
+    thread.start()
+    try:
+        assert opened.wait(10)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
+
+
+def test_a_tls_port_that_is_addressed_without_tls_is_named(look: Look, tmp_path: Path) -> None:
+    """Any listener that speaks TLS hangs up on what is none. A server with TLS on is `test_tls.py`'s."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program, to make certificates")
+    authority = make_authority(tmp_path / "ours")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.issued("server"))
+
+    async def listen(over: asyncio.Event, tell: Callable[[str], None]) -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context)
+        async with server:
+            tell(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await over.wait()
+
+    with served(listen) as url:
+        status, findings = look("--redis-url", url)
+    assert status == 1
+    assert "TLS (rediss://)" in bad(findings)["Redis"].remedy
+
+
+@pytest.mark.redis
+def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: EmbeddedRedis, look: Look) -> None:
+    """The other way round; without TLS on both sides it is in order."""
+    status, findings = look("--redis-url", f"rediss://127.0.0.1:{healthy.port}")
+    assert status == 1
+    assert "redis://" in bad(findings)["Redis"].remedy
+    assert bad(look("--redis-url", f"redis://127.0.0.1:{healthy.port}")[1]) == {}
+
+
+def test_a_server_that_is_not_there_is_named(look: Look) -> None:
+    status, findings = look("--redis-url", f"redis://127.0.0.1:{free_port('127.0.0.1')}")
+    found = bad(findings)["Redis"]
+    assert status == 1
+    assert "127.0.0.1" in found.found
+    assert "start it" in found.remedy
+
+
+# --- the line, the clock ------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: EmbeddedRedis, look: Look) -> None:
+    """Its rate is measured, by payloads; the same run on the line as it is has no such finding."""
+    run = ["--model", "10m", "--step-time", "100ms"]
+
+    async def hold(over: asyncio.Event, tell: Callable[[str], None]) -> None:
+        async with Proxy(healthy.socket_path, bytes_per_s=4e6) as proxy:
+            await proxy.add("a")
+            tell(proxy.url("a"))
+            await over.wait()
+
+    with served(hold) as url:
+        status, findings = look("--redis-url", url, *run)
+    found = bad(findings)["line and run"]
+    (line,) = [one for one in findings if one.about == "line"]
+    assert "Mbit/s up" in line.found
+    assert 20 < float(line.found.partition("Mbit/s")[0]) < 40
+    assert status == 1
+    assert "of the line" in found.found
+    assert "--codec" in found.remedy
+    assert "line and run" not in bad(look("--redis-url", healthy.url, *run)[1])
+
+
+def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
+    """From an hour on, a syncer takes what others save for left over."""
+    assert checks.clock(-0.5, OLD_S).level == "ok"
+    behind, hours = checks.clock(-75.0, OLD_S), checks.clock(2 * OLD_S, OLD_S)
+    assert (behind.level, hours.level) == ("warning", "error")
+    assert "75.0 s behind" in behind.found
+    assert "NTP" in behind.remedy
+
+
+def test_a_payload_that_could_not_be_tried_is_said() -> None:
+    assert [one.level for one in checks.link(Link(0.001, problem="Redis is nearly full"))] == ["ok", "warning"]
+    assert [one.level for one in checks.link(Link(2.0, 1e6, 1e6, 2**20))] == ["warning", "ok"]
+
+
+# --- this machine -------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores_are_named(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many learners as cores have one each; the variable counts where no setting does."""
+    cores = usable_cores()
+    found = bad(look("--here", str(2 * cores))[1])["threads"]
+    assert f"on {cores} cores" in found.found
+    assert "--threads 1" in found.remedy
+    assert "threads" not in bad(look("--here", str(cores), "--threads", "1")[1])
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
+    assert f"OMP_NUM_THREADS={cores + 1}" in bad(look()[1])["threads"].found
+    assert "threads" not in bad(look("--as", "syncer")[1])
+
+
+def test_a_folder_that_cannot_be_written_is_named(look: Look, tmp_path: Path) -> None:
+    """Whoever asks: a file stands in its place."""
+    (tmp_path / "taken").write_text("")
+    status, findings = look("--checkpoint-dir", str(tmp_path / "taken" / "checkpoints"))
+    found = bad(findings)["disk of checkpoint-dir"]
+    assert status == 1
+    assert "cannot be written" in found.found
+    assert "--checkpoint-dir" in found.remedy
+    assert bad(look("--checkpoint-dir", str(tmp_path / "checkpoints"))[1]) == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_named(look: Look, tmp_path: Path) -> None:
+    """Three of them stay while a fourth is made, of 8 bytes a parameter each."""
+    params = shutil.disk_usage(tmp_path).free / 16
+    status, findings = look("--checkpoint-dir", str(tmp_path), "--params", f"{params:.0f}")
+    found = bad(findings)["disk of checkpoint-dir"]
+    assert status == 1
+    assert "needed" in found.found
+    assert "free space" in found.remedy
+    assert "disk of checkpoint-dir" not in bad(look("--checkpoint-dir", str(tmp_path), "--params", "1M")[1])
+    assert checks.folder(Folder("tape-dir", tmp_path, "", 1e6, 0.0)).level == "error"
+
+
+def machine(speed: Speed) -> Machine:
+    return Machine("3.12", {}, (), 8, 64e9, 1, 8, "as set", 1, speed, 3e9)
+
+
+def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none() -> None:
+    """By `pacing`'s own judgement; with what helps, and what that costs."""
+    sync = SyncSettings(sync_interval=24, outer="muon").sync_spec()
+    run = Run("run", sync, 1e9, 4, 0.1, (3e11,) * 8, under_way=False)
+    for speed, level in ((Speed(1e10, 8), "warning"), (Speed(1e13, 8), "ok")):
+        here = machine(speed)
+        found = checks.merges(run, checks.site_of(run, here, None), here)
+        assert found.level == level, found
+    here = machine(Speed(1e10, 8))
+    found = checks.merges(run, checks.site_of(run, here, None), here)
+    assert "outer step 30.0 s" in found.found
+    assert "--outer halley" in found.remedy
+
+
+def test_a_model_or_a_number_that_nobody_knows_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--model", "huge"], ["--params", "many"], ["--params", "3"], ["--step-time", "soon"]):
+        assert cli.main(["doctor", *wrong]) == 2
+        assert wrong[0] in capsys.readouterr().err
+
+
+# --- what parties say at their start --------------------------------------------------------------------
+
+
+@pytest.mark.redis
+def test_a_party_whose_redis_refuses_it_or_is_away_is_sent_to_the_doctor(
+    healthy: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for url in (f"redis://nobody:wrong@127.0.0.1:{healthy.port}", f"redis://127.0.0.1:{free_port('127.0.0.1')}"):
+        assert cli.main(["status", "--redis-url", url]) in (1, 2)
+        assert "`diloco doctor`" in capsys.readouterr().err
