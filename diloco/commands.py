@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 
 from diloco.extras import load_extra
@@ -53,6 +54,8 @@ def syncer(settings: SyncerProcess) -> None:
             "s3://bucket/path or gs://bucket/path"
         )
     _join(settings, "syncer")
+    for finding in importlib.import_module("diloco.doctor.start").wrong_for_syncer(settings):
+        structlog.get_logger().warning("machine_warning", about=finding.about, detail=str(finding))
     raise typer.Exit(load_extra("diloco.syncer.serving.service", "syncer").main(settings))
 
 

@@ -54,23 +54,23 @@ def software(machine: Machine, party: str) -> Iterator[Finding]:
         yield ok("software", f"Python {machine.python}, {there}; no torch, which a syncer does without")
 
 
-def threads(machine: Machine) -> Finding:
-    """Whether those of all learners here have a core each."""
-    wanted, each = machine.processes * machine.threads, max(1, machine.cores // machine.processes)
-    who = "a learner has" if machine.processes == 1 else f"{machine.processes} learners have"
-    found = f"{who} {wanted} torch threads on {machine.cores} cores ({machine.threads_from})"
-    if wanted > machine.cores and machine.threads > each:
-        remedy = f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
+def threads(cores: int, processes: int, each: int, said: str) -> Finding:
+    """Whether those of all learners here have a core each. each: threads of one; said: by whom."""
+    wanted, fit = processes * each, max(1, cores // processes)
+    who = "a learner has" if processes == 1 else f"{processes} learners have"
+    found = f"{who} {wanted} torch threads on {cores} cores ({said})"
+    if wanted > cores and each > fit:
+        remedy = f"start each with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})"
         return warning("threads", f"{found}, and stall each other", remedy)
     return ok("threads", found)
 
 
-def blas(machine: Machine) -> Finding:
+def blas(cores: int, each: int) -> Finding:
     """Whether a syncer multiplies matrices on cores that are there."""
-    found = f"a syncer multiplies matrices on {machine.blas_threads} of {machine.cores} cores"
-    if machine.blas_threads > machine.cores:
-        return warning("BLAS", found, f"set OPENBLAS_NUM_THREADS={machine.cores} at most: threads that wait spin")
-    return ok("BLAS", f"{found}, {machine.speed.flops / 1e9:.0f} GFLOP/s")
+    found = f"a syncer multiplies matrices on {each} of {cores} cores"
+    if each > cores:
+        return warning("BLAS", found, f"set OPENBLAS_NUM_THREADS={cores} at most: threads that wait spin")
+    return ok("BLAS", found)
 
 
 def folder(one: Folder) -> Finding:

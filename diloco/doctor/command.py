@@ -14,20 +14,20 @@ from rich.text import Text
 
 from diloco.doctor import checks, measure
 from diloco.doctor.facts import Link, Machine, Run
+from diloco.doctor.start import checkpoints_bytes, of_folders
 from diloco.options import takes
 from diloco.pipeline.bus.redis.examining import address_of, examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
-from diloco.pipeline.files.address import Address, is_address
+from diloco.pipeline.files.address import Address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok
-from diloco.pipeline.needs import CHECKPOINT_BYTES, LEAST_PARAMS, MOST_PARAMS
+from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import BusSettings, SyncSettings
 from diloco.pipeline.units import Amount, Span
-from diloco.syncer.checkpoints.manifest import KEPT
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
@@ -121,20 +121,16 @@ def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, part
     """What needs no server."""
     yield from checks.software(machine, party)
     if party != "syncer":
-        yield checks.threads(machine)
+        yield checks.threads(machine.cores, machine.processes, machine.threads, machine.threads_from)
     if party != "learner":
-        yield checks.blas(machine)
+        yield checks.blas(machine.cores, machine.blas_threads)
     params = 0.0 if run is None else run.params
     needs = {
-        "checkpoint_dir": CHECKPOINT_BYTES * (KEPT + 1) * params,
+        "checkpoint_dir": checkpoints_bytes(params),
         "tape_dir": 0.0,
         "state_dir": 2 * MOMENTS * VALUE_BYTES * params,  # the one before stays until the next one is whole
     }
-    for name, needed in needs.items():
-        place = getattr(settings, name)
-        if place is None or (name == "checkpoint_dir" and is_address(place)):
-            continue
-        yield checks.folder(measure.look_at_folder(name.replace("_", "-"), Path(place), needed))
+    yield from of_folders(settings, needs)
 
 
 def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Iterator[Finding]:
@@ -190,8 +186,8 @@ def command(
     Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
     """
     logs.configure(settings.log_level)
-    step_s = _number(Span, "--step-time", step_time) or None  # type: ignore[arg-type]
-    planned = _params(settings, _number(Amount, "--params", params))  # type: ignore[arg-type]
+    step_s = _number(Span, "--step-time", step_time) or None
+    planned = _params(settings, _number(Amount, "--params", params))
     console = Console(stderr=as_json)
     report = Report((lambda finding: None) if as_json else (lambda finding: show(console, finding)))
     run = None

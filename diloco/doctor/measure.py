@@ -19,7 +19,6 @@ from statistics import median
 
 import ml_dtypes
 import numpy as np
-import threadpoolctl
 
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
@@ -32,7 +31,7 @@ from diloco.pipeline.needs import Site, outer_operations
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.process.cores import one_blas_thread, product_speed, usable_cores
+from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, usable_cores
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.status import LIVE_S
@@ -87,7 +86,6 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
         each, by = int(said), f"OMP_NUM_THREADS={said}"
     else:
         each, by = cores, "all cores, unless told"
-    pools = threadpoolctl.threadpool_info()
     found = {name: _installed(name) for name in PACKAGES}
     names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
     told = all(name in os.sysconf_names for name in names)
@@ -100,7 +98,7 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
         processes=processes,
         threads=each,
         threads_from=by,
-        blas_threads=max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1),
+        blas_threads=blas_threads(),
         speed=product_speed(),
         merge_bytes_per_s=_merge_rate(),
     )
@@ -123,7 +121,7 @@ def _merge_rate() -> float:
     return sum(delta.nbytes for delta in deltas) / min(took_s)
 
 
-def look_at_folder(setting: str, path: Path, needed_bytes: float) -> Folder:
+def look_at_folder(setting: str, path: Path, needed_bytes: float = 0.0) -> Folder:
     """Write a file in a folder, or where it would be made, and remove it."""
     there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     free = float(shutil.disk_usage(there).free)

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import typer
 
+from diloco.doctor.start import wrong_for_run
 from diloco.extras import need_extras
 from diloco.launcher.devices import told
 from diloco.launcher.display import Screen
@@ -38,10 +39,11 @@ from diloco.options import (
     with_groups,
     with_preset,
 )
-from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.ports import START, Bus, BusInfo
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
+from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.messages.spec import Spec
@@ -326,6 +328,12 @@ async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
     return [child for child in children if child.alive]
 
 
+def _wrong(settings: RunProcess, folder: Folder, info: BusInfo) -> list[Finding]:
+    ranks = sum(place.ranks for place in places_of(settings))
+    threads = threads_for(ranks, settings.threads)
+    return wrong_for_run(settings, settings.model, folder.path, settings.learners, ranks, threads, info)
+
+
 async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind: type[Launcher]) -> Outcome | None:
     from diloco.pipeline.bus.embedded import EmbeddedRedis
 
@@ -348,7 +356,8 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
         async with open_bus(url, settings.run) as bus:
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
-            settings = with_groups(settings, (await bus.info()).nodes)
+            info = await bus.info()
+            settings = with_groups(settings, info.nodes)
             folder.make(settings)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())
@@ -356,7 +365,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             launcher = kind(settings, folder, url, bus, children, screen, others)
             launcher.start()
             screen.note(f"output folder {folder.path}")
-            for note in method_notes(settings):
+            for note in (*method_notes(settings), *(f"warning: {one}" for one in _wrong(settings, folder, info))):
                 screen.note(note)
             if settings.redis_port is not None:
                 where = reached_at(settings)

@@ -27,6 +27,12 @@ def one_blas_thread() -> None:
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
 
+def blas_threads() -> int:
+    """Those that numpy's products take now."""
+    pools = threadpoolctl.threadpool_info()
+    return max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
+
+
 _SIDE, _PRODUCTS = 512, 6
 
 
@@ -41,6 +47,4 @@ def product_speed() -> Speed:
         began = time.perf_counter()
         np.matmul(one, one)
         took_s.append(time.perf_counter() - began)
-    pools = threadpoolctl.threadpool_info()
-    threads = max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
-    return Speed(2 * _SIDE**3 / min(took_s), max(1, usable_cores() // threads))
+    return Speed(2 * _SIDE**3 / min(took_s), max(1, usable_cores() // blas_threads()))

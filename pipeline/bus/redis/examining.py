@@ -97,7 +97,7 @@ class RedisExamination:
         return [Server.of(node, config) for node in nodes]
 
     async def _config(self) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for name in CONFIG:
             (reply,) = await self._calls.pipeline("control", CONTROL_S, [("CONFIG", "GET", name)])
             if isinstance(reply, Exception):
