@@ -147,7 +147,7 @@ def slow_merges_found(
     ratio, worst = max(slow)
     takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
     round_s = interval * step_s
-    by_outer = worst.outer_s > takes_s / 2
+    by_outer = max(worst.outer_s, queue_s) > takes_s / 2
     outer = f", outer step {as_time(worst.outer_s)}" if by_outer else ""
     return SlowMerges(
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "

@@ -65,11 +65,13 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
     return ok("threads", found)
 
 
-def blas(cores: int, each: int) -> Finding:
-    """Whether a syncer multiplies matrices on cores that are there."""
-    found = f"a syncer multiplies matrices on {each} of {cores} cores"
-    if each > cores:
-        return warning("BLAS", found, f"set OPENBLAS_NUM_THREADS={cores} at most: threads that wait spin")
+def blas(cores: int, each: int, fragments: int) -> Finding:
+    """Whether merges beside each other multiply matrices on cores that are there. each: BLAS threads of a merge."""
+    found = f"a merge multiplies matrices on {each} of {cores} cores"
+    if each > 1 and min(fragments, cores) * each > cores:
+        fit = max(1, cores // fragments)
+        why = f"{found}, and up to {fragments} merges go on at a time: threads that wait for others spin"
+        return warning("BLAS", why, f"unset OPENBLAS_NUM_THREADS and its like, or set it to {fit}")
     return ok("BLAS", found)
 
 
@@ -222,13 +224,12 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     outer_s = max(run.operations) / speed.flops
     together_s = math.fsum(run.operations) / speed.flops / speed.at_once
     asked = needs(run, site, outer_s)
-    slow = slow_merges_found(
-        sync,
-        [MergePace(0, sync.doubling * sync.sync_interval.bit_length(), asked.round_trip_s, outer_s)],
-        [site.step_time],
-        1,
-        together_s=together_s,
-    )
+    at_full_interval = sync.doubling * sync.sync_interval.bit_length()
+    each_s = [operations / speed.flops for operations in run.operations]
+    paces = [
+        MergePace(p, at_full_interval, asked.round_trip_s - outer_s + own_s, own_s) for p, own_s in enumerate(each_s)
+    ]
+    slow = slow_merges_found(sync, paces, [site.step_time], 1, together_s=together_s)
     if slow is not None:
         return warning("merges", slow.found, slow.helps)
     room_s = full_room_steps(sync) * site.step_time

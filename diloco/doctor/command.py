@@ -123,7 +123,9 @@ def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, part
     if party != "syncer":
         yield checks.threads(machine.cores, machine.processes, machine.threads, machine.threads_from)
     if party != "learner":
-        yield checks.blas(machine.cores, machine.blas_threads)
+        yield checks.blas(
+            machine.cores, machine.blas_threads, settings.fragments if run is None else run.sync.fragments
+        )
     params = 0.0 if run is None else run.params
     needs = {
         "checkpoint_dir": checkpoints_bytes(params),

@@ -12,7 +12,7 @@ from diloco.pipeline.bus.server import room
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.needs import CHECKPOINT_BYTES
-from diloco.pipeline.process.cores import blas_threads, one_blas_thread, usable_cores
+from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import Settings, SyncerSettings, SyncSettings
 from diloco.syncer.checkpoints.manifest import KEPT
 from diloco.workers.trainer.models.sizes import SIZES
@@ -38,9 +38,7 @@ def of_folders(settings: Settings, needed_bytes: Mapping[str, float]) -> Iterato
 
 def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:
     """What a syncer of this machine should be told of, before it knows its run."""
-    one_blas_thread()
-    folders = of_folders(settings, {"checkpoint_dir": 0.0, "tape_dir": 0.0, "record_deltas": 0.0})
-    return _wrong([checks.blas(usable_cores(), blas_threads()), *folders])
+    return _wrong(of_folders(settings, {"checkpoint_dir": 0.0, "tape_dir": 0.0, "record_deltas": 0.0}))
 
 
 def wrong_for_run(

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,11 @@ import redis as redis_py
 from diloco import cli
 from diloco.doctor import checks
 from diloco.doctor.facts import Folder, Link, Machine, Run
+from diloco.doctor.start import wrong_for_run
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus import server as of_server
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
+from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding
@@ -203,8 +206,21 @@ def test_an_old_server_is_named_and_one_without_users_is_said() -> None:
     assert of_server.version(Server.of(INFO)) == Finding("ok", "Redis version", "version 7.2.4")
 
 
-def test_a_replica_is_named_and_a_failing_disk() -> None:
-    assert of_server.role(Server.of(INFO | {"role": "slave"})).level == "error"
+@pytest.mark.redis
+def test_a_replica_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    """One whose primary cannot be reached refuses writes all the same."""
+    client.replicaof("127.0.0.1", free_port("127.0.0.1"))
+    try:
+        status, findings = look("--redis-url", healthy.url)
+    finally:
+        client.replicaof("NO", "ONE")
+    assert status == 1
+    found = bad(findings)["Redis role"]
+    assert "replica" in found.found
+    assert "primary" in found.remedy
+
+
+def test_a_disk_that_the_server_cannot_write_to_is_named() -> None:
     assert of_server.disk(Server.of(INFO | {"aof_last_write_status": "err"})).level == "warning"
     assert {one.level for one in checks.server([Server.of(INFO)])} == {"ok"}
 
@@ -377,6 +393,19 @@ def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
     assert "NTP" in behind.remedy
 
 
+@pytest.mark.redis
+def test_the_clock_is_compared_with_the_servers(
+    healthy: EmbeddedRedis, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this machine it is put back by a minute and more."""
+    now = time.time
+    monkeypatch.setattr("diloco.pipeline.bus.redis.examining.time.time", lambda: now() - 75.0)
+    status, findings = look("--redis-url", healthy.url)
+    assert set(bad(findings)) == {"clock"}
+    assert "75.0 s behind" in bad(findings)["clock"].found
+    assert status == 0
+
+
 def test_a_payload_that_could_not_be_tried_is_said() -> None:
     assert [one.level for one in checks.link(Link(0.001, problem="Redis is nearly full"))] == ["ok", "warning"]
     assert [one.level for one in checks.link(Link(2.0, 1e6, 1e6, 2**20))] == ["warning", "ok"]
@@ -439,6 +468,31 @@ def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none(
     assert "--outer halley" in found.remedy
 
 
+def test_a_model_whose_outer_step_is_too_slow_here_is_named(look: Look) -> None:
+    """By what this machine multiplies; a longer step has room for it."""
+    status, findings = look("--params", "1B", "--step-time", "10ms", "--outer", "muon", "--as", "syncer")
+    found = bad(findings)["merges"]
+    assert status == 0
+    assert "merges take longer than a round of the learners has room for" in found.found
+    assert "outer step" in found.found
+    assert "--outer halley" in found.remedy
+    assert "merges" not in bad(look("--params", "1M", "--step-time", "10s", "--as", "syncer")[1])
+
+
+def test_more_blas_threads_than_cores_are_named() -> None:
+    """A variable that a job's script sets for other programs; each of several merges at a time would take so many."""
+    cores = usable_cores()
+    if cores == 1:
+        pytest.skip("on one core BLAS takes one thread whatever it is told")
+    command = [sys.executable, "-m", "diloco", "doctor", "--as", "syncer"]
+    environ = os.environ | {"OPENBLAS_NUM_THREADS": str(cores)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert f"warning BLAS: a merge multiplies matrices on {cores} of {cores} cores" in done.stdout
+    assert "-> unset OPENBLAS_NUM_THREADS" in done.stdout
+    assert "1 warning, " in done.stdout
+    assert checks.blas(32, 4, 8).level == "ok"
+
+
 def test_a_model_or_a_number_that_nobody_knows_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--model", "huge"], ["--params", "many"], ["--params", "3"], ["--step-time", "soon"]):
         assert cli.main(["doctor", *wrong]) == 2
@@ -446,6 +500,62 @@ def test_a_model_or_a_number_that_nobody_knows_is_a_usage_error(capsys: pytest.C
 
 
 # --- what parties say at their start --------------------------------------------------------------------
+
+
+def until_it_waits(arguments: list[str]) -> list[dict[str, Any]]:
+    """The log of a syncer from its start until it waits for its run."""
+    command = [sys.executable, "-m", "diloco", "syncer", "--http-port", "0", *arguments]
+    lines = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if lines[-1]["event"] == "waiting_for_spec":
+                process.terminate()
+    return lines
+
+
+@pytest.mark.redis
+def test_a_syncer_says_once_at_its_start_what_is_wrong_with_its_machine(healthy: EmbeddedRedis, tmp_path: Path) -> None:
+    """And serves all the same: one that comes back beside a full disk is needed. A healthy one says nothing of it."""
+    well = ["--redis-url", healthy.url, "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    assert [line["event"] for line in until_it_waits(well) if line["level"] != "info"] == []
+    (tmp_path / "taken").write_text("")
+    told = until_it_waits([*well[:2], "--tape-dir", str(tmp_path / "taken" / "tape")])
+    wrong = [line for line in told if line["event"] == "machine_warning"]
+    assert [line["about"] for line in wrong] == ["disk of tape-dir"]
+    assert "cannot be written" in wrong[0]["detail"]
+    assert "--tape-dir" in wrong[0]["detail"]
+    assert told[-1]["event"] != "machine_warning"
+
+
+def test_a_run_says_at_its_start_what_is_wrong_with_its_machine(tmp_path: Path) -> None:
+    """Threads that were asked for, a disk and a Redis too small; nothing where all is well."""
+    cores = usable_cores()
+
+    def wrong(model: str, out: Path, threads: int, maxmemory_bytes: int) -> list[str]:
+        info = BusInfo("one", "7.2.4", maxmemory_bytes, 0)
+        return [one.about for one in wrong_for_run(SyncSettings(), model, out, 4, cores, threads, info)]
+
+    assert wrong("nano", tmp_path / "run", 1, 0) == []
+    assert wrong("nano", tmp_path / "run", 1, 2**30) == []
+    assert wrong("hf:a/b", tmp_path / "run", 1, 2**30) == []
+    (tmp_path / "taken").write_text("")
+    assert wrong("1b", tmp_path / "taken" / "run", 2, 2**30) == ["threads", "disk of out", "Redis memory"]
+
+
+@pytest.mark.redis
+def test_a_run_shows_it(healthy: EmbeddedRedis, client: Any, tmp_path: Path) -> None:
+    """With the remedy, before its processes have come up: here its syncer refuses to begin."""
+    with config(client, maxmemory=4 * 2**20):
+        command = [sys.executable, "-m", "diloco", "run", "--redis-url", healthy.url, "--run", "shown"]
+        small = ["--model", "10m", "--learners", "1", "--http-port", "0", "--out", str(tmp_path / "out")]
+        done = subprocess.run([*command, *small], capture_output=True, text=True, check=False, timeout=120)
+    client.flushall()
+    assert done.returncode == 1
+    shown = " ".join(done.stdout.split())
+    assert shown.count("warning: Redis has maxmemory 4 MiB; this model needs at least") == 1
+    assert "raise it" in shown
 
 
 @pytest.mark.redis
