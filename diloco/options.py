@@ -14,6 +14,7 @@ import typer
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from typer.core import TyperCommand
 
+from diloco.doctor.settings import MachineSettings
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
@@ -332,6 +333,7 @@ PANELS: dict[type[Settings], str] = {
     ChaosSettings: "Strikes",
     DemoSettings: "The demonstration",
     RunSettings: "This run",
+    MachineSettings: "This machine",
     BusSettings: "Redis",
     RedisSettings: "Redis",
     LearnerSettings: "Learners",
@@ -354,10 +356,8 @@ _OWN_PANEL: dict[type[Settings], type[Settings]] = {
 
 def _panel(kind: type[Settings], name: str) -> str:
     """Heading under which a field is listed: that of the class which brought it in."""
-    for base in PANELS:
-        if issubclass(kind, base) and name in base.model_fields:
-            return PANELS[base]
-    return PANELS[_OWN_PANEL.get(kind, BusSettings)]
+    named = (base for base in PANELS if issubclass(kind, base) and name in base.model_fields)
+    return PANELS[next(named, _OWN_PANEL.get(kind, BusSettings))]
 
 
 def way_to_set(kind: type[Settings], name: str) -> str:

@@ -4,29 +4,27 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
 from diloco.doctor import checks, measure
 from diloco.doctor.facts import Link, Machine, Run
+from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, of_folders
 from diloco.options import takes
 from diloco.pipeline.bus.redis.examining import address_of, examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
-from diloco.pipeline.files.address import Address
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok
 from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
-from diloco.pipeline.settings import BusSettings, SyncSettings
 from diloco.pipeline.units import Amount, Span
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
@@ -34,19 +32,6 @@ from diloco.workers.trainer.models.sizes import SIZES, size_table
 MOST_S = 120.0
 """Whatever a server does, all is told by then."""
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
-
-
-class DoctorSettings(BusSettings, SyncSettings):
-    """What parties of this machine would be started with, as far as it matters here."""
-
-    learner_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name that a learner here will have"
-    )
-    threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner here")
-    model: str | None = Field(None, description="Size of the built-in model, in place of --params")
-    checkpoint_dir: Address | None = Field(None, description="Folder of a syncer's checkpoints")
-    tape_dir: Path | None = Field(None, description="Folder of a syncer's tape")
-    state_dir: Path | None = Field(None, description="Folder of a learner's own state")
 
 
 Party = Literal["all", "learner", "syncer"]
@@ -178,7 +163,9 @@ def command(
     ] = None,
     learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the run that is planned")] = 4,
     here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
-    party: Annotated[Party, typer.Option("--as", help="What this machine is to be")] = "all",
+    party: Annotated[
+        Party, typer.Option("--as", metavar="all|learner|syncer", help="What this machine is to be")
+    ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
 ) -> None:
     """Look at this machine and its Redis, and say what is wrong before a run is. Exit status 1: an error was found.

@@ -36,6 +36,8 @@ PIECE_BYTES = 4 * 2**20
 
 BLOCK_S = 1.0
 """How long one read waits for the next chunk of a payload that is still being uploaded."""
+KEPT_S = 60.0
+"""What a pull needs lives on for so long at least."""
 
 
 def _piece(chunk_bytes: int) -> int:
@@ -43,7 +45,7 @@ def _piece(chunk_bytes: int) -> int:
 
 
 async def pull(
-    bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = 60.0
+    bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = KEPT_S
 ) -> PayloadReader:
     """Read a payload that is complete on the bus; one that takes several reads is kept from expiring meanwhile.
 
@@ -111,8 +113,6 @@ async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_
 
 
 Offload = Callable[..., Awaitable[Any]]
-KEPT_S = 60.0
-"""What a pull needs lives on for so long at least."""
 
 
 # --- globals, published ------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 
-from diloco.pipeline.bus.commits import Commit
+from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import FragmentLayout
@@ -16,8 +16,6 @@ from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_dige
 from diloco.pipeline.transfer.global_format import STATE_RULES
 from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.checkpoints.loading import Checkpoint, known_elements
-
-STAGED_TTL_S = 120.0
 
 
 async def restore_checkpoint(

@@ -16,7 +16,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_TOKENS
-from diloco.syncer.serving.leases import holding, in_time, release_all
+from diloco.syncer.serving.leases import CALLS, TURNS, holding, in_time, release_all
 
 POLL_S = 0.25
 
@@ -43,7 +43,7 @@ async def finish_run(
                 finished = await _finish(bus, clock, nonce, fragments, state)
             await release_all(bus, nonce, fragments)
             return finished
-        await asyncio.sleep(min(POLL_S, lease_s / 3))
+        await asyncio.sleep(min(POLL_S, lease_s / TURNS))
     return None
 
 
@@ -52,14 +52,14 @@ async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: as
     if not await bus.acquire_lease(0, nonce, lease_s):
         return False
     while True:
-        calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / 4) for p in range(fragments))
+        calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / CALLS) for p in range(fragments))
         held = await asyncio.gather(*calls)
         if all(held):
             return True
         if stop.is_set() or not held[0]:
             await release_all(bus, nonce, fragments)
             return False
-        await asyncio.sleep(min(POLL_S, lease_s / 3))
+        await asyncio.sleep(min(POLL_S, lease_s / TURNS))
 
 
 async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: RunState) -> RunState:

@@ -30,6 +30,11 @@ from diloco.syncer.serving.sharing import excess, wanted
 
 T = TypeVar("T")
 
+TURNS, CALLS, RETRIES = 3, 4, 12
+"""Parts of a lease: it is prolonged each third, a call is given up after a quarter, and made again after a twelfth."""
+HEADLESS = 2
+"""Leases for which a fragment without a head is left to whoever may remember it."""
+
 
 class Owner(Protocol):
     """What is asked of a fragment's owner (`owner.FragmentOwner`)."""
@@ -83,7 +88,7 @@ class Leases:
             BusError: some leases were not prolonged.
         """
         while True:
-            due = self._clock.now() + self._lease_s / 3
+            due = self._clock.now() + self._lease_s / TURNS
             async with self._prolonging:
                 await self._prolong()
             await asyncio.sleep(max(0.0, due - self._clock.now()))
@@ -95,7 +100,7 @@ class Leases:
             BusError: the others may not know that this syncer is here.
         """
         while not self._parting:
-            due = self._clock.now() + self._lease_s / 3
+            due = self._clock.now() + self._lease_s / TURNS
             async with self._sharing:
                 await self._share()
             await self._give_back(due)
@@ -110,7 +115,7 @@ class Leases:
         async with self._sharing:  # what is being taken is given back too
             self._stop(self._held)
         while self._held:
-            await self._give_back(self._clock.now() + self._lease_s / 3)
+            await self._give_back(self._clock.now() + self._lease_s / TURNS)
         await self._in_time(self._bus.withdraw_syncer(self._nonce))
 
     # --- held leases ------------------------------------------------------------------------------------
@@ -124,7 +129,7 @@ class Leases:
         calls = (
             in_time(
                 self._bus.acquire_lease(p, self._nonce, self._lease_s),
-                min(self._lease_s / 4, self._held[p] + self._lease_s - began),
+                min(self._lease_s / CALLS, self._held[p] + self._lease_s - began),
             )
             for p in held
         )
@@ -243,7 +248,7 @@ class Leases:
         mine = [p for p in free if p in gone and self._owners[p].knows(None)]
         now, begun = self._clock.now(), bool(gone) and await self._trained()
         self._headless = {p: self._headless.get(p, now) for p in gone} if begun else {}
-        young = {p for p, since in self._headless.items() if now - since < 2 * self._lease_s}
+        young = {p for p, since in self._headless.items() if now - since < HEADLESS * self._lease_s}
         return mine, [p for p in free if p not in mine and p not in young]
 
     async def _trained(self) -> bool:
@@ -252,7 +257,7 @@ class Leases:
         return any(max(seen.report.versions, default=-1) >= 0 for seen in reports)
 
     async def _in_time(self, call: Awaitable[T]) -> T:
-        return await in_time(call, self._lease_s / 4)
+        return await in_time(call, self._lease_s / CALLS)
 
 
 async def in_time(call: Awaitable[T], limit_s: float) -> T:
@@ -273,10 +278,10 @@ async def holding(bus: FragmentLeases, fragments: Iterable[int], nonce: str, lea
     """Prolong leases, which are held already, for as long as the block takes; should that fail, they lapse."""
 
     async def prolong() -> None:
-        await asyncio.sleep(lease_s / 3)
+        await asyncio.sleep(lease_s / TURNS)
         while True:
-            calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / 4) for p in ids)
-            await asyncio.gather(asyncio.sleep(lease_s / 3), *calls, return_exceptions=True)
+            calls = (in_time(bus.acquire_lease(p, nonce, lease_s), lease_s / CALLS) for p in ids)
+            await asyncio.gather(asyncio.sleep(lease_s / TURNS), *calls, return_exceptions=True)
 
     ids = tuple(fragments)
     task = asyncio.create_task(prolong())

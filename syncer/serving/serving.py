@@ -24,7 +24,7 @@ from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.serving.closing import finish_run
 from diloco.syncer.serving.initial import InitialVersions
 from diloco.syncer.serving.lead import Lead
-from diloco.syncer.serving.leases import Leases, release_all
+from diloco.syncer.serving.leases import RETRIES, Leases, release_all
 from diloco.syncer.serving.lost import Lost
 from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.watch import WATCH_S, RunWatch
@@ -121,7 +121,7 @@ class Serving:
         """Coroutines that go on until they are cancelled, or a mistake of ours or of people ends them."""
         settings, checkpoints = self._settings, self._checkpoints
         works = [
-            self._retrying(self.leases.keep, settings.lease_s / 12),
+            self._retrying(self.leases.keep, settings.lease_s / RETRIES),
             self._retrying(self.leases.share, min(1.0, settings.lease_s / 6)),
             self._retrying(self._keep_watch),
             self._retrying(self._watch_bus),

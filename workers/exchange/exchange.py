@@ -21,6 +21,8 @@ from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.exchange.work_queue import ShardClaims
 
 LOOK_FOR_SYNCERS_S = 10.0
+GOODBYE_S = 2.0
+"""For the last report of a learner that leaves; a quarter of the time to leave, if that is more."""
 
 
 class Exchange:
@@ -76,7 +78,7 @@ class Exchange:
             flushed = False
         self.reporting.left = flushed  # what is reported from now on must not take it back
         with suppress(TimeoutError, BusError):
-            async with asyncio.timeout(max(2.0, deadline_s / 4)):
+            async with asyncio.timeout(max(GOODBYE_S, deadline_s / 4)):
                 await self.reporting.write()
                 unix_s = member.clock.unix()
                 left = Event(name="learner_left", who=member.learner, detail=member.incarnation, unix_s=unix_s)

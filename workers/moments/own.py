@@ -11,6 +11,7 @@ from torch import nn
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.settings import STATE_S
 from diloco.workers.moments.copies import CopyRequests
 from diloco.workers.moments.optimizer_state import Optimizers, OptimizerState, recoverable_state, several
 from diloco.workers.moments.state_folder import RunIdentity, StateFolder
@@ -27,7 +28,7 @@ class RecoveryOptions:
     checkpoint; fresh: none of them."""
     state_dir: Path | None = None
     """A folder of this learner's own; None: nothing is saved."""
-    state_every_s: float = 30.0
+    state_every_s: float = STATE_S
     log_losses: bool = False
     """Append every step's loss to `losses.jsonl` in `state_dir`."""
 
