@@ -91,12 +91,12 @@ def folder(one: Folder) -> Finding:
 # --- the server -------------------------------------------------------------------------------------------
 
 
-def server(nodes: Iterable[Server]) -> Iterator[Finding]:
-    """What it is and how it is set, each node of it."""
+def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Finding]:
+    """What it is and how it is set, each node of it. checkpoints: a syncer here keeps some."""
     nodes = list(nodes)
-    looks = (of_server.version, of_server.role, of_server.eviction, of_server.fill, of_server.disk)
-    for look in (*looks, of_server.persistence):
+    for look in (of_server.version, of_server.role, of_server.eviction, of_server.fill, of_server.disk):
         yield from dict.fromkeys(map(look, nodes))
+    yield from dict.fromkeys(of_server.persistence(node, checkpoints) for node in nodes)
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:

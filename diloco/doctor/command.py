@@ -87,7 +87,7 @@ async def look(
     try:
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
-            report.add(*checks.server(nodes), *checks.transport(address, nodes))
+            report.add(*checks.server(nodes, settings.checkpoint_dir is not None), *checks.transport(address, nodes))
             report.add(checks.rights(address, await examination.lacks(bus.keys, name)))
             with suppress(UsageError):  # a user without rights, which was said
                 run = await measure.read_run(bus, step_s) or run
@@ -168,9 +168,10 @@ def command(
     ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
 ) -> None:
-    """Look at this machine and its Redis, and say what is wrong before a run is. Exit status 1: an error was found.
+    """Look at this machine and its Redis, and say what is wrong before a run is, and what to do about it.
 
-    It takes seconds, and changes nothing: what it writes to Redis and to folders to try them is gone at once.
+    Exit status 1: an error was found; 0: warnings at most. It takes seconds, and changes nothing: what it writes to
+    Redis and to folders to try them is gone at once.
 
     Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
     """

@@ -119,13 +119,15 @@ def disk(server: Server) -> Finding:
     return ok("Redis disk", "its last writes went well")
 
 
-def persistence(server: Server) -> Finding:
-    """What a restart of it loses."""
+def persistence(server: Server, checkpoints: bool = False) -> Finding:
+    """What a restart of it loses. checkpoints: some are kept elsewhere."""
     if server.append_only:
         return ok("persistence", "append-only file: a restart loses a second at most")
     lost = "the last minutes" if server.save else "all"
     if server.save is None:
         lost = "all since its last snapshot, if it takes any"
+    if checkpoints:
+        return ok("persistence", f"no append-only file: a restart loses {lost}, but there are checkpoints")
     return warning(
         "persistence",
         f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",

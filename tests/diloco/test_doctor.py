@@ -185,9 +185,11 @@ def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_non
 
 
 @pytest.mark.redis
-def test_a_server_that_keeps_nothing_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+def test_a_server_that_keeps_nothing_is_named(healthy: EmbeddedRedis, look: Look, client: Any, tmp_path: Path) -> None:
+    """Beside checkpoints that is in order."""
     with config(client, appendonly="no"):
         found = bad(look("--redis-url", healthy.url)[1])
+        assert bad(look("--redis-url", healthy.url, "--checkpoint-dir", str(tmp_path))[1]) == {}
     assert set(found) == {"persistence"}
     assert "no append-only file: a restart loses all" in found["persistence"].found
     assert "appendonly yes" in found["persistence"].remedy

@@ -1,0 +1,74 @@
+"""The page of deadlines has all of them: what the code waits for, keeps or repeats."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.options import ChaosProcess, DemoProcess, RunProcess
+from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, Settings, SyncerProcess
+from diloco.pipeline.units import parse_duration
+from docs import deadlines
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("pipeline", "syncer", "workers", "diloco")
+MADE = {"Backoff", "timedelta"}
+ROWS = [row for kind in deadlines.HEADS for rows in deadlines.rows(kind).values() for row in rows]
+
+
+def times(text: str) -> Iterator[str]:
+    """Constants of a module and of its classes that are times by their name (`X_S`, no rate) or by their type."""
+    tree = ast.parse(text)
+    for body in (tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))):
+        for node in body:
+            if not isinstance(node, ast.Assign):
+                continue
+            made = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in MADE
+            for target in node.targets:
+                names = [ast.unparse(one) for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+                yield from (name for name in names if made or (name.endswith("_S") and not name.endswith("_PER_S")))
+
+
+def test_times_are_found_however_they_are_written() -> None:
+    text = "A_S = 1.0\nN, B_S = 2, 3\nC = Backoff(1, 2)\nclass X:\n    D = timedelta(hours=1)\nE_PER_S = 1\nF = 2\n"
+    assert list(times(text)) == ["A_S", "B_S", "C", "D"]
+
+
+def test_no_constant_is_missing_on_the_page() -> None:
+    """A new one gets a row in docs/deadlines.toml, or stands there among those that are no deadlines."""
+    told = {(row.file, name) for row in ROWS for name in row.names}
+    told |= {(file, name) for file, names in deadlines.REGISTRY["others"].items() for name in names}
+    there = {
+        (str(path.relative_to(ROOT)), name)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        if "testing" not in path.parts
+        for name in times(path.read_text("utf-8"))
+    }
+    assert len(there) > 100
+    assert sorted(there - told) == []
+
+
+def test_no_setting_that_is_a_time_is_missing_on_the_page() -> None:
+    kinds: tuple[type[Settings], ...] = (RunProcess, DemoProcess, ChaosProcess)
+    there = {
+        name
+        for kind in (SyncerProcess, LearnerProcess, EvaluatorProcess, *kinds)
+        for name, info in kind.model_fields.items()
+        if any(getattr(rule, "func", None) is parse_duration for rule in info.metadata)
+    }
+    told = {name for row in ROWS if not row.file for name in row.names}
+    assert {"lease_s", "leave_s"} <= there
+    assert sorted(there - told) == []
+
+
+def test_each_row_says_what_comes_after_it_and_has_a_value_of_the_code() -> None:
+    for row in ROWS:
+        assert row.names, row
+    for rows in deadlines.rows("deadlines").values():
+        assert all(row.passes for row in rows)
+
+
+def test_times_are_written_as_people_do() -> None:
+    assert [deadlines.time(one) for one in (0.0, 0.05, 0.25, 5.0, 60.0, 90.0, 150.0, 3600.0)] == [
+        *("0 s", "50 ms", "0.25 s", "5 s", "60 s", "90 s", "2.5 min", "1 h")
+    ]
