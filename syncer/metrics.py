@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, RefusalReason
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -34,6 +34,8 @@ class Metrics:
         self.merges = Counter("diloco_merges", "Merges committed", ["fragment"], registry=registry)
         self.contributions = Counter("diloco_contributions", "Contributions merged", registry=registry)
         self.refusals = Counter("diloco_refusals", "Deltas refused", ["reason"], registry=registry)
+        for reason in RefusalReason:
+            self.refusals.labels(reason=reason.value)  # the first one is a rise too
         self.merged_tokens = Counter(
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
