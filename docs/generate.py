@@ -156,21 +156,17 @@ def _metrics() -> str:
     head = ("| metric | kind | labels | meaning |", "|---|---|---|---|")
     lines = [
         *("# Metrics", "", "You look up what a syncer tells Prometheus at `/metrics`.", GENERATED, ""),
-        *("All of them have the label `run` besides. A histogram has `_bucket`, `_count` and `_sum` behind its name.",),
-        *("[Monitor a run](../howto/monitoring.md) has alerts and a board.", "", "## Of one syncer", ""),
+        *("All have the label `run` besides. A histogram has `_bucket`, `_count` and `_sum` behind its name.",),
+        *("Alerts and a board: [monitor a run](../howto/monitoring.md).", "", "## Of one syncer", ""),
         *("Counters start at 0 with the process; heads and the tape hold what outlives it.", "", *head),
     ]
     for metric in vars(Metrics()).values():
         for family in metric.describe() if hasattr(metric, "describe") else ():
             labels = metric._labelnames
             lines.append(_family(family.name, family.type, labels, family.documentation))
-    lines += [
-        "",
-        "## Of the run",
-        "",
-        "The lead alone tells them, so a sum over syncers counts them once. When the lead",
-    ]
-    lines += ["changes, both may for one scrape: `max by (run)` is right then too.", "", *head]
+    lines += ["", "## Of the run", ""]
+    lines += ["Only the lead tells these, so a sum over syncers counts them once. While the lead changes, two syncers"]
+    lines += ["may, for one scrape at most; `max by (run)` is right then too.", "", *head]
     lines += [_family(one.name, one.family().type, one.labels, one.text) for one in FIGURES]
     return "\n".join(lines) + "\n"
 
