@@ -192,12 +192,7 @@ def test_a_real_run_has_data_for_board_and_alerts_and_one_below_its_quorum_is_no
 def steady(prometheus: LocalPrometheus) -> None:
     """Of a run in which all is well."""
     assert set(prometheus.targets().values()) == {""}
-    for once in (
-        "run_trained_tokens",
-        'run_tokens{fate="merged"}',
-        "redis_used_bytes",
-        'fragment_version{fragment="0"}',
-    ):
+    for once in ("run_trained_tokens", 'run_tokens{fate="merged"}', "redis_used_bytes", "run_syncers"):
         assert [value for _, value in prometheus.values(f"count(diloco_{once})")] == [1], once
     for sums, total in (("leads", 1), ("served_fragments", 4)):
         assert [value for _, value in prometheus.values(f"sum(diloco_{sums})")] == [total]

@@ -856,6 +856,7 @@ def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkey
             assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
             assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "--outer halley" in text]
             assert gauge(syncer, "outer_share") == pytest.approx(1.25)
+            assert gauge(syncer, "merge_share") > 1
             assert gauge(syncer, "outer_room") == pytest.approx(0.1)
             await world.until_version(23)
             await until(lambda: any(line["event"] == "merges_in_time" for line in lines), 10)
