@@ -128,6 +128,14 @@ Every = Annotated[
         "--watch", metavar="SECONDS", min=1, help="Again after so many seconds, until the run is finished or Ctrl-C"
     ),
 ]
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="tensorboard|wandb", help="Write its curves there, until it is finished or Ctrl-C"),
+]
+Into = Annotated[
+    Path | None,
+    typer.Option("--into", metavar="FOLDER", help="Files of --to; the same one again goes on (default: tracked/RUN)"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
@@ -139,15 +147,17 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
 
 
 @takes(WatchProcess)
-def watch(settings: WatchProcess, folder: Folder = None, web: Web = False) -> None:
+def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
     """Serve the page of any run on this machine, until Ctrl-C: whoever may read its Redis can watch it so.
 
     Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
 
+    With --to, write its curves to TensorBoard's files or to Weights & Biases instead.
+
     Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
     """
     logs.configure(settings.log_level)
-    importlib.import_module("diloco.watch").show(settings, folder, web)
+    importlib.import_module("diloco.watch").show(settings, folder, web, to, into)
 
 
 @takes(BusSettings)

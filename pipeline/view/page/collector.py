@@ -63,7 +63,7 @@ class Collector:
             idle_s: time between two looks while nobody follows.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
-        self._reader = _Reader(bus, clock, live_s)
+        self._reader = RunReader(bus, clock, live_s)
         self.model, self.reading = PageModel(bus.keys.run), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
@@ -155,7 +155,7 @@ class Collector:
         return int(number) if first - 1 <= int(number) <= self._number else None
 
 
-class _Reader:
+class RunReader:
     """Reads what a look needs, and remembers how far it has read."""
 
     def __init__(self, bus: Bus, clock: Clock, live_s: float | None) -> None:
