@@ -17,5 +17,6 @@ gathered and served by one rank each. docs/explanation/ranks.md says why.
 | `carrier` | rank 0's way to all parts |
 | `working`, `thread` | what a rank does beside its training; the thread for that |
 | `parting` | leaving after the same step |
+| `stuck` | being asked to end inside torch |
 | `joined` | its training thread's side |
 """

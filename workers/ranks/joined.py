@@ -19,7 +19,7 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.parting import Parting, tell_all
+from diloco.workers.ranks.parting import Parting
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
@@ -30,6 +30,8 @@ from diloco.workers.training import Training
 
 BYE_S = 30.0
 """Beyond what leaving may take, until ranks that have not all come to leave give up."""
+CAUSE_S = 2.0
+"""A collective that fails since a rank is gone may be told of it sooner than the connections are."""
 LOOKS_S = 0.001, 0.02
 """Whether a sum is there is looked at so often: at first, and in the end."""
 
@@ -97,9 +99,10 @@ class Rank:
             pause_s = min(1.5 * pause_s, most_s)
         do()
 
-    async def tell_all(self, why: str) -> None:
-        """Have all other ranks end by this."""
-        await tell_all(self._wires, why)
+    async def break_off(self, error: BaseException, why: str) -> None:
+        """Have all other ranks end, since this one's loop has failed; perhaps since another one is gone."""
+        if not isinstance(error, RuntimeError) or not await self._wires.cause(CAUSE_S):
+            await self._wires.tell_all(why)
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
@@ -356,7 +359,7 @@ class JoinedRank(JoinedLearner):
             return True  # of which all hear
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
-            self.thread.result_of(self.thread.ask(self._rank.tell_all(why)))
+            self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
         return True
 
     def leave(self, within_s: float, save_state: bool) -> bool:
