@@ -22,7 +22,7 @@ from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.parting import Parting
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.wires import TOLD_S, Wires
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
@@ -101,7 +101,9 @@ class Rank:
 
     async def break_off(self, error: BaseException, why: str) -> None:
         """Have all other ranks end, since this one's loop has failed; perhaps since another one is gone."""
-        if not isinstance(error, RuntimeError) or not await self._wires.cause(CAUSE_S):
+        if isinstance(error, (RuntimeError, RankGone)) and await self._wires.cause(CAUSE_S):
+            await asyncio.sleep(CAUSE_S + TOLD_S)  # at most: this thread ends by that, and says so
+        else:
             await self._wires.tell_all(why)
 
     async def say_bye(self, in_order: bool) -> None:
@@ -355,8 +357,6 @@ class JoinedRank(JoinedLearner):
 
     def breaks_off(self, error: BaseException) -> bool:
         """As `JoinedLearner`: the others end too, and hear why."""
-        if isinstance(error, RankGone):
-            return True  # of which all hear
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
