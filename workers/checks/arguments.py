@@ -38,7 +38,7 @@ class Arguments(BaseModel):
     same_frozen: bool
 
 
-OWN = {"redis_url", "leave_s", "state_dir", "state_every_s", "log_losses"}
+OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
 """What each rank of a learner may have of its own."""
 
 
