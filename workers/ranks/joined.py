@@ -20,6 +20,7 @@ from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, re
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks.replicas import Replicas, Samples
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import TOLD_S, Wires
@@ -62,6 +63,7 @@ class Rank:
         self.late = False
         """The run was over as all joined."""
         self.wishes, self.parting = Wishes(wires), Parting(wires)
+        self.replicas = Replicas(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -170,10 +172,12 @@ class JoinedRank(JoinedLearner):
         meeting: Meets,
         shares: Shares,
         stopping: Stopping,
+        samples: Samples | None = None,
     ) -> None:
+        """samples: of what all ranks hold alike."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
-        self._number = meeting.rank
+        self._number, self._samples = meeting.rank, samples
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
@@ -239,6 +243,7 @@ class JoinedRank(JoinedLearner):
             self._adopt(p, number)
         for base in self._rank.bases.values():
             self.training.rounds.adopt(base)
+        self._compare()
         return True
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
@@ -251,6 +256,7 @@ class JoinedRank(JoinedLearner):
         wishes = self._rank.wishes
         heard = wishes.heard  # first: what is wished from now on is for the next step
         self._rank.parting.steps = self._steps = self._steps + 1
+        self._compare()
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(wish, self._servers[p], self._own_snapshot(p)) for p, wish in wishes.open(heard)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
@@ -260,6 +266,11 @@ class JoinedRank(JoinedLearner):
         if taken:
             self.thread.call(self._rank.once_there, told, partial(self._count, step))
         return before
+
+    def _compare(self) -> None:
+        """Have replicas compared, now and then; before anything is adopted."""
+        if self._samples is not None and (both := self._samples.stepped(self._steps)) is not None:
+            self.thread.call(self._rank.replicas.compare, self._steps, *both)
 
     def _decide(self) -> Decided:
         under_way, shared = self._rank.under_way, self.shared

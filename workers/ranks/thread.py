@@ -16,6 +16,7 @@ from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.ranks.found import Meeting
 from diloco.workers.ranks.joined import JoinedRank
 from diloco.workers.ranks.lines import TcpLines
+from diloco.workers.ranks.replicas import Samples, sampled
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.stuck import STEPS, RankStopping
 from diloco.workers.ranks.wires import Wires
@@ -44,7 +45,9 @@ class RankThread(ExchangeThread):
         stopping.step_s, stopping.say = lambda: training.times.step_s, self._last_words
 
     def _entered(self, exchange: Any) -> JoinedRank:
-        return JoinedRank(self._training, exchange, self, self._meeting, self._shares, self._stopping)
+        training, layout = self._training, sampled(self._shares)
+        samples = None if layout is None else Samples(training.parameters, layout)
+        return JoinedRank(training, exchange, self, self._meeting, self._shares, self._stopping, samples)
 
     def notice(self) -> None:
         """As `ExchangeThread`."""
