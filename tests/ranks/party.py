@@ -1,5 +1,6 @@
 """A run whose learners have several ranks, as processes."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.messages.run import Event
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
@@ -66,6 +69,18 @@ class Party:
         path, event = self.folder / f"{log}.log", f'"event": "{what}"'
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(what) or event in line]
+
+    def events(self) -> list[Event]:
+        """What the bus says has happened."""
+
+        async def read() -> list[Event]:
+            bus = await connect(self.url, "ranks")
+            try:
+                return [event for _, event in await bus.read_events()]
+            finally:
+                await bus.close()
+
+        return asyncio.run(read())
 
     def until(self, true: Callable[[], Any], limit_s: float = 150.0) -> None:
         deadline = time.monotonic() + limit_s

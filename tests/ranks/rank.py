@@ -1,6 +1,7 @@
 """One rank of a learner, as a program: `python rank.py KIND NAME FOLDER`; the process group's variables say which.
 
-KIND is plain, ddp, fsdp or hsdp. The model has tensors that no number of ranks divides: a vocabulary of 257, a bias
+KIND is plain, ddp, fsdp, hsdp, or a loop's own: mean averages gradients, apart forgets to. The
+model has tensors that no number of ranks divides: a vocabulary of 257, a bias
 of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
 """
 
@@ -134,7 +135,9 @@ errs_at = int(at) if int(errs) == rank else -9
 """After so many steps this rank leaves its loop, by a break or an error, and the others do not."""
 generator = torch.Generator().manual_seed(1000 * len(name) + rank)
 state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
-with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, state_every_s=0.2) as learner:
+mesh_given = "world" if kind in ("mean", "apart") else None
+given: dict[str, Any] = {"run": "ranks", "learner_id": name, "mesh": mesh_given}
+with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as learner:
     print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
     steps = 0
     while not learner.finished:
@@ -145,6 +148,9 @@ with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, st
         x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()
+        for parameter in model.parameters() if kind == "mean" else ():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= size
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(step_s)

@@ -269,6 +269,20 @@ async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.Mon
         assert base.version == 1
 
 
+async def test_a_rank_whose_rows_are_not_finite_says_so_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, so that one machine can be looked at; the others say nothing, and a huge sum is no NaN."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(1))
+        with structlog.testing.capture_logs() as logs:
+            for tag, value in enumerate([0.0, 3e38, np.nan, np.inf, 0.0, np.nan]):
+                values = np.full(ELEMENTS, value, np.float32)
+                crew.parts[1].send([(0, tag, 1, values.copy)])
+                await crew.until(lambda: crew.parts[1]._gathering[0, tag].whole.is_set())  # noqa: B023  # called here
+        told = [(one["event"], one["rank"], one["fragment"]) for one in logs]
+        assert told == [("rank_not_finite", 1, 0)] * 2
+
+
 async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_counts(monkeypatch: Any) -> None:
     """Of those that come while the server is busy, and while its bus is away: of that time nothing is the pull's."""
     now, fails, heads = [100.0], [2], [head(2)]

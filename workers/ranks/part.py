@@ -108,6 +108,8 @@ class Part:
         self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
         """(fragment, number of its global) -> its server, and this rank's own vector (elements,) unless it is adopted;
         the training thread takes it."""
+        self._not_finite = set[int]()
+        """Fragments whose last snapshot here was not."""
         self._arriving: dict[tuple[int, int], Float32] = {}
         self._inheriting: dict[tuple[int, str], Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
@@ -157,11 +159,23 @@ class Part:
         if snapshot is None:
             return
         own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
+        self._say_if_not(await self._member.offload(_is_finite, own), p)
         if server == self._rank:
             await self._gathered(p, tag).take(own, pieces, self._member.offload)
             return
         for number, group in enumerate(self._shares.slices(self._rank, p, server)):
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
+
+    def _say_if_not(self, finite: bool, p: int) -> None:
+        """Which rank it is that the syncer will refuse a delta for: once an episode."""
+        if finite:
+            self._not_finite.discard(p)
+            return
+        if not self._not_finite:
+            held = "its own rows have NaN or infinite values, and its learner's deltas are refused"
+            detail = f"{held}: lower the learning rate, and look at this rank's data and its machine"
+            self._member.log.warning("rank_not_finite", rank=self._rank, fragment=p, detail=detail)
+        self._not_finite.add(p)
 
     async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
         await self.still.wait()
@@ -322,3 +336,9 @@ def _joined(vectors: Sequence[Float32]) -> Float32:
         return vectors[0]
     out: Float32 = pooled(sum(map(len, vectors)), np.float32)
     return np.concatenate(vectors, out=out) if vectors else out
+
+
+def _is_finite(own: Float32) -> bool:
+    """In one pass, without a copy: what is not finite makes the sum so, and a sum of finite ones hardly ever is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(own.sum())) or bool(np.isfinite(own).all())
