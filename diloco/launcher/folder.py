@@ -118,7 +118,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
             if settings.resume is not None and not is_address(settings.resume):
-                self._take_moments(Folder(Path(settings.resume).parent.parent).learners)
+                self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
 
@@ -152,6 +152,12 @@ def _link(file: str, target: str) -> None:
         os.link(file, target)
     except OSError:
         shutil.copy2(file, target)
+
+
+def output_of(checkpoint: Path) -> Folder:
+    """The output folder that a checkpoint lies in, if it lies in one."""
+    checkpoints = checkpoint.parent  # of an earlier build
+    return Folder((checkpoints if checkpoints.name == "checkpoints" else checkpoints.parent).parent)
 
 
 def choose(settings: RunProcess) -> Folder:
@@ -251,7 +257,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
     """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
-    folder = checkpoint.folder.path.parent.parent if isinstance(checkpoint.folder, OnDisk) else None
+    folder = output_of(checkpoint.folder.path).path if isinstance(checkpoint.folder, OnDisk) else None
     recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
     return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))
 

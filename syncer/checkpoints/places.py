@@ -57,6 +57,10 @@ class Place(Protocol):
         """Seconds since anything in it was written; 0 where nothing is."""
         ...
 
+    def size_bytes(self) -> int:
+        """Of all files in it."""
+        ...
+
     def read(self, name: str) -> bytes:
         """A file's bytes; raises FileNotFoundError where it is not there."""
         ...
@@ -120,6 +124,12 @@ class Folder:
             return time.time() - max(p.stat().st_mtime for p in (self.path, *map(self.path.joinpath, self.names())))
         return 0.0
 
+    def size_bytes(self) -> int:
+        """As `Place`."""
+        with suppress(FileNotFoundError):  # another syncer removes it
+            return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return 0
+
     def read(self, name: str) -> bytes:
         """As `Place`."""
         return (self.path / name).read_bytes()
@@ -169,6 +179,12 @@ class Store:
             written = [self._files.modified(f"{self._address}/{name}").timestamp() for name in names]
             return time.time() - max(written) if written else 0.0
         return 0.0
+
+    def size_bytes(self) -> int:
+        """As `Place`."""
+        with self._in_words(), suppress(FileNotFoundError):  # another syncer removes it
+            return int(self._files.du(self._address))
+        return 0
 
     def read(self, name: str) -> bytes:
         """As `Place`."""

@@ -14,7 +14,7 @@ import structlog
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
-from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
@@ -145,7 +145,8 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(s3: str) -> None:
     first = run_virtual(part(30))
     second = run_virtual(part(60, resume=s3))
     assert second > first > 0
-    assert len(place_of(s3).names()) == 4
+    (folder,) = runs_in(place_of(s3))
+    assert len(folder.names()) == 4
 
 
 def fails(place: str) -> tuple[str, list[str]]:
