@@ -78,16 +78,23 @@ def place_of(place: str | Path) -> Place:
     """The place that people mean.
 
     Raises:
-        UsageError: its store is not one of `STORES`, or its package is missing; says what to give or to install.
+        UsageError: it is no address, its store is not one of `STORES`, or its package is missing; says what to give or
+            to install.
     """
     if isinstance(place, Path) or not is_address(place):
-        return Folder(Path(str(place).removeprefix("file://")))
-    protocol = place.partition("://")[0]
+        return Folder(Path(place))
+    protocol, slashes, path = place.partition("://")
+    if not slashes:
+        raise UsageError(f"{place}: an address has two slashes, {place.replace(':/', '://', 1)}; a folder is ./{place}")
+    if protocol == "file":
+        raise UsageError(f"{place}: give the folder itself, {path or '/path'}")
     if protocol not in STORES:
         raise UsageError(
             f"{place}: a killed syncer might leave half a file in a store of this kind; "
             "give a folder, s3://bucket/path or gs://bucket/path"
         )
+    if not path.strip("/") or path.startswith("/"):
+        raise UsageError(f"{place}: name a bucket, {protocol}://bucket/path")
     package, extra = STORES[protocol]
     try:
         fsspec = importlib.import_module("fsspec")
