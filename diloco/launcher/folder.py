@@ -21,6 +21,7 @@ import tomli_w
 from pydantic import SecretStr
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
+from diloco.launcher.page import MODEL_FILE
 from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.bus.tls import OPTIONS
@@ -107,13 +108,13 @@ class Folder:
         return self.path / REPORT_FILE
 
     def make(self, settings: RunProcess) -> None:
-        """Make it, empty but for the settings file; an earlier run in it, which `choose` let pass, is deleted.
+        """Make it, empty but for the settings file; what is in it, which `choose` let pass, is deleted.
 
         Raises:
             UsageError: it cannot be made.
         """
         try:
-            if settings.overwrite and self.path.exists():
+            if (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
@@ -169,7 +170,7 @@ def choose(settings: RunProcess) -> Folder:
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
-        if not settings.overwrite:
+        if not settings.overwrite and not _came_to_nothing(path):
             raise UsageError(
                 f"output folder {path} is not empty: choose another --out, or give --overwrite to empty it"
             )
@@ -190,6 +191,14 @@ def choose(settings: RunProcess) -> Folder:
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
     return folder
+
+
+def _came_to_nothing(path: Path) -> bool:
+    """Whether there are only settings and logs, of a run that ended before its first step."""
+    if not (path / SETTINGS_FILE).is_file():
+        return False
+    left = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE}
+    return all(one.is_dir() or one.name in left or one.is_relative_to(Folder(path).logs) for one in path.rglob("*"))
 
 
 def _lies_in(resumed: str, path: Path) -> bool:

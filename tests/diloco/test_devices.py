@@ -103,10 +103,8 @@ def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) 
         (("--devices", "cpu,cpu+cpu", "--batch", "7"), "batch=7: a learner of 2 ranks"),
     ],
 )
-def test_a_batch_that_ranks_cannot_divide_is_refused_before_anything_is_made(
-    given, said, tmp_path, monkeypatch, capsys
-):
-    """Not in a learner's log, once the others train."""
+def test_a_batch_that_ranks_cannot_divide_is_refused_at_once(given, said, tmp_path, monkeypatch, capsys):
+    """Before anything is made: not in a learner's log, once the others train."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", *given, "--learners", "2", "--out", "mine"]) == 2
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
