@@ -244,13 +244,15 @@ class Launcher:
     # --- end ----------------------------------------------------------------------------------------
 
     async def wind_down(self) -> None:
-        """Wait for all processes to end, in order; remind those that take too long."""
+        """Wait for all processes to end, in order, and say for whom; remind those that take too long."""
         leave_s, shutdown_s = self._settings.leave_s + MARGIN_S, self._settings.shutdown_s + MARGIN_S
-        for children, limit_s, stopping_s in (
-            (self._children.named("learner-"), leave_s, leave_s),
-            (self._children.named("evaluator"), EVALUATE_S, MARGIN_S),
-            (self._children.named("syncer"), shutdown_s, shutdown_s),
+        for children, awaited, limit_s, stopping_s in (
+            (self._children.named("learner-"), "to publish, save and leave", leave_s, leave_s),
+            (self._children.named("evaluator"), "to measure the last global loss", EVALUATE_S, MARGIN_S),
+            (self._children.named("syncer"), "to save the last checkpoint", shutdown_s, shutdown_s),
         ):
+            if there := [child.name for child in children if child.alive]:
+                self._screen.note(f"waiting for {', '.join(there)} {awaited}")
             for left in await _gone(children, limit_s):
                 self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
                 left.send(signal.SIGTERM)
