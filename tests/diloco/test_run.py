@@ -175,6 +175,20 @@ def test_who_is_told_to_stop_has_its_own_time_for_it(
     run_virtual(main())
 
 
+async def test_what_came_back_is_told_once_in_a_line(tmp_path: Path) -> None:
+    """For each life of a learner, once it trains; nothing of those that begin with the run."""
+    launcher, _, screen, _ = launched(tmp_path)
+    for moments in ("start", "fresh", "checkpoint", "peer"):
+        life = {"id": "learner-0", "incarnation": moments, "moments": moments}
+        for _ in range(2):
+            launcher._tell_moments(life)  # type: ignore[arg-type]
+    assert screen.notes == [
+        "learner-0 begins with fresh moments, and a ramp of its learning rate",
+        "learner-0 goes on with the moments that it had saved",
+        "learner-0 begins with the moments of another learner",
+    ]
+
+
 def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
     """One line each time, and none for those that are gone: the last half minute of a run is not silent."""
 
