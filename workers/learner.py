@@ -429,6 +429,7 @@ class Learner:
         shares = Shares(layout_of(spec.tensors), meeting.held)
         folder = partial(RankFolder, whole=shares.layout.trained, held=meeting.held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
+        training.ranks = len(meeting.held)
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
     def _check_ranks(self) -> None:
