@@ -39,9 +39,12 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     assert done == (["part", "abort"] if told else ["part", "abort", AGAIN_STATUS])
 
 
-@pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0)])
+@pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0), (3600.0, 120.0)])
 def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float, monkeypatch: Any) -> None:
-    """Those of a large model take longer than ten seconds: one that waits for nobody comes to its end."""
+    """Those of a large model take longer than ten seconds: one that waits for nobody comes to its end.
+
+    But one step of an hour, such as an evaluation, has no learner be down for two.
+    """
     waited: list[float] = []
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=step_s))
     meeting: Any = SimpleNamespace(rank=1, part=lambda: None, abort=lambda: None)

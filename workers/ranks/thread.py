@@ -25,6 +25,9 @@ NOTICED_S = 10.0
 """A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
 a call of the learner its process is ended; where steps take longer, after `STEPS` of them."""
 STEPS = 2
+MOST_S = 120.0
+"""But no later. One step with an evaluation or a compilation in it weighs in the average for many more, and the
+learner is down for as long as this takes; all that is lost sooner is a step that no rank can publish any more."""
 ABORT_S = 2.0
 """To break off what is under way."""
 
@@ -66,7 +69,7 @@ class RankThread(ExchangeThread):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.part()  # the other ranks end too, and training may wait for them
         self._aborting.start()  # it may itself wait
-        within_s = max(NOTICED_S, STEPS * self._training.times.step_s)
+        within_s = max(NOTICED_S, min(MOST_S, STEPS * self._training.times.step_s))
         if not self._noticed.wait(within_s):
             detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
