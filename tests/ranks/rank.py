@@ -98,10 +98,9 @@ def keep_adopted() -> None:
     Part._pull, Part._given = pulling, giving  # type: ignore[method-assign]
 
 
-def next_one(self: Turns, p: int, busy: Any = ()) -> int | None:
+def next_one(self: Turns, p: int) -> int:
     """Have each fragment go round all ranks."""
-    chosen = (self.servers[p] + 1) % size
-    return None if chosen in busy else chosen
+    return (self.servers[p] + 1) % size
 
 
 if os.environ.get("TEST_KEEP"):

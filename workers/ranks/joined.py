@@ -282,7 +282,7 @@ class JoinedRank(JoinedLearner):
         if (step := self._step) is None:
             return 0
         self._step = None
-        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing
+        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing. Both read it, one counts it
         agreed = self._count(step)
         for p, number in sorted(agreed.decided.adoptions.items()):
             self._adopt(p, number)
@@ -339,11 +339,8 @@ class JoinedRank(JoinedLearner):
             rounds.offer_again()
         items = []
         for p in sorted(agreed.snapshots):
-            publication, taken = rounds.publication(p, shared.windows), (step.number, step.taken[p].server)
-            if publication is None:
-                self.thread.call(self.exchange.carrier.forget, p, taken)
-            else:
-                items.append((publication, taken))
+            taken = step.number, step.taken[p].server
+            items.append((rounds.publication(p, shared.windows), taken))
         rank.under_way.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
         if items or step.adopted:
             self.thread.call(self._told, items, bool(step.adopted))
@@ -370,6 +367,9 @@ class JoinedRank(JoinedLearner):
         with self._lock:
             for base in self._adopted:
                 training.rounds.adopt(base)
+            if rank.under_way is not None:
+                rank.under_way.counted(base.fragment for base in self._adopted)
+                rank.under_way.leave()
             last = list(training.rounds.last(self.shared.windows, due=self.over)) if rank.exchange is not None else []
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:
