@@ -5,6 +5,7 @@ of 2. At the end the model that all ranks have together is written to FOLDER/NAM
 """
 
 import hashlib
+import itertools
 import os
 import sys
 import time
@@ -136,18 +137,26 @@ state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
 with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, state_every_s=0.2) as learner:
     print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
     steps = 0
+    dealt = iter(())
+    if os.environ.get("TEST_BATCHES"):
+        batches = learner.batches(int(os.environ["TEST_BATCHES"]), 4, seed=1)
+        loader = torch.utils.data.DataLoader(range(int(os.environ["TEST_BATCHES"])), batch_sampler=batches)
+        dealt = itertools.chain.from_iterable(itertools.repeat(loader))
     while not learner.finished:
         if steps == errs_at:
             if how == "break":
                 break
             raise OSError("the data has ended")
         x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
+        rows = next(dealt, None)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(step_s)
         learner.step(tokens=x.numel(), loss=loss)
+        if rows is not None:
+            print(f"rows {' '.join(str(int(row)) for row in rows)}", flush=True)
         steps += 1
         if steps % 10 == 0:
             print(f"step {steps} blocked {1000 * learner.times.blocked_s / steps:.3f} ms", flush=True)

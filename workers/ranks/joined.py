@@ -20,6 +20,7 @@ from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, re
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.parting import Parting, tell_all
+from diloco.workers.ranks.shards_told import ShardsTold
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
@@ -59,7 +60,7 @@ class Rank:
         """Rank 0's: the same as bases."""
         self.late = False
         """The run was over as all joined."""
-        self.wishes, self.parting = Wishes(wires), Parting(wires)
+        self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -155,8 +156,6 @@ class _Taken(NamedTuple):
 class JoinedRank(JoinedLearner):
     """A rank of a learner in its run. The training thread's."""
 
-    together = True
-
     def __init__(
         self,
         training: Training,
@@ -168,7 +167,9 @@ class JoinedRank(JoinedLearner):
     ) -> None:
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
-        self._number = meeting.rank
+        self._number, self.place = meeting.rank, (meeting.rank, shares.ranks)
+        """Number of this rank, and how many there are."""
+        self.shards_told = rank.shards_told
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
