@@ -45,8 +45,9 @@ def begin_batches(
     if isinstance(joined, JoinedRank) and place[0]:
         _check_first(joined)
         joined.shared.shards_wanted = order.length, 0
-        heard = Hearing(joined.shards_told, asked, partial(_check, now_joined, stopping))
-        return make(heard.first(), joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
+        heard = Hearing(joined.shards_told, asked, now_joined)
+        first = heard.first(partial(_check, now_joined, stopping))
+        return make(first, joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
     joined, first = _first_shard(now_joined, stopping, order, place[1] * size * accumulate * STEPS_PER_SHARD)
     shards: Turns = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
     call, claims = joined.thread.call, joined.exchange.claims

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardsInTurn
 from diloco.workers.ranks import shards_told
 from diloco.workers.ranks.shards_told import Hearing, ShardsTold, Telling, asked_for
+from diloco.workers.stopping import Stopped
 from tests.ranks.party import Party
 from tests.workers.fed import SEED, Fed
 from tests.workers.test_learner_batches import on_queue
@@ -66,7 +68,7 @@ class Crew:
         ]
         for rank in range(1, ranks):
             heard = Hearing(self.told[rank], self.asked, lambda: None)
-            self.batches.append(make(heard.first(), Shared(), shards=heard, place=(rank, ranks), **nothing))  # type: ignore[arg-type]
+            self.batches.append(make(heard.first(lambda: None), Shared(), shards=heard, place=(rank, ranks), **nothing))  # type: ignore[arg-type]
 
     def steps(self) -> Iterator[list[list[int]]]:
         """A pass: what the ranks have trained at each step, one after the other."""
@@ -92,6 +94,7 @@ def test_each_index_of_each_epoch_goes_to_one_rank_once(ranks, length, batch_siz
             assert crew.fed.acknowledged == len(trained)
             trained += [index for batch in step for index in batch]
     assert crew.fed.acknowledged == len(trained) == 3 * ranks * batch_size * len(crew.batches[0])
+    assert [len(one) for one in crew.batches] == [-(-length // (ranks * batch_size))] * ranks
     for first in range(0, len(trained) - length + 1, length):
         assert sorted(trained[first : first + length]) == list(range(length))
 
@@ -117,6 +120,7 @@ def test_what_is_read_again_while_the_bus_is_away_is_the_same_on_all_ranks() -> 
     steps = [step for _, step in zip(range(12), crew.steps(), strict=False)]
     indices = [sorted(step[0] + step[1]) for step in steps]
     assert crew.fed.acknowledged < 8 * len(steps)
+    assert [one._claimed for one in crew.batches] == [None, None]
     again = indices[6:]
     assert all(one in indices[:6] for one in again)
 
@@ -127,7 +131,7 @@ def test_ranks_that_read_otherwise_than_rank_0_are_refused() -> None:
     crew.told[0].tell(crew.asked, crew.fed.first, crew.fed.first.shard)
     heard = Hearing(crew.told[1], (96, SEED, 8, 1), lambda: None)
     with pytest.raises(UsageError, match=r"this rank says length=96, seed=3, batch_size=8.*rank 0 .*batch_size=4"):
-        heard.first()
+        heard.first(lambda: None)
 
 
 def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +144,27 @@ def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: 
             raise RankGone("rank 0 is gone")
 
     with structlog.testing.capture_logs() as logs, pytest.raises(RankGone):
-        Hearing(Crew(2, 96, 4).told[1], (96, SEED, 4, 1), check).first()
+        Hearing(Crew(2, 96, 4).told[1], (96, SEED, 4, 1), check).after(None)
     assert [one["event"] for one in logs] == ["batches_awaited"]
+
+
+def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it waits for its first shard; in training SIGTERM to one rank ends all of them after the same step."""
+    monkeypatch.setattr(shards_told, "LOOK_S", 0.001)
+    looked = list[int]()
+
+    def stop() -> None:
+        raise Stopped(15)
+
+    crew = Crew(2, 96, 4)
+    heard = Hearing(crew.told[1], crew.asked, lambda: looked.append(1))
+    with pytest.raises(Stopped):
+        heard.first(stop)
+    late = threading.Timer(0.1, crew.told[0].tell, [crew.asked, crew.fed.first, crew.fed.first.shard])
+    late.start()
+    assert heard.after(None) == (crew.fed.first, crew.fed.first.shard)
+    assert looked
+    late.join()
 
 
 def test_who_would_divide_the_batches_once_more_is_refused() -> None:

@@ -71,9 +71,9 @@ class Hearing:
         """asked: of this rank. check: raises if the learner is not in its run."""
         self._told, self._asked, self._check = told, asked, check
 
-    def first(self) -> ClaimedShard:
-        """The one to begin with; as `after`."""
-        claimed, _ = self.after(None)
+    def first(self, check: Callable[[], object]) -> ClaimedShard:
+        """The one to begin with; as `after`. check: may raise too, as where this process is to end before it trains."""
+        claimed, _ = self._next(check)
         assert claimed is not None  # noqa: S101  # there is nothing yet to be read again
         return claimed
 
@@ -84,13 +84,16 @@ class Hearing:
             UsageError: rank 0 reads something else.
             DilocoError: the learner has ended.
         """
+        return self._next(self._check)
+
+    def _next(self, check: Callable[[], object]) -> tuple[ClaimedShard | None, Shard]:
         began, said = time.monotonic(), False
         while True:
             try:
                 asked, entry, position, encoded = self._told.heard.get(timeout=LOOK_S)
                 break
             except queue.Empty:
-                self._check()
+                check()
             if not said and time.monotonic() - began > PATIENCE_S:
                 said = True
                 detail = "all ranks must draw alike: give their loaders the same num_workers and prefetch_factor"
