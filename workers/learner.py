@@ -373,7 +373,7 @@ class Learner:
 
         Args:
             length, seed: of the dataset, and of each epoch's permutation; every learner must say the same.
-            batch_size: indices in a batch.
+            batch_size: indices in a batch; of several ranks, which all call this alike: in a batch of this one.
             accumulate: batches that an inner step trains.
 
         Raises:

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +27,13 @@ def free_port() -> int:
         return port
 
 
+def children_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """Processes that it has started, and that live."""
+    if process.poll() is not None:
+        return []
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
 class Party:
     """A Redis, a syncer and learners, ended with the block. Their output is in files of `folder`."""
 
@@ -40,9 +49,13 @@ class Party:
         return self
 
     def __exit__(self, *_: object) -> None:
+        orphans = [child for process in self._started for child in children_of(process)]  # as torchrun's, once killed
         for process in self._started:
             process.kill()
             process.wait()
+        for child in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.redis.__exit__(None, None, None)
 
     def start(self, log: str, extra: dict[str, str], *command: object) -> subprocess.Popen[bytes]:

@@ -21,6 +21,7 @@ from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
 from diloco.workers.ranks.parting import Parting
 from diloco.workers.ranks.replicas import Replicas, Samples
+from diloco.workers.ranks.shards_told import ShardsTold
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import TOLD_S, Wires
@@ -62,7 +63,7 @@ class Rank:
         """Rank 0's: the same as bases."""
         self.late = False
         """The run was over as all joined."""
-        self.wishes, self.parting = Wishes(wires), Parting(wires)
+        self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
         self.replicas = Replicas(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
@@ -162,8 +163,6 @@ class _Taken(NamedTuple):
 class JoinedRank(JoinedLearner):
     """A rank of a learner in its run. The training thread's."""
 
-    together = True
-
     def __init__(
         self,
         training: Training,
@@ -177,7 +176,9 @@ class JoinedRank(JoinedLearner):
         """samples: of what all ranks hold alike."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
-        self._number, self._samples = meeting.rank, samples
+        self._number, self.place = meeting.rank, (meeting.rank, shares.ranks)
+        """Number of this rank, and how many there are."""
+        self._samples, self.shards_told = samples, rank.shards_told
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
@@ -298,7 +299,7 @@ class JoinedRank(JoinedLearner):
         if (step := self._step) is None:
             return 0
         self._step = None
-        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing
+        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing. Both read it, one counts it
         agreed = self._count(step)
         for p, number in sorted(agreed.decided.adoptions.items()):
             self._adopt(p, number)
@@ -355,11 +356,8 @@ class JoinedRank(JoinedLearner):
             rounds.offer_again()
         items = []
         for p in sorted(agreed.snapshots):
-            publication, taken = rounds.publication(p, shared.windows), (step.number, step.taken[p].server)
-            if publication is None:
-                self.thread.call(self.exchange.carrier.forget, p, taken)
-            else:
-                items.append((publication, taken))
+            taken = step.number, step.taken[p].server
+            items.append((rounds.publication(p, shared.windows), taken))
         rank.under_way.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
         if items or step.adopted:
             self.thread.call(self._told, items, bool(step.adopted))
@@ -384,6 +382,9 @@ class JoinedRank(JoinedLearner):
         with self._lock:
             for base in self._adopted:
                 training.rounds.adopt(base)
+            if rank.under_way is not None:
+                rank.under_way.counted(base.fragment for base in self._adopted)
+                rank.under_way.leave()
             last = list(training.rounds.last(self.shared.windows, due=self.over)) if rank.exchange is not None else []
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:

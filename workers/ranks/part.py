@@ -45,19 +45,20 @@ class _Gathering:
     """What the server had adopted at the snapshot."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """The base is known."""
+    encoded: bool = False
+    """What comes is encoded at once."""
+    _against: Float32 | None = None
+    """If so, the base's values, until all is here: the next base may be adopted before the upload ends."""
     out: npt.NDArray[Any] | None = None
     """(elements,) the payload; values, where they are encoded later."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, base: Base | None) -> None:
         """base: None: nothing was adopted."""
-        self.base = base
+        self.base, self.encoded = base, base is not None and self.codec in DTYPES
+        if base is not None and self.encoded:
+            self.base, self._against = replace(base, values=None), base.values
         self.begun.set()
-
-    @property
-    def encoded(self) -> bool:
-        """What comes is encoded at once."""
-        return self.base is not None and self.codec in DTYPES
 
     async def take(self, own: Float32, pieces: Sequence[Piece], offload: Offload) -> None:
         """These of a rank's own vector, which is overwritten."""
@@ -69,8 +70,7 @@ class _Gathering:
         await offload(self._put, own, pieces, self.out)
         self.missing -= elements(pieces)
         if not self.missing:
-            if self.base is not None and self.encoded:
-                self.base = replace(self.base, values=None)  # the next one may be adopted before the upload ends
+            self._against = None
             self.whole.set()
 
     def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
@@ -79,8 +79,8 @@ class _Gathering:
             self._put_one(own[piece.at : piece.at + piece.elements], there, out[there])
 
     def _put_one(self, values: Float32, there: slice, out: npt.NDArray[Any]) -> None:
-        if self.base is not None and self.encoded:
-            encode_delta(self.base.values[there], lambda: values, self.codec, None, out.view(np.uint8))
+        if self._against is not None:
+            encode_delta(self._against[there], lambda: values, self.codec, None, out.view(np.uint8))
         else:
             out[:] = values
 

@@ -35,8 +35,12 @@ from diloco.workers.background import OwnThread
 from diloco.workers.stopping import HANGUP, STOPS, Stopping
 
 BACK_S = 10.0
-"""For the main thread to come back after a signal; where steps take longer, `STEPS` of them."""
+"""For the main thread to come back after a signal, or to call the learner after the exchange has failed. Where steps
+take longer, `STEPS` of them."""
 STEPS = 2
+MOST_S = 120.0
+"""But no longer. One step with an evaluation or a compilation in it weighs in the average for many more, and the
+learner is down for as long as this takes; all that is lost sooner is a step that no rank can publish any more."""
 AGAIN_S = 2.0
 """The same after a second signal."""
 LOOK_S = 0.5
@@ -147,7 +151,7 @@ class RankStopping(Stopping):
         signal.pthread_kill(main, PROBE)
 
     def _given_s(self) -> float:
-        return max(BACK_S, STEPS * self.step_s())
+        return waits_s(self.step_s())
 
     def _is_watched(self, number: int) -> bool:
         if self._over:
@@ -163,6 +167,11 @@ class RankStopping(Stopping):
             why = self.say(why, SAID_AT_ONCE_S if again else SAID_S)
         structlog.get_logger().error("rank_ended", detail=why)
         os._exit(128 + number if number == signal.SIGINT else AGAIN_STATUS)
+
+
+def waits_s(step_s: float) -> float:
+    """How long a main thread that may wait for ever is given, by the time of its steps. Seconds."""
+    return max(BACK_S, min(MOST_S, STEPS * step_s))
 
 
 def waits_in() -> str:

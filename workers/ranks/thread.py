@@ -18,14 +18,11 @@ from diloco.workers.ranks.joined import JoinedRank
 from diloco.workers.ranks.lines import TcpLines
 from diloco.workers.ranks.replicas import Samples, sampled
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.stuck import STEPS, RankStopping
+from diloco.workers.ranks.stuck import RankStopping, waits_s
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
 from diloco.workers.training import Training
 
-NOTICED_S = 10.0
-"""A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
-a call of the learner its process is ended; where steps take longer, after `STEPS` of them."""
 ABORT_S = 2.0
 """To break off what is under way."""
 
@@ -80,7 +77,7 @@ class RankThread(ExchangeThread):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.part()  # the other ranks end too, and training may wait for them
         self._aborting.start()  # it may itself wait
-        within_s = max(NOTICED_S, STEPS * self._training.times.step_s)
+        within_s = waits_s(self._training.times.step_s)  # it may wait for another rank for ever
         if not self._noticed.wait(within_s):
             detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)

@@ -39,7 +39,7 @@ from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.part import Part, Snapshot
 from diloco.workers.ranks.parting import steps_of_all
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import Room, UnderWay
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.training import Training
 
@@ -146,15 +146,14 @@ class Working:
         """As the one that speaks for all, until cancelled."""
         training, wires, bus = self._training, self._wires, self._bus
         parts, carriers = list[Part](), list[RanksCarrier]()
-        room = Room([fragment.elements for fragment in self._shares.layout.fragments])
-        under_way = UnderWay(room)
+        under_way = UnderWay([fragment.elements for fragment in self._shares.layout.fragments])
         who = training.learner, training.incarnation
         own = OnHost(AT_ONCE)
         joining = Joining(bus, self._clock, *who, training.report, offload=self._offload, encoder=own)
 
         def make_carrier(member: Member) -> Carrier:
             parts.append(self._part(member))
-            carriers.append(RanksCarrier(wires, member, under_way, room))
+            carriers.append(RanksCarrier(wires, member, under_way))
             return carriers[0]
 
         try:
