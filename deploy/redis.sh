@@ -5,6 +5,7 @@ set -eu
 
 users=/data/users.acl
 umask 077
+invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up
 sed '/^#/d' /etc/diloco/users.acl > "$users"
 for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users" | tr -d '{}' | sort -u); do
   eval "password=\${$variable:-}"
@@ -16,6 +17,8 @@ for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users" | tr -d '{}' | sort -u);
   sed -i "s/{$variable}/$hash/" "$users"
   unset "$variable"
 done
+
+[ -z "$invited" ] || printf '%s\n' "$invited" >> "$users"
 
 # Every write is on disk within a second; nothing is ever evicted.
 exec docker-entrypoint.sh redis-server --appendonly yes --save '' --maxmemory-policy noeviction --aclfile "$users"

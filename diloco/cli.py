@@ -36,11 +36,20 @@ COMMANDS: dict[str, Entry] = {
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),
     "watch": Entry("diloco.commands:watch", "Serve the page of any run, beside it: lanes of learners, loss, tokens."),
+    "runs": Entry(
+        "diloco.runs:app", "The runs of a Redis: list them, extend a finished one, free a dead one: a group."
+    ),
+    "finish": Entry("diloco.runs:finish", "End a run in order, from anywhere."),
     "report": Entry("diloco.commands:report", "Print the report of a finished run, or write its page as one file."),
     "tape": Entry("diloco.commands:tape", "Print a run's event tape, or make its merges again and compare."),
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),
     "acl": Entry("diloco.commands:acl", "Print an ACL file for Redis: a user for each party."),
+    "invite": Entry(
+        "diloco.invitations:invite", "Let a learner take part in a run: prints the line that it joins with."
+    ),
+    "join": Entry("diloco.invitations:join", "Train as the learner that an invitation names."),
+    "revoke": Entry("diloco.invitations:revoke", "Take an invitation back: the learner is cut off at once."),
     "chaos": Entry(
         "diloco.studies.strikes.command:command", "Strike a real run on this machine, then audit it. Linux only."
     ),

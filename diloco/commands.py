@@ -47,6 +47,8 @@ def learner(settings: LearnerProcess) -> None:
 @takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
+    for place in filter(None, (settings.checkpoint_dir, settings.resume)):
+        importlib.import_module("diloco.syncer.checkpoints.places").place_of(place)
     if str(settings.checkpoint_dir).startswith("memory://"):
         raise UsageError(
             f"--checkpoint-dir {settings.checkpoint_dir} would die with the syncer: give a folder, "

@@ -34,15 +34,13 @@ from diloco.pipeline.units import parse_duration, parse_whole, written
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
-
-
+S = TypeVar("S", bound="Settings")
 EXPERT = "expert"
 """Key in a field's `json_schema_extra` that marks an expert setting."""
 LEASE_S = 5.0
 """Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it."""
 CHUNK_BYTES = 512 * 1024
-LEAVE_S = 20.0
-STATE_S = 30.0
+LEAVE_S, STATE_S = 20.0, 30.0
 EncodeOn = Literal["auto", "cpu", "device"]
 DEVICE = r"^(auto|cpu|cuda(:\d+)?|mps)$"
 DEVICES = r"^(auto|mps|cpu(\+cpu)*|cuda(:\d+)?|cuda:\d+(\+cuda:\d+)+)$"  # or a set: a rank on each
@@ -109,8 +107,8 @@ class Settings(BaseSettings):
         return init_settings, InitSettingsSource(settings_cls, init_kwargs=variables), from_file
 
 
-class BusSettings(Settings):
-    """How a party reaches its run."""
+class ServerSettings(Settings):
+    """How a Redis is reached."""
 
     redis_url: SecretStr | None = Field(
         None, description="Redis to use: redis://, rediss:// or unix://. Secrets belong in DILOCO_REDIS_URL"
@@ -118,7 +116,6 @@ class BusSettings(Settings):
     redis_ca: Path | None = expert(None, description="For rediss://: file of the authority that issued its certificate")
     redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server wants one")
     redis_key: Path | None = expert(None, description="For rediss://: key of the client certificate")
-    run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
 
     def bus_url(self) -> str | None:
@@ -130,6 +127,12 @@ class BusSettings(Settings):
         if self.redis_url is None:
             return None
         return with_tls(self.redis_url.get_secret_value(), {name: getattr(self, name) for name in OPTIONS})
+
+
+class BusSettings(ServerSettings):
+    """How a party reaches its run."""
+
+    run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
 
 
 class SyncSettings(Settings):
@@ -368,9 +371,6 @@ PARTIES = frozenset(
     name for kind in (SyncerProcess, LearnerProcess, EvaluatorProcess, RankProcess) for name in kind.model_fields
 )
 """Settings of all parties; the launcher has some of its own."""
-
-
-S = TypeVar("S", bound=Settings)
 
 
 def is_expert(kind: type[Settings], name: str) -> bool:

@@ -39,7 +39,7 @@ class Evaluator:
         model: nn.Module,
         loss_fn: LossFunction,
         *,
-        run: str = "run",
+        run: str | None = None,
         redis_url: str | None = None,
         every_s: float = EVERY_S,
         device: str | torch.device | None = None,
@@ -50,7 +50,7 @@ class Evaluator:
             model: as learners train it, with the same values of what is not trained. It may be the one in training.
             loss_fn: called with the copy, which is in evaluation mode and records no gradients; gives one number. In
                 nats per token it stands beside other runs' losses.
-            run: name of the run.
+            run: name of the run; default: the environment's DILOCO_RUN, else "run".
             redis_url: default: the environment's DILOCO_REDIS_URL. Where parties have users, this is the evaluator's.
             every_s: `follow` lets so much time go by between two measurements.
             device: where the copy lies; default: where the model does.

@@ -68,7 +68,7 @@ def _condition(learner: LearnerStatus) -> Text:
     return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
 
 
-class _Fitting:
+class Fitting:
     """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
 
     def __init__(
@@ -109,13 +109,14 @@ _FOLDED = {"learner": 20, "state": 8}
 """Columns whose cells may take several lines, and their width in a table that has to be narrow."""
 
 
-def _learner_table(status: Status) -> _Fitting:
+def _learner_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     learners = present(status["learners"])
     for learner in learners[:MOST_ROWS]:
         rows.append(
             (
                 Text(learner["id"]),
+                str(learner.get("ranks", 1)),
                 str(learner["step"]),
                 count(learner["tokens_per_s"]) if learner["live"] else "-",
                 _loss(learner["loss"]),
@@ -124,13 +125,16 @@ def _learner_table(status: Status) -> _Fitting:
             )
         )
     if len(learners) > MOST_ROWS:
-        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", ""))
-    names = ("learner", "inner step", "tokens/s", "loss", "versions", "state")
+        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", "", ""))
+    names = ("learner", "ranks", "inner step", "tokens/s", "loss", "versions", "state")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return _Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
+    if all(learner.get("ranks", 1) == 1 for learner in learners):
+        del columns["ranks"]
+    spare = [name for name in ("inner step", "tokens/s", "loss", "ranks") if name in columns]
+    return Fitting(columns, left=("learner", "state"), spare=spare)
 
 
-def _fragment_table(status: Status) -> _Fitting:
+def _fragment_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     fragments = status["fragments"]
     for fragment in fragments[:MOST_ROWS]:
@@ -151,7 +155,7 @@ def _fragment_table(status: Status) -> _Fitting:
         rows.append(("", "", "", Text(f"... {len(fragments) - MOST_ROWS} more", "dim"), "", "", ""))
     names = ("fragment", "version", "interval", "window", "k of K", "expected", "grace left")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return _Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
+    return Fitting(columns, left=("window",), spare=("interval", "expected", "grace left", "k of K"))
 
 
 def _syncers(status: Status) -> str:

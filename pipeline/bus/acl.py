@@ -17,6 +17,8 @@ from diloco.pipeline.bus.keys import PREFIX
 
 SHARED_LEARNER = "learner"
 """User for learners of any name: kept from all that is the syncer's, not from each other's deltas."""
+INVITED = "invited"
+"""Users of learners that were invited to a run under way are named so, and by their learner."""
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
 """What a connection needs, and what scripts ask without a key."""
 _READ = "+get +hget +hmget +hgetall +hkeys +xread +xrange +xrevrange +xlen +type +exists +pttl"
@@ -24,6 +26,7 @@ _SYNCER = (
     f"{_READ} +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|load"
 )
+_OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
 
@@ -112,6 +115,11 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
     )
 
 
+def invited(run: str, learner_id: str) -> User:
+    """A learner that was invited: with the rights of a named one, and a name by which it is known as such."""
+    return User(f"{INVITED}-{learner_id}", learner(run, learner_id).rules)
+
+
 def evaluator(run: str = "*") -> User:
     """The evaluator: reads globals, writes evaluations."""
     keys, read = _Patterns(run), "%R~"
@@ -144,6 +152,20 @@ def viewer(run: str = "*") -> User:
     )
 
 
+def operator(run: str = "*") -> User:
+    """`diloco runs`, `finish`, `invite`, `revoke`: an administrator, who could make a user without limits."""
+    keys = _Patterns(run).all()
+    rules = _rules((f"{_SYNCER} +memory|usage", keys))
+    return User("operator", rules.replace(_CONNECT, f"{_CONNECT} {_OPERATOR}", 1))
+
+
 def users(run: str = "*", learners: Iterable[str] = ()) -> list[User]:
     """All users of a run: one for learners of any name, and one for each named learner."""
-    return [syncer(run), learner(run), *(learner(run, name) for name in learners), evaluator(run), viewer(run)]
+    return [
+        syncer(run),
+        learner(run),
+        *(learner(run, name) for name in learners),
+        evaluator(run),
+        viewer(run),
+        operator(run),
+    ]

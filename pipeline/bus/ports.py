@@ -141,6 +141,10 @@ class SpecAndState(Keyed, Protocol):
         """Set the run's state unless that would move its phase backwards; returns the state that holds."""
         ...
 
+    async def begin_again(self, state: RunState) -> bool:
+        """Set the state of a finished run, to an earlier phase; False: it is not finished, and stays as it is."""
+        ...
+
     async def read_state(self) -> RunState | None:
         """The run's state, or None before the syncer first wrote it."""
         ...

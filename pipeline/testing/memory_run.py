@@ -15,7 +15,7 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
-from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory_calls import MemoryCalls
@@ -57,6 +57,13 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
             return decode(RunState, now[b"blob"])
         self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
         return state
+
+    async def begin_again(self, state: RunState) -> bool:
+        await self._turn()
+        if self._hash(self.keys.state).get(b"rank") != b"%d" % Phase.FINISHED.rank:
+            return False
+        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
+        return True
 
     async def read_state(self) -> RunState | None:
         await self._turn()

@@ -33,7 +33,7 @@ from diloco.syncer.checkpoints.manifest import (
     pieces,
 )
 from diloco.syncer.checkpoints.places import Folder, Place, place_of
-from diloco.syncer.checkpoints.saving import read_latest
+from diloco.syncer.checkpoints.saving import is_run_folder, read_latest
 
 READS = 3
 """Newer checkpoints that are tried in the place of one that was dropped as it was read."""
@@ -188,23 +188,41 @@ def _is_there(folder: Place) -> bool:
 
 
 def find_checkpoint(place: str | Path) -> Place:
-    """The checkpoint folder meant: itself, what its `latest` names first, or its checkpoints/latest.
+    """The checkpoint folder meant: itself, or the newest of the only run that has some in there or in checkpoints/.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or there are several runs'.
     """
     given = place_of(place)
     try:
         if STATE_FILE in given.names():
             return given
         for directory in (given, given.below("checkpoints")):
-            if LATEST in directory.names():
-                return _newest(directory)
+            if runs := runs_in(directory):
+                return _newest(_only(runs, directory))
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error}") from error
     raise UsageError(
-        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, with `{LATEST}`, or with checkpoints/{LATEST}"
+        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
     )
+
+
+def runs_in(place: Place) -> list[Place]:
+    """Folders of the runs that have saved something in a place; itself, if it is a run's or an earlier build's.
+
+    Raises:
+        OSError: the place cannot be read.
+    """
+    names = place.names()
+    folders = [place] if LATEST in names else []
+    return folders + [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
+
+
+def _only(runs: list[Place], place: Place) -> Place:
+    if len(runs) > 1:
+        told = ", ".join(f"{run} ({next(iter(read_latest(run)), 'empty')})" for run in runs)
+        raise UsageError(f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {told}")
+    return runs[0]
 
 
 def _newest(directory: Place) -> Place:
@@ -281,7 +299,7 @@ def _vector(tensor: Tensor, elements: int, file: str) -> Float32:
 
 
 def is_saved(place: Place, run: RunState) -> bool:
-    """Whether the newest checkpoint in a place is of this state's manifest.
+    """Whether the newest checkpoint in a run's folder is of this state's manifest.
 
     Raises:
         OSError: the place cannot be read.

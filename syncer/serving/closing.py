@@ -11,6 +11,7 @@ import structlog
 
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import Bus, Clock, Offered
+from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
@@ -29,11 +30,14 @@ async def finish_run(
 
     Raises:
         BusError: call it again.
+        DilocoError: the run goes on: it was extended.
     """
     while not stop.is_set():
         state = await bus.read_state() or await bus.write_state(known)
         if state.phase is Phase.FINISHED:
             return state
+        if state.budget_tokens > known.budget_tokens:  # this syncer was paused meanwhile, and knows the old spec
+            raise DilocoError("the run was finished and extended meanwhile: start this syncer again")
         if await _gather(bus, nonce, fragments, lease_s, stop):
             async with holding(bus, range(fragments), nonce, lease_s):
                 finished = await _finish(bus, clock, nonce, fragments, state)

@@ -40,7 +40,9 @@ def test_passwords_are_made_once_and_kept_where_only_their_owner_reads_them(
     printed = capsys.readouterr().out
     assert file.stat().st_mode & 0o777 == 0o600
     passwords = dict(line.split("=") for line in file.read_text().splitlines())
-    assert set(passwords) == {f"REDIS_{user}_PASSWORD" for user in ("SYNCER", "LEARNER", "EVALUATOR", "VIEWER")}
+    assert set(passwords) == {
+        f"REDIS_{user}_PASSWORD" for user in ("SYNCER", "LEARNER", "EVALUATOR", "VIEWER", "OPERATOR")
+    }
     assert len(set(passwords.values())) == len(passwords)
     for password in passwords.values():
         assert password not in printed

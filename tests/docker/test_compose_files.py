@@ -1,6 +1,9 @@
 """What can be said about the compose files without an engine."""
 
+import hashlib
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -96,6 +99,25 @@ def test_redis_starts_with_the_users_that_are_shipped_and_gets_a_port_only_with_
     script = (ROOT / "deploy" / "redis.sh").read_text()
     for option in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile"):
         assert option in script
+
+
+def test_redis_knows_after_a_restart_whom_it_knew_by_invitation_and_nobody_who_was_taken_from_the_file(
+    tmp_path: Path,
+) -> None:
+    """What is kept of the users of the last time are those that were invited while it was up."""
+    (tmp_path / "given.acl").write_text("# users\nuser syncer on #{REDIS_SYNCER_PASSWORD} +ping\n")
+    (tmp_path / "users.acl").write_text(
+        "user syncer on #00 +ping\nuser learner-bert on #11\nuser invited-anna on #22\n"
+    )
+    (tmp_path / "docker-entrypoint.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
+    script = (ROOT / "deploy" / "redis.sh").read_text().replace("/data/users.acl", f"{tmp_path}/users.acl")
+    script = script.replace("/etc/diloco/users.acl", f"{tmp_path}/given.acl")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_SYNCER_PASSWORD": "secret"}
+    for _ in range(2):
+        subprocess.run(["/bin/sh", "-c", script], env=environment, check=True)
+        digest = hashlib.sha256(b"secret").hexdigest()
+        assert (tmp_path / "users.acl").read_text() == f"user syncer on #{digest} +ping\nuser invited-anna on #22\n"
 
 
 def test_all_syncers_share_one_volume_for_checkpoints_and_tape():

@@ -131,6 +131,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await pull(syncer, keys.initial_payload(0, NONCE), 8, "fp32", 1024)
     assert await syncer.announce_syncer(NONCE, "s0", 10) == (NONCE,)
     await syncer.write_state(samples.run_state())
+    assert not await syncer.begin_again(samples.run_state())
     assert await syncer.replace_spec(encode(spec), encode(spec))
     await syncer.put_back_report(SeenReport(report=samples.report(), age_s=60.0))
     expected = await first_head(syncer)
@@ -369,6 +370,13 @@ SCRIPTED: dict[str, Step] = {
     "acquire_free_lease": lambda bus, keys, at: bus.acquire_lease(7, NONCE, 60),
     "release_lease": lambda bus, keys, at: bus.release_lease(0, NONCE),
     "write_state": lambda bus, keys, at: bus.write_state(samples.run_state(phase=Phase.FINISHED)),
+    "begin_again": lambda bus, keys, at: bus._redis.script(  # type: ignore[attr-defined]
+        "begin_again",
+        [keys.state],
+        Phase.RUNNING.rank,
+        Phase.RUNNING.rank,
+        "blob",  # as if it were finished
+    ),
     "announce_syncer": lambda bus, keys, at: bus.announce_syncer("cc" * 8, "s1", 60),
     "offer_budget": lambda bus, keys, at: bus.offer_budget(7, 600),
     "withdraw_syncer": lambda bus, keys, at: bus.withdraw_syncer(NONCE),

@@ -96,6 +96,19 @@ async def test_a_run_never_moves_back_to_an_earlier_phase(bus: Bus) -> None:
     assert await bus.read_state() == again
 
 
+async def test_only_a_finished_run_begins_again(bus: Bus) -> None:
+    again, closing = samples.run_state(tokens=5), samples.run_state(phase=Phase.CLOSING)
+    assert not await bus.begin_again(again)
+    assert await bus.read_state() is None
+    await bus.write_state(closing)
+    assert not await bus.begin_again(again)
+    assert await bus.read_state() == closing
+    await bus.write_state(samples.run_state(phase=Phase.FINISHED))
+    assert await bus.begin_again(again)
+    assert await bus.read_state() == again
+    assert (await bus.write_state(closing)).phase is Phase.CLOSING  # it moves forward as ever
+
+
 async def test_a_report_replaces_that_of_the_same_incarnation_and_answers_with_the_state(bus: Bus) -> None:
     assert await bus.write_report(samples.report("l0", step=1)) is None
     state = await bus.write_state(samples.run_state())

@@ -40,8 +40,8 @@ class Authority:
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
 
-def make_authority(folder: Path) -> Authority:
-    """An authority, a certificate of 127.0.0.1, and one of a client."""
+def make_authority(folder: Path, host: str = "127.0.0.1") -> Authority:
+    """An authority, a certificate of a server's address, and one of a client."""
     folder.mkdir()
     program = shutil.which("openssl") or "openssl"
 
@@ -52,7 +52,7 @@ def make_authority(folder: Path) -> Authority:
     openssl(*new, "-subj", f"/CN={folder.name}", "-keyout", "ca.key", "-out", "ca.pem")
     for name in ("server", "client"):
         issue = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
-        names = ("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1")
+        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{host}")
         openssl(*new, *issue, *names, "-keyout", f"{name}.key", "-out", f"{name}.pem")
     return Authority(folder)
 

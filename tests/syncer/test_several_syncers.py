@@ -121,7 +121,7 @@ async def until(reached: Callable[[], bool], limit_s: float) -> float:
 
 
 def saved(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("checkpoint-*")]
+    return [path.name for path in folder.glob("*/checkpoint-*")]
 
 
 def archives(folder: Path) -> list[Path]:

@@ -105,10 +105,25 @@ def test_a_tensor_whose_number_cannot_be_read_is_no_loss() -> None:
             one_loss(loss)
 
 
+def test_a_learner_whose_program_names_neither_run_nor_learner_takes_those_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `diloco join -- COMMAND` says. A program that names them is right."""
+    monkeypatch.setenv("DILOCO_RUN", "theirs")
+    monkeypatch.setenv("DILOCO_LEARNER_ID", "anna")
+    model = torch.nn.Linear(2, 2)
+    told = Learner(model, redis_url="redis://127.0.0.1:1")
+    assert (told._given.run, told.id) == ("theirs", "anna")
+    said = Learner(model, run="own", learner_id="bert", redis_url="redis://127.0.0.1:1")
+    assert (said._given.run, said.id) == ("own", "bert")
+    monkeypatch.delenv("DILOCO_RUN")
+    assert Learner(model, redis_url="redis://127.0.0.1:1")._given.run == "run"
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        *(("run", "my run"), ("run", ""), ("run", None), ("run", "r" * 65)),
+        *(("run", "my run"), ("run", ""), ("run", 3), ("run", "r" * 65)),
         *(("learner_id", "my learner"), ("learner_id", "a/b"), ("learner_id", 3)),
         *(("leave_s", -1.0), ("leave_s", float("nan")), ("leave_s", float("inf")), ("leave_s", "20s")),
         *(("state_every_s", 0), ("state_every_s", -1), ("state_every_s", float("nan"))),

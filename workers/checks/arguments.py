@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyId
-from diloco.pipeline.settings import EncodeOn, SyncSettings
+from diloco.pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 
 MAX_STEP_TOKENS = 2**40
@@ -38,7 +38,13 @@ class Arguments(BaseModel):
     same_frozen: bool
 
 
-OWN = {"redis_url", "leave_s", "state_dir", "state_every_s", "log_losses"}
+class _Named(BusSettings):
+    """As whom a learner takes part where its program does not say so."""
+
+    learner_id: str | None = None
+
+
+OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
 """What each rank of a learner may have of its own."""
 
 
@@ -53,6 +59,8 @@ def check_arguments(**given: Any) -> Arguments:
     Raises:
         UsageError: naming the argument, its value and what is allowed.
     """
+    named = load(_Named)
+    given |= {name: getattr(named, name) for name in ("run", "learner_id") if given[name] is None}
     try:
         arguments = Arguments(**given)
     except ValidationError as error:

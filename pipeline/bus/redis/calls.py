@@ -48,6 +48,9 @@ CONTROL_S = 10.0
 BULK_S = 60.0
 """Time limits of one call; a blocking read has its `block_s` on top of CONTROL_S."""
 
+SCANNED = 1000
+"""Keys a round trip, where all are looked at."""
+
 _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
@@ -76,6 +79,16 @@ _TLS = (
     ),
 )
 """What OpenSSL says, and what to do."""
+
+
+_NOT_THERE = (
+    (
+        "connecting to",
+        "; nobody answers there: has a Redis been started, and does DILOCO_REDIS_URL have its host and port?",
+    ),
+    ("Protocol error", "; what answers there is no Redis: does DILOCO_REDIS_URL have the right port?"),
+)
+"""What redis-py says, and what to look at: nothing of it was ever there, or it is away for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +131,8 @@ def translate(error: BaseException, where: str) -> DilocoError:
     down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
     if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
         return BusError(f"Redis at {where}: {text}")
-    return BusUnavailable(f"Redis at {where}: {text or type(error).__name__}")
+    hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")
+    return BusUnavailable(f"Redis at {where}: {text.rstrip('.') or type(error).__name__}{hint}")
 
 
 _ERRORS = (rx.RedisError, OSError, TimeoutError)
@@ -370,6 +384,13 @@ class RedisCalls:
             if isinstance(reply, Exception):
                 raise translate(reply, self._where) from reply
         return replies
+
+    async def keys(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        """All keys of a pattern, on all nodes, some at a time. Those that come or go meanwhile may be missed."""
+        async with self.call("bulk", BULK_S) as client:
+            found = sorted({key async for key in client.scan_iter(match=pattern, count=SCANNED)})
+        for first in range(0, len(found), SCANNED):
+            yield found[first : first + SCANNED]
 
     async def hashes(self, keys: Iterable[str]) -> list[Mapping[bytes, bytes]]:
         """Fields of hashes, in one round trip on the control lane; of one that is not there, none."""

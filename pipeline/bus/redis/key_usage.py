@@ -1,7 +1,6 @@
 """Counts what a run has on a Redis server, key by key; for audits. Not for a cluster."""
 
 import time
-from typing import Any
 
 from diloco.pipeline.bus.key_usage import KeyUsage, count
 from diloco.pipeline.bus.keys import PREFIX
@@ -9,7 +8,6 @@ from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
 
 LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 """Command that tells how many entries there are; a string is one."""
-AT_ONCE = 1000
 
 
 class RedisKeyUsage:
@@ -24,14 +22,7 @@ class RedisKeyUsage:
         Raises:
             BusUnavailable: Redis is away.
         """
-        keys: set[bytes] = set()
-        cursor: Any = 0
-        while True:
-            cursor, found = await self._calls.command("SCAN", cursor, "MATCH", self._pattern, "COUNT", AT_ONCE)
-            keys |= set(found)
-            if int(cursor) == 0:
-                break
-        names = sorted(keys)
+        names = [key async for some in self._calls.keys(self._pattern) for key in some]
         types = await self._calls.many(("TYPE", key) for key in names)
         known = [(key, LENGTH[kind]) for key, kind in zip(names, types, strict=True) if kind in LENGTH]
         lengths = await self._calls.many((command, key) for key, command in known)

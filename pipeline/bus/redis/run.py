@@ -16,7 +16,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
-from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, encode
 
@@ -47,6 +47,10 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
     async def write_state(self, state: RunState) -> RunState:
         (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
         return decode(RunState, blob)
+
+    async def begin_again(self, state: RunState) -> bool:
+        ranks = Phase.FINISHED.rank, state.phase.rank
+        return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state)) == [1]
 
     async def read_state(self) -> RunState | None:
         return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))

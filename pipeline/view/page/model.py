@@ -33,6 +33,7 @@ NAMES = {
     "learner_left": "left",
     "learner_killed": "killed",
     "learner_died": "died",
+    "learner_broken": "has lost a rank",
     "syncer_died": "died",
     "evaluator_died": "died",
 }

@@ -1,0 +1,247 @@
+"""`diloco invite`, `join` and `revoke`: a learner comes to a run under way by one line, and is cut off by another.
+
+An invitation is one word: where the Redis is, its authority, the run, the learner's name, its user and password. It is
+as secret as the password that is in it.
+"""
+
+import asyncio
+import base64
+import binascii
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Self
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from diloco.cli import main
+from diloco.options import takes
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.redis.users import OLDEST, RedisUsers, connect_users
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import PartyId
+from diloco.pipeline.process import logs
+from diloco.pipeline.settings import BusSettings, ServerSettings
+
+PREFIX = "diloco1."
+VARIABLE = "DILOCO_INVITATION"
+MOST = 65_536
+"""Characters of an invitation; one with an authority has about 3,000."""
+_HERE = {"localhost", "127.0.0.1", "::1", "[::1]", ""}
+
+
+class Invitation(BaseModel):
+    """What is in the word."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    url: Annotated[str, Field(pattern=r"^rediss?://")]
+    """With user, password and authority."""
+    run: PartyId
+    learner: PartyId
+
+    def word(self) -> str:
+        """As one word."""
+        return PREFIX + base64.urlsafe_b64encode(self.model_dump_json().encode()).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, word: str) -> Self:
+        """That of a word.
+
+        Raises:
+            UsageError: it is none, or not whole; never shows it.
+        """
+        word = "".join(word.split())  # as it may come out of a mail
+        if not word.startswith(PREFIX) or len(word) > MOST:
+            raise UsageError(f"this is no invitation: one begins with {PREFIX!r}, and `diloco invite NAME` makes it")
+        body = word.removeprefix(PREFIX)
+        try:
+            return cls.model_validate_json(base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True))
+        except (binascii.Error, ValidationError):
+            raise UsageError("the invitation is damaged, or a part of it is missing: copy all of it") from None
+
+    def environment(self) -> dict[str, str]:
+        """What a learner reads from its environment."""
+        return {"DILOCO_REDIS_URL": self.url, "DILOCO_RUN": self.run, "DILOCO_LEARNER_ID": self.learner}
+
+
+# --- invite -------------------------------------------------------------------------------------------
+
+
+@takes(BusSettings)
+def invite(
+    settings: BusSettings,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The learner's name", show_default=False)],
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="ADDRESS",
+            help="How the learner reaches Redis: rediss://HOST:PORT (default: as this command)",
+        ),
+    ] = None,
+) -> None:
+    """Let a learner take part in a run: make it a user on the live Redis, and print the line that it joins with.
+
+    The line is a secret: whoever has it can train as NAME. It is printed once. `diloco revoke NAME` ends it. It needs
+    Redis 7 or Valkey, and a user who may make others: `operator`, or one without limits.
+
+    Example: diloco invite anna --run my-run --at rediss://my.host:6380
+    """
+    logs.configure(settings.log_level)
+    url = _url(settings)
+    word, notes = asyncio.run(_invite(url, settings.run, _name(name), at))
+    for note in notes:
+        typer.echo(note, err=True)
+    typer.echo(f"diloco join {word}")
+
+
+async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, list[str]]:
+    user, password = acl.invited(run, name), secrets.token_hex(24)
+    invitation = Invitation(url=_address(url, at, user.name, password), run=run, learner=name)
+    notes = []
+    if invitation.url.startswith("redis://"):
+        notes.append("note: no TLS: whoever can read the network reads the password, and all that is trained")
+    async with _users(url) as users:
+        if await users.exists(user.name):
+            raise UsageError(f"{name!r} is invited already: `diloco revoke {name}` first, or take another name")
+        await users.make(user, password)
+        if not await users.keep():
+            notes.append(
+                "note: this Redis has no ACL file that it may write: started again, it does not know the learner"
+            )
+    return invitation.word(), notes
+
+
+def _address(url: str, at: str | None, user: str, password: str) -> str:
+    """The URL of the invited user.
+
+    Raises:
+        UsageError: nobody elsewhere could reach it.
+    """
+    ours = urlsplit(url)
+    there = urlsplit(at) if at is not None else ours
+    try:
+        host, port = there.hostname or "", there.port
+    except ValueError:
+        host, port = "", None
+    if there.scheme not in ("redis", "rediss") or not host:
+        raise UsageError(f"--at {at if at is not None else 'is needed'}: give rediss://HOST:PORT, or redis://HOST:PORT")
+    if at is None and host in _HERE:
+        raise UsageError(f"{host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT")
+    if at is not None and (there.username or there.password):
+        raise UsageError("--at takes an address alone: the invitation gets a user and a password of its own")
+    options = dict(parse_qsl(ours.query, keep_blank_values=True)) if there.scheme == "rediss" else {}
+    kept = {name: value for name, value in options.items() if name == "ssl_ca_data"}
+    if authority := options.get("ssl_ca_certs"):
+        kept["ssl_ca_data"] = Path(authority).read_text()
+    place = f"[{host}]" if ":" in host else host
+    netloc = f"{quote(user)}:{quote(password)}@{place}" + (f":{port}" if port else "")
+    return urlunsplit((there.scheme, netloc, there.path or ours.path, urlencode(kept), ""))
+
+
+# --- revoke -------------------------------------------------------------------------------------------
+
+
+@takes(ServerSettings)
+def revoke(
+    settings: ServerSettings,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The learner's name", show_default=False)],
+) -> None:
+    """Take an invitation back: the learner's user is gone, and its connections end at once.
+
+    What it has published before is merged as ever.
+    """
+    logs.configure(settings.log_level)
+    asyncio.run(_revoke(_url(settings), _name(name)))
+    typer.echo(f"{name!r} is cut off")
+
+
+async def _revoke(url: str, name: str) -> None:
+    async with _users(url) as users:
+        if not await users.take_away(f"{acl.INVITED}-{name}"):
+            raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
+        await users.keep()
+
+
+# --- join ---------------------------------------------------------------------------------------------
+
+
+join = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@join.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,  # what comes after WORD is the learner's
+        "help_option_names": ["-h", "--help"],
+    }
+)
+def _join(
+    ctx: typer.Context,
+    word: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORD",
+            help=f"The invitation; `-`: it is asked for, or read from the input; `env`: {VARIABLE} has it",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Train in a run as the learner that `diloco invite` has invited, with the built-in trainer or an own loop.
+
+    After WORD come options of `diloco learner`, or `--` and a command: its Learner(model, optimizer) says neither
+    run nor redis_url nor learner_id. The invitation leaves the list of processes at once; `-` keeps it out of the
+    shell's history too.
+
+    Examples: diloco join WORD --threads 4; diloco join WORD -- python train.py
+    """
+    if word.startswith(PREFIX):  # other users of the machine see arguments, not the environment: begin anew without it
+        os.environ[VARIABLE] = word
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "diloco", "join", "env", *ctx.args])  # noqa: S606  # ourselves
+    match word:
+        case "env":
+            said = os.environ.pop(VARIABLE, "")
+        case "-":
+            said = typer.prompt("invitation", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+        case _:
+            said = word
+    os.environ.update(Invitation.read(said).environment())
+    if ctx.args[:1] != ["--"]:
+        raise typer.Exit(main(["learner", *ctx.args]))
+    if not ctx.args[1:]:
+        raise UsageError("-- takes a command: diloco join WORD -- python train.py")
+    os.execvp(ctx.args[1], ctx.args[1:])  # noqa: S606  # what the user names
+
+
+# --- shared ---------------------------------------------------------------------------------------------
+
+
+def _name(name: str) -> str:
+    try:
+        return Invitation(url="redis://h", run="r", learner=name).learner
+    except ValidationError:
+        raise UsageError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 64 at most") from None
+
+
+def _url(settings: ServerSettings) -> str:
+    if (url := settings.bus_url()) is None:
+        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
+    return url
+
+
+@asynccontextmanager
+async def _users(url: str) -> AsyncIterator[RedisUsers]:
+    users = await connect_users(url)
+    try:
+        if await users.version() < OLDEST:
+            raise UsageError(f"users with rights of their own need Redis {OLDEST} or Valkey; this Redis is older")
+        yield users
+    finally:
+        await users.close()

@@ -1,0 +1,324 @@
+"""`diloco runs` and `diloco finish`: the runs of a Redis as things that are listed, ended, extended and freed."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, TypedDict
+
+import typer
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+from rich.console import Console
+from typer.core import TyperGroup
+
+from diloco.launcher.display import Fitting
+from diloco.launcher.locate import locate
+from diloco.options import takes
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BadMessage, DilocoError, UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import decode, encode
+from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.settings import BusSettings, ServerSettings
+from diloco.pipeline.units import as_bytes, count, duration, parse_count
+from diloco.pipeline.view.status import Status, present, read_status
+
+LOOK_S = 1.0
+UNREADABLE = "unreadable"
+
+
+class RunRow(TypedDict):
+    """A run in the list."""
+
+    run: str
+    phase: str
+    """Of `Phase`; "waiting": nobody has trained yet; "unreadable": damaged, or of another release."""
+    tokens: int
+    budget_tokens: int
+    age_s: float | None
+    """Since the run began; None: it has not."""
+    quiet_s: float | None
+    """Since the last word of a learner; None: there was none."""
+    learners: int
+    """Live ones."""
+    syncers: int
+    """Those that are here."""
+    keys: int
+    bytes: int
+    """Memory that its keys take in Redis."""
+
+
+class _ListByDefault(TyperGroup):
+    """A group whose command `list` need not be named."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ListByDefault,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="The runs of a Redis: list them (what `diloco runs` alone does), extend a finished one, free a dead one.",
+)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", show_default=False)]
+
+
+# --- list ---------------------------------------------------------------------------------------------
+
+
+@app.command("list")
+@takes(ServerSettings)
+def list_runs(
+    settings: ServerSettings, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False
+) -> None:
+    """List all runs that a Redis holds: how far each is, who is there, and the memory that it takes."""
+    logs.configure(settings.log_level)
+    rows = asyncio.run(_rows(_url(settings)))
+    if as_json:
+        typer.echo(dumps(rows))
+    elif not rows:
+        typer.echo("no runs on this Redis")
+    else:
+        Console().print(_table(rows))
+
+
+async def _rows(url: str) -> list[RunRow]:
+    async with _all_runs(url) as runs:
+        taken = await runs.taken()
+    return [await _row(url, run, taken[run]) for run in sorted(taken)]
+
+
+async def _row(url: str, run: str, taken: Taken) -> RunRow:
+    row: RunRow = {
+        "run": run,
+        "phase": UNREADABLE,
+        "tokens": 0,
+        "budget_tokens": 0,
+        "age_s": None,
+        "quiet_s": None,
+        "learners": 0,
+        "syncers": 0,
+        "keys": taken.keys,
+        "bytes": taken.bytes,
+    }
+    clock = LoopClock()
+    try:
+        async with open_bus(url, run) as bus:
+            status, state = await read_status(bus, clock), await bus.read_state()
+    except BadMessage:
+        return row
+    row["phase"], row["tokens"], row["budget_tokens"] = status["phase"], status["tokens"], status["budget_tokens"]
+    row["age_s"] = None if state is None else max(0.0, clock.unix() - state.started_unix_s)
+    row["quiet_s"] = min((one["age_s"] for one in status["learners"]), default=None)
+    row["learners"] = sum(one["live"] for one in present(status["learners"]))
+    row["syncers"] = len(status["syncers"])
+    return row
+
+
+def _table(rows: list[RunRow]) -> Fitting:
+    tokens = [
+        f"{count(row['tokens'])} of {count(row['budget_tokens'])}" if row["budget_tokens"] else "-" for row in rows
+    ]
+    columns = {
+        "run": [row["run"] for row in rows],
+        "state": [row["phase"] for row in rows],
+        "tokens": tokens,
+        "learners": [str(row["learners"]) for row in rows],
+        "syncers": [str(row["syncers"]) for row in rows],
+        "age": [duration(row["age_s"]) for row in rows],
+        "last word": [duration(row["quiet_s"]) for row in rows],
+        "memory": [as_bytes(row["bytes"]) for row in rows],
+    }
+    return Fitting(columns, left=("run", "state"), spare=("syncers", "age", "tokens"))
+
+
+# --- delete -------------------------------------------------------------------------------------------
+
+
+@app.command()
+@takes(ServerSettings)
+def delete(
+    settings: ServerSettings, name: Name, yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False
+) -> None:
+    """Free what a dead or finished run takes in Redis. Its checkpoints and folders stay.
+
+    Refused while anybody is at work on it. What is deleted cannot be had back, but from a checkpoint.
+    """
+    logs.configure(settings.log_level)
+    asyncio.run(_delete(_url(settings), name, yes))
+
+
+async def _delete(url: str, name: str, yes: bool) -> None:
+    async with _all_runs(url) as runs:
+        taken = (await runs.taken()).get(name)
+        if taken is None:
+            raise DilocoError(_no_run(name))
+        row = await _row(url, name, taken)
+        at_work = [f"{row[kind]} {kind}" for kind in ("learners", "syncers") if row[kind]]
+        if at_work:
+            raise UsageError(
+                f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
+                f"`diloco finish --run {name}`, or stop them"
+            )
+        what = f"run {name!r}, {row['phase']}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise UsageError(f"{what}: nobody can be asked here, so give --yes to delete it")
+            if not typer.confirm(f"Delete {what}?"):
+                raise DilocoError("nothing was deleted")
+        freed = await runs.free(name)
+    typer.echo(f"deleted {what}, {freed} keys")
+
+
+# --- extend -------------------------------------------------------------------------------------------
+
+
+@app.command()
+@takes(ServerSettings)
+def extend(
+    settings: ServerSettings,
+    name: Name,
+    tokens: Annotated[
+        str, typer.Option(help="Trained tokens after which it ends, those of before counted", metavar="N")
+    ],
+) -> None:
+    """Have a finished run go on under its name, to a larger budget: from its own globals and outer momentum.
+
+    Its syncers and learners are started again afterwards, as they were. --tokens they need not say.
+
+    Example: diloco runs extend my-run --tokens 5M
+    """
+    logs.configure(settings.log_level)
+    asyncio.run(_extend(_url(settings), name, _count(tokens)))
+
+
+def _count(tokens: str) -> int:
+    try:
+        return TypeAdapter(PositiveInt).validate_python(parse_count(tokens))
+    except ValidationError:
+        raise UsageError(f"--tokens {tokens}: give a whole number, such as 5000000 or 5M") from None
+
+
+async def _extend(url: str, name: str, tokens: int) -> None:
+    async with open_bus(url, name) as bus:
+        encoded, state = await bus.read_spec(), await bus.read_state()
+        if encoded is None or state is None:
+            raise DilocoError(_no_run(name))
+        if state.phase is not Phase.FINISHED:
+            raise UsageError(f"run {name!r} is {state.phase.value}: only a finished run can be extended")
+        spec = decode(Spec, encoded)
+        bus.use_groups(spec.sync.groups)
+        if tokens <= state.tokens:
+            raise UsageError(f"--tokens {tokens}: run {name!r} has trained {state.tokens} already; give more")
+        if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):
+            raise UsageError(f"syncers of run {name!r} are still ending: try again once they are gone")
+        longer = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": tokens})})
+        # The spec first: a finished run with a larger budget is still finished, and this can be done again.
+        if not await bus.replace_spec(encode(longer), encoded):
+            raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
+        update = {"phase": Phase.RUNNING, "budget_tokens": tokens, "manifest": (), "problem": ""}
+        update["reason"] = f"extended from {state.tokens} tokens"
+        if not await bus.begin_again(state.model_copy(update=update)):
+            raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
+    typer.echo(
+        f"run {name!r} goes on from {count(state.tokens)} to {count(tokens)} tokens, "
+        "as soon as a syncer and learners are started"
+    )
+
+
+# --- finish -------------------------------------------------------------------------------------------
+
+
+@takes(BusSettings)
+def finish(
+    settings: BusSettings,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Output folder of a `diloco run` that is under way")
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Stay until the run is finished")] = True,
+) -> None:
+    """End a run in order, from anywhere: learners publish once more, all is merged, and the last checkpoint is saved.
+
+    It is what Ctrl-C does to `diloco run`. Ctrl-C here ends the waiting only.
+    """
+    logs.configure(settings.log_level)
+    place = locate(settings, folder)
+    if place.redis_url is None:
+        raise UsageError(f"{place} is over already")
+    asyncio.run(_finish(place.redis_url, place.run, wait))
+
+
+async def _finish(url: str, run: str, wait: bool) -> None:
+    stop = lifecycle.stop_event()
+    async with open_bus(url, run) as bus:
+        state = await bus.read_state()
+        if state is None:
+            raise DilocoError(
+                f"run {run!r} has not begun, or is not on this Redis (`diloco runs` lists those that are)"
+            )
+        if state.phase is Phase.FINISHED:
+            typer.echo(f"run {run!r} is finished already, with {count(state.tokens)} tokens")
+            return
+        await bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked by `diloco finish`"}))
+        typer.echo(f"run {run!r} was asked to finish, at {count(state.tokens)} of {count(state.budget_tokens)} tokens")
+        if wait and not await _finished(bus, stop, typer.echo):
+            typer.echo("it finishes by itself; `diloco status` shows how far it is")
+
+
+async def _finished(bus: Bus, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
+    """Wait for a draining run's end, and tell what it waits for; False: `stop` came first."""
+    clock, told = LoopClock(), ""
+    while not stop.is_set():
+        status = await read_status(bus, clock)
+        if status["phase"] == Phase.FINISHED:
+            tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
+            return True
+        if (line := _awaited(status)) != told:
+            tell(line)
+            told = line
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await stop.wait()
+        except TimeoutError:
+            continue
+    return False
+
+
+def _awaited(status: Status) -> str:
+    """What a run that ends waits for."""
+    if not status["syncers"]:
+        return "waiting for a syncer: none is here, and only a syncer can end the run"
+    live = [one["id"] for one in present(status["learners"]) if one["live"]]
+    return f"waiting for the last deltas of {', '.join(live)}" if live else "waiting for the last merges"
+
+
+# --- shared ---------------------------------------------------------------------------------------------
+
+
+def _url(settings: ServerSettings) -> str:
+    if (url := settings.bus_url()) is None:
+        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
+    return url
+
+
+@asynccontextmanager
+async def _all_runs(url: str) -> AsyncIterator[RedisRuns]:
+    runs = await connect_runs(url)
+    try:
+        yield runs
+    finally:
+        await runs.close()
+
+
+def _no_run(name: str) -> str:
+    return f"no run {name!r} on this Redis: `diloco runs` lists those that are"

@@ -1,0 +1,68 @@
+"""The runs of a Redis server or cluster: what each takes there, and freeing one. For operators."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco.pipeline.bus.keys import PREFIX
+from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
+
+_RUN = re.compile(rf"{PREFIX}\{{([A-Za-z0-9._-]{{1,64}})(?::[0-9]+)?\}}:".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a run takes of the server."""
+
+    keys: int = 0
+    bytes: int = 0
+    """Memory, as Redis reckons it."""
+
+
+class RedisRuns:
+    """A connection for all runs; made by `connect_runs`."""
+
+    def __init__(self, calls: RedisCalls) -> None:
+        self._calls = calls
+
+    async def taken(self) -> Mapping[str, Taken]:
+        """By name of the run. Keys that come or go meanwhile may be missed.
+
+        Raises:
+            BusUnavailable: Redis is away.
+            NotPermitted: this user may not look at all keys.
+        """
+        found: dict[str, Taken] = {}
+        async for keys in self._calls.keys(f"{PREFIX}{{*"):
+            sizes = await self._calls.many(("MEMORY USAGE", key) for key in keys)
+            for key, size in zip(keys, sizes, strict=True):
+                if (name := _RUN.match(key)) and size is not None:
+                    run, before = name[1].decode(), found.get(name[1].decode(), Taken())
+                    found[run] = Taken(before.keys + 1, before.bytes + int(size))
+        return found
+
+    async def free(self, run: str) -> int:
+        """Delete all keys of a run; returns how many there were.
+
+        Raises:
+            BusUnavailable: Redis is away. Some of them may be gone.
+            NotPermitted: this user may not.
+        """
+        freed = 0
+        for pattern in (f"{PREFIX}{{{run}}}:*", f"{PREFIX}{{{run}:*}}:*"):
+            async for keys in self._calls.keys(pattern):
+                freed += sum(await self._calls.many(("UNLINK", key) for key in keys))
+        return freed
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._calls.close()
+
+
+async def connect_runs(url: str) -> RedisRuns:
+    """Reach all runs of a Redis server.
+
+    Raises:
+        UsageError, BusUnavailable: as `redis_streams.connect`.
+    """
+    return RedisRuns(await connect_calls(url))

@@ -1,0 +1,74 @@
+"""Users of a Redis that is up: made, and taken away again, on all its nodes. For operators; Redis 7."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from redis.asyncio.cluster import RedisCluster
+
+from diloco.pipeline.bus.acl import User
+from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls
+from diloco.pipeline.errors import BusError
+
+OLDEST = 7
+"""Major version from which on a user's rights to read and to write are apart."""
+
+
+class RedisUsers:
+    """A connection that may make users; made by `connect_users`."""
+
+    def __init__(self, calls: RedisCalls) -> None:
+        self._calls = calls
+
+    async def version(self) -> int:
+        """Major version of the server; Valkey says that of the Redis that it is like."""
+        return int((await self._calls.info()).version.partition(".")[0])
+
+    async def exists(self, name: str) -> bool:
+        """Whether any node has a user of this name."""
+        return any(reply is not None for reply in await self._everywhere("ACL GETUSER", name))
+
+    async def make(self, user: User, password: str) -> None:
+        """Make a user, or have the one of this name be so.
+
+        Raises:
+            NotPermitted: who is connected may make none.
+        """
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        rules = re.findall(r"\([^)]*\)|\S+", user.rules)
+        await self._everywhere("ACL SETUSER", user.name, "reset", "on", f"#{digest}", *rules)
+
+    async def take_away(self, name: str) -> bool:
+        """Delete a user, and end its connections; False: there was none."""
+        return any(await self._everywhere("ACL DELUSER", name))
+
+    async def keep(self) -> bool:
+        """Have all nodes remember their users over a restart; False: one has no ACL file, or may not write it."""
+        try:
+            await self._everywhere("ACL SAVE")
+        except BusError as error:
+            if not re.search("not configured to use an ACL file|error trying to save the ACLs", str(error)):
+                raise
+            return False
+        return True
+
+    async def _everywhere(self, *command: Any) -> Sequence[Any]:
+        async with self._calls.call("control", CONTROL_S) as client:
+            if not isinstance(client, RedisCluster):
+                return [await client.execute_command(*command)]
+            await client.initialize()
+            return [await client.execute_command(*command, target_nodes=node) for node in client.get_nodes()]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._calls.close()
+
+
+async def connect_users(url: str) -> RedisUsers:
+    """Reach the users of a Redis server.
+
+    Raises:
+        UsageError, BusUnavailable: as `redis_streams.connect`.
+    """
+    return RedisUsers(await connect_calls(url))

@@ -1,0 +1,176 @@
+"""`diloco runs` and `diloco finish`, on a real Redis with what runs leave there."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from diloco.cli import main
+from diloco.pipeline.bus.redis_streams import RedisBus, open_bus
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import decode, encode
+from tests import samples
+from tests.backdoor import RedisBackdoor
+
+pytestmark = pytest.mark.redis
+
+T = TypeVar("T")
+
+
+class Held:
+    """A run on a Redis, of which parts are there."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, f"held-{secrets.token_hex(4)}"
+        self.backdoor = RedisBackdoor(self.name, url)
+
+    def on(self, call: Callable[[RedisBus], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with open_bus(self.url, self.name) as bus:
+                return await call(bus)
+
+        return asyncio.run(run())
+
+    def begin(self, phase: Phase = Phase.RUNNING, tokens: int = 900) -> None:
+        self.on(lambda bus: bus.propose_spec(encode(samples.spec())))
+        self.on(lambda bus: bus.write_state(samples.run_state(phase=phase, tokens=tokens)))
+
+    @property
+    def state(self) -> RunState:
+        state = self.on(lambda bus: bus.read_state())
+        assert state is not None
+        return state
+
+    def diloco(self, *arguments: str) -> int:
+        return main([*arguments, "--redis-url", self.url])
+
+
+@pytest.fixture
+def held(redis_server: str) -> Iterator[Held]:
+    run = Held(redis_server)
+    yield run
+    run.backdoor.free_memory()
+    run.backdoor.client.close()
+
+
+def rows(held: Held, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert held.diloco("runs", "--json") == 0
+    return {row["run"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_the_list_says_of_each_run_how_far_it_is_who_is_there_and_what_it_takes(
+    held: Held, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held.begin()
+    held.on(lambda bus: bus.write_report(samples.report("l0", tokens=900)))
+    held.on(lambda bus: bus.announce_syncer("aa" * 8, "s0", 30))
+    row = rows(held, capsys)[held.name]
+    assert (row["phase"], row["tokens"], row["learners"], row["syncers"]) == ("waiting", 900, 1, 1)
+    assert row["keys"] == len(held.backdoor.dump())
+    assert row["bytes"] > 500
+    assert row["quiet_s"] < 10
+    assert held.diloco("runs") == 0
+    assert held.name in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_be_read_is_listed_and_can_be_freed(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    held.on(lambda bus: bus.propose_spec(b"of another release"))
+    assert rows(held, capsys)[held.name]["phase"] == "unreadable"
+    assert held.diloco("runs", "delete", held.name, "--yes") == 0
+    assert held.name not in rows(held, capsys)
+
+
+def test_deleting_a_run_leaves_no_key_of_it_and_all_of_others(
+    held: Held, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside = Held(redis_server)
+    beside.name = held.name + ".longer"  # a pattern that is too wide would take it too
+    for run in (held, beside):
+        run.begin(Phase.FINISHED)
+        run.on(lambda bus: bus.offer(samples.header()))
+    before = rows(held, capsys)
+    assert before[held.name]["keys"] == before[beside.name]["keys"] == 5
+    assert held.diloco("runs", "delete", held.name, "--yes") == 0
+    after = rows(held, capsys)
+    assert held.name not in after
+    assert after[beside.name]["keys"] == 5
+    assert beside.diloco("runs", "delete", beside.name, "--yes") == 0
+    assert set(rows(held, capsys)) == set(before) - {held.name, beside.name}
+
+
+def test_a_run_at_work_is_not_deleted(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    held.begin()
+    held.on(lambda bus: bus.write_report(samples.report("l0")))
+    before = held.backdoor.dump()
+    assert held.diloco("runs", "delete", held.name, "--yes") == 2
+    assert f"1 learners at work on it: end it first, by `diloco finish --run {held.name}`" in capsys.readouterr().err
+    assert held.backdoor.dump() == before
+
+
+def test_nothing_is_deleted_unasked(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal nobody can be asked."""
+    held.begin(Phase.FINISHED)
+    assert held.diloco("runs", "delete", held.name) == 2
+    assert "give --yes to delete it" in capsys.readouterr().err
+    assert held.state.phase is Phase.FINISHED
+
+
+@pytest.mark.parametrize("command", [("runs", "delete", "--yes"), ("runs", "extend", "--tokens", "5M"), ("finish",)])
+def test_a_run_that_is_not_there_is_named(
+    held: Held, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    name = ("--run", "nobody") if command == ("finish",) else ("nobody",)
+    assert held.diloco(*command, *name) == 1
+    assert "'nobody'" in (told := capsys.readouterr().err)
+    assert "`diloco runs`" in told
+
+
+def test_a_finished_run_is_extended_to_a_larger_budget(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    held.begin(Phase.FINISHED, tokens=900)
+    assert held.diloco("runs", "extend", held.name, "--tokens", "2k") == 0
+    state = held.state
+    assert (state.phase, state.tokens, state.budget_tokens) == (Phase.RUNNING, 900, 2000)
+    assert state.reason == "extended from 900 tokens"
+    spec = decode(Spec, held.on(lambda bus: bus.read_spec()) or b"")
+    assert spec == samples.spec().model_copy(update={"sync": samples.spec().sync.model_copy(update={"tokens": 2000})})
+    assert held.diloco("runs", "extend", held.name, "--tokens", "3k") == 2
+    assert "is running: only a finished run can be extended" in capsys.readouterr().err
+
+
+def test_an_extension_that_was_killed_between_its_two_writes_is_made_again(held: Held) -> None:
+    held.begin(Phase.FINISHED)
+    sync = samples.spec().sync.model_copy(update={"tokens": 5000})
+    longer = encode(samples.spec().model_copy(update={"sync": sync}))
+    assert held.on(lambda bus: bus.replace_spec(longer, encode(samples.spec())))
+    assert held.diloco("runs", "extend", held.name, "--tokens", "5k") == 0
+    assert held.state.phase is Phase.RUNNING
+
+
+def test_a_budget_that_is_used_up_already_extends_nothing(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    held.begin(Phase.FINISHED, tokens=900)
+    for tokens, told in (("900", "has trained 900 already"), ("-1", "whole number"), ("much", "whole number")):
+        assert held.diloco("runs", "extend", held.name, "--tokens", tokens) == 2
+        assert told in capsys.readouterr().err
+    assert held.state.phase is Phase.FINISHED
+
+
+def test_nothing_is_extended_while_a_syncer_is_there(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be about to write that the run is finished."""
+    held.begin(Phase.FINISHED)
+    held.on(lambda bus: bus.announce_syncer("aa" * 8, "s0", 30))
+    assert held.diloco("runs", "extend", held.name, "--tokens", "5k") == 2
+    assert "try again once they are gone" in capsys.readouterr().err
+
+
+def test_finish_drains_a_run_and_says_what_it_waits_for(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    held.begin()
+    assert held.diloco("finish", "--no-wait", "--run", held.name) == 0
+    assert held.state.phase is Phase.DRAINING
+    held.on(lambda bus: bus.write_state(samples.run_state(phase=Phase.FINISHED)))
+    assert held.diloco("finish", "--run", held.name) == 0
+    assert "is finished already" in capsys.readouterr().out
