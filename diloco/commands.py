@@ -136,7 +136,9 @@ To = Annotated[
 ]
 Into = Annotated[
     Path | None,
-    typer.Option("--into", metavar="FOLDER", help="Files of --to; the same one again goes on (default: tracked/RUN)"),
+    typer.Option(
+        "--into", metavar="FOLDER", help="Files of --to; the same one again goes on (default: tracked/TO/RUN)"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 

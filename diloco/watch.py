@@ -11,7 +11,7 @@ from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
-from diloco.track import track
+from diloco.tracking.follow import follow
 
 
 async def _serve(settings: WatchProcess, url: str, run: str) -> None:
@@ -25,7 +25,7 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     """Serve the page of the run that `locate` finds, or write its curves, until a signal.
 
     Raises:
-        UsageError: there is no such run, or it is over; or as `track`.
+        UsageError: there is no such run, or it is over; or as `follow`.
     """
     if web == (to is not None):
         raise UsageError(
@@ -38,6 +38,6 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     if place.redis_url is None:
         raise UsageError(f"{place} has no Redis to watch: it is over. Its page: diloco report {place} --html FILE")
     if to is not None:
-        track(place.redis_url, place.run, to, into)
+        follow(place.redis_url, place.run, to, into)
         return
     asyncio.run(_serve(settings, place.redis_url, place.run))

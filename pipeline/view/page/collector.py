@@ -17,7 +17,7 @@ from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.run import Evaluation, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
@@ -188,7 +188,7 @@ class RunReader:
                 break
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
-        status, heads, began_s = await self._status(evaluations[-1] if evaluations else self._evaluation)
+        status, heads, state = await self._status(evaluations[-1] if evaluations else self._evaluation)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation = evaluations[-1] if evaluations else self._evaluation
         return Look(
@@ -197,7 +197,8 @@ class RunReader:
             info=self._info,
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
-            began_s=began_s,
+            began_s=None if state is None else state.started_unix_s,
+            origin_s=None if state is None else state.origin_unix_s or state.started_unix_s,
             records=records,
             events=events,
             evaluations=evaluations,
@@ -214,13 +215,12 @@ class RunReader:
                 self._bus.use_groups(self._spec.sync.groups)
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
-    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], float | None]:
+    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], RunState | None]:
         if (now := self._clock.now()) - self._asked_s >= INFO_S:
             self._info, self._asked_s = await self._bus.info(), now
         warnings = self._info.warnings if self._info is not None else ()
         given = self._spec, evaluation, warnings, self._live_s
-        status, heads, state = await read_status_of(self._bus, self._clock, *given)
-        return status, heads, None if state is None else state.started_unix_s
+        return await read_status_of(self._bus, self._clock, *given)
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
         at, found = self._cursors[stream], list[T]()

@@ -56,6 +56,8 @@ class Look:
     """(fragment, version, digest)"""
     began_s: float | None = None
     """When the run's first learner began, as its state says."""
+    origin_s: float | None = None
+    """The same of the run that it resumed, if any: what is told of it goes on."""
     records: Sequence[TapeRecord] = ()
     """Of the tape, since the last look; each fragment's in order."""
     events: Sequence[Event] = ()

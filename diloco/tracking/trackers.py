@@ -1,19 +1,12 @@
-"""What `diloco watch --to` writes to: TensorBoard's files, or Weights & Biases. Imported only then."""
+"""What `diloco watch --to` writes to: TensorBoard's files, or Weights & Biases. Each is imported when it is wanted."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from diloco.pipeline.errors import UsageError, missing
-
-
-class Point(NamedTuple):
-    """A value of a curve."""
-
-    tag: str
-    step: int
-    value: float
-    unix_s: float
+from diloco.tracking.curves import ROUND, Point
 
 
 class Tracker(Protocol):
@@ -32,6 +25,11 @@ class TensorBoard:
     """Event files in a folder, one more for each life of the writer."""
 
     def __init__(self, folder: Path) -> None:
+        """Begin one.
+
+        Raises:
+            UsageError: no package.
+        """
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -55,13 +53,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, gone on with by its id; WANDB_MODE, WANDB_PROJECT and the like say where."""
+    """A run of Weights & Biases; WANDB_MODE, WANDB_PROJECT and the like say where."""
 
     def __init__(self, folder: Path, run: str, life: str) -> None:
-        """Args:
-        folder: for its files.
-        run: name of the run.
-        life: its id there: the same again goes on with it.
+        """Begin it, or go on with it.
+
+        Args:
+            folder: for its files.
+            run: its name there.
+            life: its id there.
+
+        Raises:
+            UsageError: no package, or it refuses.
         """
         try:
             import wandb
@@ -72,14 +75,16 @@ class Wandb:
         except wandb.errors.Error as error:
             raise UsageError(f"Weights & Biases: {error}") from error
         self._run.define_metric("*", step_metric="tokens")
+        self._run.define_metric(f"{ROUND}*", step_metric="round")
 
     def put(self, points: Sequence[Point]) -> None:
         """As `Tracker`."""
-        by_step: dict[int, dict[str, float]] = {}
+        rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
         for point in points:
-            by_step.setdefault(point.step, {})[point.tag] = point.value
-        for step, values in sorted(by_step.items()):
-            self._run.log({**values, "tokens": step})
+            axis = "round" if point.tag.startswith(ROUND) else "tokens"
+            rows[axis, point.step][point.tag] = point.value
+        for (axis, step), values in sorted(rows.items()):
+            self._run.log({**values, axis: step})
 
     def close(self) -> None:
         """As `Tracker`."""
