@@ -136,9 +136,7 @@ To = Annotated[
 ]
 Into = Annotated[
     Path | None,
-    typer.Option(
-        "--into", metavar="FOLDER", help="Files of --to; the same one again goes on (default: tracked/TO/RUN)"
-    ),
+    typer.Option("--into", metavar="FOLDER", help="Files of --to; the same again goes on (default: tracked/TO/RUN)"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 

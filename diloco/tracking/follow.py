@@ -1,7 +1,7 @@
 """Follows a run, and writes its curves until it is finished. It reads only: the run does not notice.
 
-Points are noted in a file once they are written. Who goes on later reads the run from its first second, and leaves out
-what is noted. A kill between writing and noting makes the same points again: the same values at the same steps.
+Points are noted in a file once they are on disk. Who goes on later reads the run from its first second, and leaves out
+what is noted. A kill between writing and noting makes points again: the same values at the same steps.
 """
 
 import asyncio
@@ -80,20 +80,27 @@ class Notes:
             UsageError: it is another run than that of the notes.
         """
         if began_s is not None:
-            self._began_s = self._began_s or began_s
+            if self._began_s is None:
+                self._began_s = began_s
+                self.save()
             if self._began_s != began_s:
                 raise UsageError(
                     f"--into {self._folder} has curves of an earlier run named {self.run!r}: name another folder"
                 )
 
     def put(self, kind: str, points: list[Point], tracker: Tracker) -> None:
-        """Write those beyond the last one of their kind, and note it."""
+        """Write those beyond the last one of their kind."""
         last = self._last.get(kind, [-1, 0])
         new = [one for one in points if _mark(kind, one) > last]
         if not new:
             return
         tracker.put(new)
         self._last[kind] = max(_mark(kind, one) for one in new)
+        if tracker.on_disk:
+            self.save()
+
+    def save(self) -> None:
+        """Note what was put: all of it is on disk."""
         notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._last}
         replace(self._file, [json.dumps(notes).encode()])
 
@@ -186,5 +193,6 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
             writer.end()
         finally:
             tracker.close()
+            notes.save()
     finally:
         notes.close()

@@ -12,17 +12,22 @@ from diloco.tracking.curves import ROUND, Point
 class Tracker(Protocol):
     """Where curves are kept."""
 
+    on_disk: bool
+    """Points are on disk once they are put; else once it is closed."""
+
     def put(self, points: Sequence[Point]) -> None:
-        """Add points; on return they outlive this process."""
+        """Add points."""
         ...
 
     def close(self) -> None:
-        """End in order."""
+        """End in order: all points are on disk."""
         ...
 
 
 class TensorBoard:
     """Event files in a folder, one more for each life of the writer."""
+
+    on_disk = True
 
     def __init__(self, folder: Path) -> None:
         """Begin one.
@@ -54,6 +59,8 @@ class TensorBoard:
 
 class Wandb:
     """A run of Weights & Biases; WANDB_MODE, WANDB_PROJECT and the like say where."""
+
+    on_disk = False  # its own process writes 32 KiB at a time, and loses the rest if this one is killed
 
     def __init__(self, folder: Path, run: str, life: str) -> None:
         """Begin it, or go on with it.
