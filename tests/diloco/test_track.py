@@ -17,10 +17,13 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
 from diloco.tracking.follow import Notes, Writer
 from tests import samples
@@ -297,3 +300,12 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(redis_server: 
     _, errors = watcher.process.communicate(timeout=LIMIT_S)
     assert watcher.process.returncode == 2
     assert f"pip install 'diloco[{kind}]'" in errors
+
+
+async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:
+    """So its curves go on in the same folder."""
+    bus = MemoryBus("r", LoopClock())
+    for origin_s, same_s in ((None, 1000.0), (400.0, 400.0)):
+        await bus.write_state(samples.run_state(started_unix_s=1000.0, origin_unix_s=origin_s))
+        seen = await RunReader(bus, LoopClock(), None).look()
+        assert (seen.began_s, seen.origin_s) == (1000.0, same_s)
