@@ -124,14 +124,20 @@ Html = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the run's page to this file, and print its address")
 ]
 Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
+Every = Annotated[
+    int | None,
+    typer.Option(
+        "--watch", metavar="SECONDS", min=1, help="Again after so many seconds, until the run is finished or Ctrl-C"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
 @takes(BusSettings)
-def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
+def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, watch: Every = None) -> None:
     """Show a live run, or the report of a finished one."""
     logs.configure(settings.log_level)
-    importlib.import_module("diloco.status").show(settings, folder, as_json)
+    importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
 
 
 @takes(WatchProcess)

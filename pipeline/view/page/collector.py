@@ -1,4 +1,4 @@
-"""Reads a run for its page, and hands the page's model to whoever follows it. asyncio.
+"""Reads a run for its page, and hands the page's model to whoever follows it; for `/metrics` too. asyncio.
 
 It only reads, with no more rights than a viewer. A look takes what is so now (heads, reports, state, leases) and what
 has come since the last one (tape, events, evaluations). What came of it is encoded once, for all that follow.
@@ -22,6 +22,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Collector:
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._reader = _Reader(bus, clock, live_s)
-        self.model = PageModel(bus.keys.run)
+        self.model, self.reading = PageModel(bus.keys.run), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
         self._whole = Update(-1, b"")
@@ -88,6 +89,7 @@ class Collector:
         try:
             look = await self._reader.look()
             self._away_since = None
+            self.reading.see(look)
             if len(look.records) > MANY and not self._number:  # nobody has the model yet
                 await asyncio.to_thread(self.model.see, look)
             else:
