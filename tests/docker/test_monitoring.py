@@ -22,7 +22,7 @@ PARTIES = ("redis", "syncer", "learner", "prometheus")
 STAND_IN = "diloco-test-prometheus"
 FIRES_S = 300.0
 """Two minutes of the rule's own, and the intervals of scrapes and evaluations."""
-PICTURE = "DILOCO_TEST_PICTURE"
+PICTURE = os.environ.get("DILOCO_TEST_PICTURE")
 """Name of a file to leave a picture of the page in."""
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
@@ -113,8 +113,8 @@ async def test_a_kill_is_seen_on_the_page_and_its_alert_fires(prometheus: Projec
             said = "document.getElementById('sentence').textContent"
             await page.until(f"{said}.startsWith('Nothing can be merged: a merge needs 2 learners, and 1 is live')")
             step(await page.value(said))
-            if os.environ.get(PICTURE):
-                await page.picture(Path(os.environ[PICTURE]))
+            if PICTURE:
+                await page.picture(Path(PICTURE))
             assert page.errors == []
     began = time.monotonic()
     alerts.until(lambda seen: seen.get("DilocoQuorumUnreachable") == "firing", "the quorum cannot be reached")
