@@ -6,7 +6,6 @@ what is noted. A kill between writing and noting makes points again: the same va
 
 import asyncio
 import fcntl
-import json
 import os
 import secrets
 from contextlib import suppress
@@ -19,6 +18,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace
+from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.view.page.collector import MOST_READ, RunReader
@@ -102,7 +102,7 @@ class Notes:
     def save(self) -> None:
         """Note what was put: all of it is on disk."""
         notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._last}
-        replace(self._file, [json.dumps(notes).encode()])
+        replace(self._file, [dumps(notes).encode()])
 
 
 class Writer:
