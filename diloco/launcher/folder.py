@@ -107,17 +107,19 @@ class Folder:
         """The report."""
         return self.path / REPORT_FILE
 
-    def make(self, settings: RunProcess) -> None:
-        """Make it, empty but for the settings file; what is in it, which `choose` let pass, is deleted.
+    def make(self, settings: RunProcess, url: str | None = None) -> None:
+        """Make it, empty but for settings and where the run is; what is in it, which `choose` let pass, is deleted.
 
         Raises:
-            UsageError: it cannot be made.
+            UsageError: it cannot be made, or another run has taken it meanwhile.
         """
+        _check_ended(self.path)
         try:
             if (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
+            self.write_run(url, settings, {})
             if settings.resume is not None and not is_address(settings.resume):
                 self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
@@ -180,8 +182,7 @@ def choose(settings: RunProcess) -> Folder:
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
-        if alive := _alive(path):
-            raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
+        _check_ended(path)
     _check_writable(path / SETTINGS_FILE, "--out")
     if settings.json_report is not None:
         if settings.json_report.is_dir():
@@ -219,12 +220,13 @@ def _check_recording(folder: Folder, recording: Path) -> None:
     _check_writable(recording / SETTINGS_FILE, "--record-deltas")
 
 
-def _alive(path: Path) -> str | None:
-    """Name and pid of a process of the run in `path` that has not ended."""
+def _check_ended(path: Path) -> None:
+    """Refuse the folder of a run of which a process has not ended."""
     if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
-        return None
+        return
     pids = RunFile.read(path).pids
-    return next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None)
+    if alive := next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None):
+        raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
 
 
 def _check_writable(path: Path, flag: str) -> None:

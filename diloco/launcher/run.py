@@ -371,7 +371,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             settings = with_groups(settings, (await bus.info()).nodes)
-            folder.make(settings)  # nothing is refused any more
+            folder.make(settings, url)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))

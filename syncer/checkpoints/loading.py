@@ -33,11 +33,15 @@ from diloco.syncer.checkpoints.manifest import (
     pieces,
 )
 from diloco.syncer.checkpoints.places import Folder, Place, place_of
-from diloco.syncer.checkpoints.saving import is_run_folder, read_latest
+from diloco.syncer.checkpoints.saving import began, is_run_folder, read_latest
 
 READS = 3
 """Newer checkpoints that are tried in the place of one that was dropped as it was read."""
 T = TypeVar("T")
+
+
+class NoCheckpoint(UsageError):
+    """There is none in a place."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,8 @@ def find_checkpoint(place: str | Path) -> Place:
     """The checkpoint folder meant: itself, or the newest of the only run that has some in there or in checkpoints/.
 
     Raises:
-        UsageError: there is none, or there are several runs'.
+        NoCheckpoint: there is none.
+        UsageError: there are several runs', or the place cannot be read.
     """
     given = place_of(place)
     try:
@@ -202,7 +207,7 @@ def find_checkpoint(place: str | Path) -> Place:
                 return _newest(_only(runs, directory))
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error}") from error
-    raise UsageError(
+    raise NoCheckpoint(
         f"{place} is no checkpoint: expected a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
     )
 
@@ -219,9 +224,16 @@ def runs_in(place: Place) -> list[Place]:
 
 
 def _only(runs: list[Place], place: Place) -> Place:
+    if len(runs) > 1 and runs[0] is place:  # of an earlier build; the run may have gone on since, in its own folder
+        end = began(open_checkpoint(_newest(place)).state)
+        if any(str(run).endswith(end) for run in runs):
+            runs = runs[1:]
     if len(runs) > 1:
-        told = ", ".join(f"{run} ({next(iter(read_latest(run)), 'empty')})" for run in runs)
-        raise UsageError(f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {told}")
+        newest = [next(iter(read_latest(run)), "empty") for run in runs]
+        told = (f"{run}/{name}" if run is place else f"{run} ({name})" for run, name in zip(runs, newest, strict=True))
+        raise UsageError(
+            f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {', '.join(told)}"
+        )
     return runs[0]
 
 

@@ -75,8 +75,12 @@ def run_folder(name: str, run: RunState) -> str:
 
     A resumed run goes on in its own. Parts of it under two names have one each.
     """
-    began = datetime.fromtimestamp(run.origin_unix_s or run.started_unix_s, UTC)
-    return f"{name}-{began:%Y%m%d-%H%M%S-%f}"
+    return name + began(run)
+
+
+def began(run: RunState) -> str:
+    """How the name of its folder ends, whatever the run is called."""
+    return f"-{datetime.fromtimestamp(run.origin_unix_s or run.started_unix_s, UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def is_run_folder(name: str) -> bool:

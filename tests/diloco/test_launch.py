@@ -78,17 +78,20 @@ def left_early(path: Path) -> Folder:
     (folder.logs / "syncer.log").write_text("waiting_for_spec")
     folder.write_run(None, RunProcess(), {})
     (folder.path / "page.json").write_text("{}")
-    told = json.loads((folder.path / "run.json").read_text())
-    told["pids"] = {}
-    (folder.path / "run.json").write_text(json.dumps(told))
+    ended(folder)
     return folder
+
+
+def ended(folder: Folder) -> None:
+    told = json.loads((folder.path / "run.json").read_text())
+    (folder.path / "run.json").write_text(json.dumps(told | {"pids": {}}))
 
 
 def test_a_folder_of_a_run_that_came_to_nothing_is_used_again(tmp_path):
     """The same command does it: nobody has to clear away settings and logs."""
     folder = left_early(tmp_path / "out")
     prepare(RunProcess(out=folder.path))
-    assert [path.name for path in folder.path.iterdir()] == ["settings.toml"]
+    assert {path.name for path in folder.path.iterdir()} == {"settings.toml", "run.json"}
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,23 @@ def test_a_run_that_has_just_begun_keeps_its_folder(tmp_path):
         prepare(RunProcess(out=folder.path))
 
 
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
+    """Both were let into it while it was not there yet: the second one deletes nothing of the first."""
+    settings = RunProcess(out=tmp_path / "out")
+    first, second = choose(settings), choose(settings)
+    first.make(settings)
+    first.logs.mkdir()
+    with pytest.raises(UsageError, match="is alive"):
+        second.make(settings)
+    assert first.logs.is_dir()
+
+
 def test_a_runs_folder_is_emptied_when_asked(tmp_path):
     folder = prepare(RunProcess(out=tmp_path / "out"))
     (folder.path / "report.json").write_text("{}")
+    ended(folder)
     again = prepare(RunProcess(out=folder.path, overwrite=True))
-    assert list(again.path.iterdir()) == [again.settings]
+    assert {path.name for path in again.path.iterdir()} == {"settings.toml", "run.json"}
 
 
 def test_a_run_that_is_alive_is_never_overwritten(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,16 @@ def test_checkpoints_of_an_earlier_build_stay_and_are_found(tmp_path: Path) -> N
     assert str(find_checkpoint(tmp_path)) == str(folder)
     run(str(tmp_path), checkpoint_every=1.0)
     load_checkpoint(folder)
-    with pytest.raises(UsageError, match="checkpoints of 2 runs"):
+    with pytest.raises(UsageError, match=f"checkpoints of 2 runs.*{folder}, "):
         find_checkpoint(tmp_path)
+
+
+def test_a_run_of_an_earlier_build_that_went_on_is_the_one_that_is_found(tmp_path: Path) -> None:
+    """Each time that it is resumed from its place, whatever was left in the place itself."""
+    run(str(tmp_path), checkpoint_every=1.0)
+    (own,) = kept(str(tmp_path))
+    shutil.copytree(own, tmp_path, dirs_exist_ok=True)  # as the earlier build had left it
+    assert Path(str(find_checkpoint(tmp_path))).parent == Path(own)
 
 
 def test_a_runs_folder_is_its_names_and_its_beginnings() -> None:
