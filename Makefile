@@ -14,7 +14,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-browser test-docker test-slurm test-trainers test-gpu gpu dst fuzz lint docs clean
+.PHONY: help demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -22,14 +22,17 @@ help:  ## this list
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)
 
-test: $(VENV)/dev.stamp  ## all tests but the slow, browser, gpu, docker, slurm and trainers ones
-	$(BIN)/python -m pytest -m "not slow and not browser and not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)
+test: $(VENV)/dev.stamp  ## all tests but the slow, browser, prometheus, gpu, docker, slurm and trainers ones
+	$(BIN)/python -m pytest -m "not slow and not browser and not prometheus and not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)
 
-test-all: $(VENV)/dev.stamp  ## the slow and browser ones too: whole training runs as processes
+test-all: $(VENV)/dev.stamp  ## the slow, browser and prometheus ones too: whole training runs as processes
 	$(BIN)/python -m pytest -m "not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)
 
 test-browser: $(VENV)/dev.stamp  ## the page in a real Chromium; skipped where there is none
 	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+
+test-prometheus: $(VENV)/dev.stamp  ## alerts and board on a real Prometheus; skipped where there is none
+	$(BIN)/python -m pytest -m prometheus $(PYTEST_ARGS)
 
 test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docker Engine runs
 	$(BIN)/python -m pytest -m docker -s $(PYTEST_ARGS)

@@ -48,6 +48,8 @@ def learner(settings: LearnerProcess) -> None:
 @takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
+    for place in filter(None, (settings.checkpoint_dir, settings.resume)):
+        importlib.import_module("diloco.syncer.checkpoints.places").place_of(place)
     if str(settings.checkpoint_dir).startswith("memory://"):
         raise UsageError(
             f"--checkpoint-dir {settings.checkpoint_dir} would die with the syncer: give a folder, "
@@ -125,26 +127,42 @@ Html = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the run's page to this file, and print its address")
 ]
 Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
+Every = Annotated[
+    int | None,
+    typer.Option(
+        "--watch", metavar="SECONDS", min=1, help="Again after so many seconds, until the run is finished or Ctrl-C"
+    ),
+]
+To = Annotated[
+    str | None,
+    typer.Option("--to", metavar="tensorboard|wandb", help="Write its curves there, until it is finished or Ctrl-C"),
+]
+Into = Annotated[
+    Path | None,
+    typer.Option("--into", metavar="FOLDER", help="Files of --to; the same again goes on (default: tracked/TO/RUN)"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
 
 @takes(BusSettings)
-def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False) -> None:
+def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, watch: Every = None) -> None:
     """Show a live run, or the report of a finished one."""
     logs.configure(settings.log_level)
-    importlib.import_module("diloco.status").show(settings, folder, as_json)
+    importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
 
 
 @takes(WatchProcess)
-def watch(settings: WatchProcess, folder: Folder = None, web: Web = False) -> None:
+def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
     """Serve the page of any run on this machine, until Ctrl-C: whoever may read its Redis can watch it so.
 
     Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
 
+    With --to, write its curves to TensorBoard's files or to Weights & Biases instead.
+
     Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
     """
     logs.configure(settings.log_level)
-    importlib.import_module("diloco.watch").show(settings, folder, web)
+    importlib.import_module("diloco.watch").show(settings, folder, web, to, into)
 
 
 @takes(BusSettings)

@@ -58,7 +58,7 @@ def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[T
 def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
     """(fragment, version, digest) of the newest checkpoint in the first output folder that has one, if any has."""
     for folder in folders:
-        if folder is not None and (folder / "checkpoints" / "latest").is_file():
+        if folder is not None and any((folder / "checkpoints").glob("**/latest")):
             fragments = load_checkpoint(folder / "checkpoints").fragments
             return [(p, fragment.version, fragment.digest) for p, fragment in enumerate(fragments)]
     return []

@@ -19,7 +19,7 @@ from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.model import Model
-from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.loading import NoCheckpoint, load_checkpoint
 from diloco.tape import archive_of, read_archive
 
 
@@ -58,7 +58,7 @@ def model_of(folder: Path) -> Model:
     layout, events, evaluations = None, list[Event](), list[Evaluation]()
     try:
         checkpoint = load_checkpoint(str(folder))
-    except UsageError:
+    except NoCheckpoint:
         pass  # a folder of --tape-dir has none
     else:
         layout = checkpoint.layout

@@ -1,4 +1,4 @@
-"""`diloco watch --web`: the page of any run, by whoever may read its Redis."""
+"""`diloco watch`: the page of any run, or its curves elsewhere, by whoever may read its Redis."""
 
 import asyncio
 from pathlib import Path
@@ -11,6 +11,7 @@ from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
+from diloco.tracking.follow import follow
 
 
 async def _serve(settings: WatchProcess, url: str, run: str) -> None:
@@ -20,15 +21,23 @@ async def _serve(settings: WatchProcess, url: str, run: str) -> None:
         await stop.wait()
 
 
-def show(settings: WatchProcess, folder: Path | None, web: bool) -> None:
-    """Serve the page of the run that `locate` finds, until a signal.
+def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
+    """Serve the page of the run that `locate` finds, or write its curves, until a signal.
 
     Raises:
-        UsageError: there is no such run, or it is over.
+        UsageError: there is no such run, or it is over; or as `follow`.
     """
-    if not web:
-        raise UsageError("say how: `diloco watch --web` serves a page; in a terminal: diloco status")
+    if web == (to is not None):
+        raise UsageError(
+            "say how, one of both: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes "
+            "curves; in a terminal: diloco status --watch 2"
+        )
+    if into is not None and to is None:
+        raise UsageError("--into is the folder of --to: leave it out, or say where to")
     place = locate(settings, folder)
     if place.redis_url is None:
         raise UsageError(f"{place} has no Redis to watch: it is over. Its page: diloco report {place} --html FILE")
+    if to is not None:
+        follow(place.redis_url, place.run, to, into)
+        return
     asyncio.run(_serve(settings, place.redis_url, place.run))

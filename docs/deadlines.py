@@ -54,7 +54,10 @@ class Row(NamedTuple):
         there = constants(self.file)
 
         def shown(found: re.Match[str]) -> str:
-            value = eval(found[1], {}, there)  # noqa: S307  # formulas of our own registry
+            try:
+                value = eval(found[1], {}, there)  # noqa: S307  # formulas of our own registry
+            except NameError as error:
+                raise KeyError(f"docs/deadlines.toml: {error} in {self.file or 'settings'}") from error
             return f"{value:g}" if found[2] else time(value)
 
         return FORMULA.sub(shown, text)

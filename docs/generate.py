@@ -1,7 +1,7 @@
 """Write the pages that follow from the code: commands, settings, metrics, deadlines. A test compares them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import NO_FLAG, Settings, allowed, is_expert
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.syncer.metrics import Metrics
+from diloco.syncer.run_metrics import FIGURES
 from docs import deadlines
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -154,18 +155,27 @@ def _default(kind: type[Settings], name: str) -> str:
 
 
 def _metrics() -> str:
+    head = ("| metric | kind | labels | meaning |", "|---|---|---|---|")
     lines = [
         *("# Metrics", "", "You look up what a syncer tells Prometheus at `/metrics`.", GENERATED, ""),
-        *("Counters start at 0 with the process; heads and the tape hold what outlives it.",),
-        *("A histogram has `_bucket`, `_count` and `_sum` behind its name.", ""),
-        *("| metric | kind | labels | meaning |", "|---|---|---|---|"),
+        *("All have the label `run` besides. A histogram has `_bucket`, `_count` and `_sum` behind its name.",),
+        *("Alerts and a board: [monitor a run](../howto/monitoring.md).", "", "## Of one syncer", ""),
+        *("Counters start at 0 with the process; heads and the tape hold what outlives it.", "", *head),
     ]
     for metric in vars(Metrics()).values():
         for family in metric.describe() if hasattr(metric, "describe") else ():
-            name = family.name + "_total" * (family.type == "counter")
-            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
-            lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
+            labels = metric._labelnames
+            lines.append(_family(family.name, family.type, labels, family.documentation))
+    lines += ["", "## Of the run", ""]
+    lines += ["Only the lead tells these, so a sum over syncers counts them once. While the lead changes, two syncers"]
+    lines += ["may, for one scrape at most; `max by (run)` is right then too.", "", *head]
+    lines += [_family(one.name, one.family().type, one.labels, one.text) for one in FIGURES]
     return "\n".join(lines) + "\n"
+
+
+def _family(name: str, kind: str, labels: Sequence[str], text: str) -> str:
+    shown = ", ".join(f"`{label}`" for label in labels)
+    return f"| `{name}{'_total' * (kind == 'counter')}` | {kind} | {shown} | {_cell(text)} |"
 
 
 def _cell(text: str) -> str:

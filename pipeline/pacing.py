@@ -95,6 +95,29 @@ def known_steps(step_times: Iterable[float]) -> list[float]:
     return [s for s in step_times if s > LEAST_STEP_S]
 
 
+def _shares(
+    sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float
+) -> list[tuple[float, Pace]]:
+    """Of each fragment, how many times its room a merge takes; none if it is not known yet."""
+    step_s = _usual(step_times)
+    if step_s is None:
+        return []
+    # What a round cannot take in of all fragments, the last of them waits for.
+    queue_s = together_s - sync.sync_interval * step_s
+    return [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
+
+
+def merge_share(
+    sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float = 0.0
+) -> float | None:
+    """How many times its room the merge takes that is worst off; above 1 `slow_merges` says so. None: not known yet.
+
+    Args:
+        sync, fragments, step_times, together_s: as `slow_merges`.
+    """
+    return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
+
+
 def slow_merges(
     sync: SyncSpec,
     fragments: Iterable[Pace],
@@ -136,14 +159,11 @@ def slow_merges_found(
 ) -> SlowMerges | None:
     """As `slow_merges`."""
     step_s = _usual(step_times)
-    if step_s is None:
-        return None
-    # What a round cannot take in of all fragments, the last of them waits for.
-    queue_s = together_s - sync.sync_interval * step_s
-    found = [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
+    found = _shares(sync, fragments, step_times, together_s)
     slow = [(ratio, one) for ratio, one in found if ratio > allowed]
-    if not slow:
+    if step_s is None or not slow:
         return None
+    queue_s = together_s - sync.sync_interval * step_s
     ratio, worst = max(slow)
     takes_s, interval = max(worst.takes_s, queue_s), interval_at(sync, worst.version)
     round_s = interval * step_s

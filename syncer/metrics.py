@@ -1,40 +1,63 @@
 """The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, the others feed it)."""
 
 import math
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, RefusalReason
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class _Labelled(CollectorRegistry):
+    """Gives each sample the same labels besides its own."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__()
+        self._labels = dict(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """As they are shown."""
+        for family in super().collect():
+            family.samples = [one._replace(labels=self._labels | one.labels) for one in family.samples]
+            yield family
 
 
 class Metrics:
     """Counters start at 0 with the process; heads and the tape hold what outlives it."""
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, run: str = "") -> None:
+        """run: the label of all samples; "": they have none."""
+        self.registry = registry = _Labelled({"run": run}) if run else CollectorRegistry()
         self.merges = Counter("diloco_merges", "Merges committed", ["fragment"], registry=registry)
         self.contributions = Counter("diloco_contributions", "Contributions merged", registry=registry)
         self.refusals = Counter("diloco_refusals", "Deltas refused", ["reason"], registry=registry)
+        for reason in RefusalReason:
+            self.refusals.labels(reason=reason.value)  # the first one is a rise too
         self.merged_tokens = Counter(
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
-        self.merged_share = Gauge(
-            "diloco_merged_share", "Merged over trained tokens of the run, up to 15 s ago", registry=registry
-        )
-        self.recent_merged_share = Gauge(
-            "diloco_merged_share_recent", "The same of the last five minutes", registry=registry
-        )
-        for share in (self.merged_share, self.recent_merged_share):
-            share.set(math.nan)
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
         self.doubted_learners = Gauge(
             "diloco_doubted_learners", "Learners not waited for: their last deltas were refused", registry=registry
         )
+        self.leads = Gauge(
+            "diloco_leads",
+            "1 for the syncer that leads the run (it serves fragment 0), 0 for others",
+            registry=registry,
+        )
+        self.leads.set(math.nan)
+        self.served_fragments = Gauge("diloco_served_fragments", "Fragments that this syncer serves", registry=registry)
         self.lease_losses = Counter("diloco_lease_losses", "Leases lost to expiry or another syncer", registry=registry)
         self.sums_begun_anew = Counter(
             "diloco_sums_begun_anew", "Running sums begun anew: a summed delta has left its window", registry=registry
+        )
+        self.rewinds = Counter(
+            "diloco_rewinds",
+            "Times that a fragment's head was put back: the bus had lost what came after",
+            registry=registry,
         )
         self.bus_errors = Counter("diloco_bus_errors", "Calls that the bus failed", registry=registry)
         self.quorum_seconds = self._seconds("quorum", "From a window's opening to its quorum")
@@ -52,7 +75,12 @@ class Metrics:
             "The longest outer step of a fragment over that: above 1 it does not fit",
             registry=registry,
         )
-        for one in (self.outer_room, self.outer_share):
+        self.merge_share = Gauge(
+            "diloco_merge_share",
+            "The longest merge of a fragment over the time that its round has room for: above 1 learners lose more",
+            registry=registry,
+        )
+        for one in (self.outer_room, self.outer_share, self.merge_share):
             one.set(math.nan)
 
     def _seconds(self, name: str, text: str) -> Histogram:

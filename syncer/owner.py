@@ -172,7 +172,9 @@ class FragmentOwner:
         head, fragment = loaded.head, loaded.fragment
         if context.recorder is not None:
             await context.offload(context.recorder.loaded, fragment)
-        await self.state.mending.put_back(head, fragment, context.watch, head.window.attempt + 1, context.name)
+        again = head.window.attempt + 1
+        if await self.state.mending.put_back(head, fragment, context.watch, again, context.name):
+            context.metrics.rewinds.inc()
         return True
 
     async def _rewound(self, head: Head, was_version: int) -> Head:
@@ -180,6 +182,7 @@ class FragmentOwner:
         record = Rewound(fragment=self.id, version=head.version, was_version=was_version, unix_s=self._clock.unix())
         self._log.warning("rewound", version=head.version, was_version=was_version)
         await self._bus.write_window(self.id, self._context.nonce, (head.version, head.digest), IDLE_VIEW, record)
+        self._context.metrics.rewinds.inc()
         return head.model_copy(update={"window": IDLE_VIEW})
 
     async def _pull(self, head: Head) -> FragmentState:

@@ -74,6 +74,7 @@ PURE = (
     "pipeline/view/page/past.py",
     "pipeline/view/page/sentence.py",
     "pipeline/view/page/timeline.py",
+    "pipeline/view/reading.py",
     "pipeline/view/shares.py",
     "studies/goodput/bandwidth.py",
     "studies/goodput/calibrate.py",

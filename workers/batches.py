@@ -2,19 +2,18 @@
 
 The loader draws in the training thread, ahead of the loop. A shard is acknowledged when its batches are trained on
 (`in_hand`), not when they are drawn. All batches are full: they go on over the ends of shards, passes and epochs.
+Ranks of one learner draw the same, and each yields its own indices of it: so all have as many batches.
 """
 
 import operator
-import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
+from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.exchange.work_queue import ShardsInTurn
 from diloco.workers.in_hand import Drawn, InHand, Reached
 from diloco.workers.trainer.data.blocks import permuted
 
@@ -40,8 +39,15 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
     return number
 
 
+class Turns(Protocol):
+    """Shards one after the other (`ShardsInTurn`)."""
+
+    def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
+        """What comes after one that was claimed, or, None, one that was read again; what is claimed of it, and it."""
+
+
 class Batches(OwnProcess):
-    """One learner's batches. Each pass over it has `len` of them, as many as the data, and goes on where it was."""
+    """One learner's batches, or one rank's. Each pass has `len` of them, and goes on where it was."""
 
     drop_last = False
     """As in torch's `BatchSampler`: no index is left out."""
@@ -56,36 +62,52 @@ class Batches(OwnProcess):
         *,
         drawn: Callable[[str], None],
         finished: Callable[[str], None],
-        chance: random.Random,
+        shards: Turns,
         check: Callable[[], Any],
+        place: tuple[int, int] = (0, 1),
         dry_s: float = DRY_S,
     ) -> None:
         """Args:
         order: agreed with the run.
-        batch_size: indices in a batch.
+        batch_size: indices in a batch of this process.
         accumulate: batches in a step.
         first: the shard to begin with.
         shared: where the exchange puts claimed shards, and reads the position in the shard in hand.
         drawn: told the entry id of each shard that nothing is left to draw from.
         finished: told the entry id of each shard that is trained on to its end.
-        chance: chooses what is read again.
+        shards: what comes after the first one.
         check: raises if the learner is not in its run.
+        place: number of this rank of the learner, and how many there are.
         dry_s: how long to wait for a shard.
         """
         super().__init__("learner.batches(...)")
-        self.batch_size = batch_size
+        self._size, (self._rank, self._ranks) = batch_size, place
         self._length, self._seed = order.length, order.seed
-        steps = -(-order.length // (batch_size * accumulate))
+        steps = -(-order.length // (batch_size * self._ranks * accumulate))
         self._batches = steps * accumulate
         self._in_hand = InHand(accumulate)
         self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
-        self._shards, self._check, self._dry_s = ShardsInTurn(shared, chance), check, dry_s
+        self._shards, self._check, self._dry_s = shards, check, dry_s
         self._claimed: ClaimedShard | None = first
         """None: the shard in hand is read again."""
         self._shard, self._at = first.shard, first.shard.start + first.position
         self._passes = 0
         self._thread = 0
         """That the last batch was drawn in."""
+
+    @property
+    def batch_size(self) -> int:
+        """As in torch's `BatchSampler`: indices in a batch.
+
+        Raises:
+            UsageError: the learner has several ranks, and who asks would divide its batches among them once more.
+        """
+        if self._ranks > 1:
+            raise UsageError(
+                "batches() of a learner of several ranks are this rank's own already: leave its loader out of "
+                "accelerator.prepare() and of whatever else divides batches among processes"
+            )
+        return self._size
 
     def __len__(self) -> int:
         """Batches in a pass: those of an epoch, if this learner were alone, in whole steps."""
@@ -133,10 +155,11 @@ class Batches(OwnProcess):
         """A batch that was never drawn."""
         indices: list[int] = []
         reached: list[Reached] = []
-        while len(indices) < self.batch_size:
+        size = self._ranks * self._size
+        while len(indices) < size:
             if self._at == self._shard.stop:
                 self._next_shard()
-            stop = min(self._shard.stop, self._at + self.batch_size - len(indices))
+            stop = min(self._shard.stop, self._at + size - len(indices))
             key = b"/%d/%d" % (self._seed or 0, self._shard.epoch)
             indices += (permuted(at, self._length, key) for at in range(self._at, stop))
             self._at, whole = stop, stop == self._shard.stop
@@ -144,7 +167,8 @@ class Batches(OwnProcess):
                 reached.append(Reached(self._claimed.entry_id, stop - self._shard.start, whole))
                 if whole:
                     self._tell_drawn(self._claimed.entry_id)
-        return Drawn(tuple(indices), tuple(reached))
+        own = slice(self._rank * self._size, (self._rank + 1) * self._size)
+        return Drawn(tuple(indices[own]), tuple(reached))
 
     def _next_shard(self) -> None:
         """Take up the next that is claimed; where there is none, read one again."""

@@ -55,6 +55,7 @@ from diloco.workers.proposal import fitting, proposal
 from diloco.workers.ranks.found import meet, ranks_of
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.stuck import RankStopping
 from diloco.workers.ranks.thread import RankThread
 from diloco.workers.reading import begin_batches, begin_blocks
 from diloco.workers.step_times import StepTimes
@@ -149,7 +150,7 @@ class Learner:
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self.times = StepTimes()
-        self._stopping = Stopping()
+        self._stopping = RankStopping() if self._ranks else Stopping()
         self._life = Life(self._stopping)
         self._attached: Attached | None = None
         self._batches: Batches | None = None
@@ -372,7 +373,7 @@ class Learner:
 
         Args:
             length, seed: of the dataset, and of each epoch's permutation; every learner must say the same.
-            batch_size: indices in a batch.
+            batch_size: indices in a batch; of several ranks, which all call this alike: in a batch of this one.
             accumulate: batches that an inner step trains.
 
         Raises:
@@ -422,12 +423,13 @@ class Learner:
 
     def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
         who = self.id, self.incarnation
+        assert isinstance(self._stopping, RankStopping)  # noqa: S101  # made so, for ranks
         meeting = meet(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
-        self._stopping.together = True
         shares = Shares(layout_of(spec.tensors), meeting.held)
         folder = partial(RankFolder, whole=shares.layout.trained, held=meeting.held, rank=meeting.rank)
         training = self._training(spec, shares.local(meeting.rank), folder)
+        training.ranks = len(meeting.held)
         return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
 
     def _check_ranks(self) -> None:

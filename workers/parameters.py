@@ -353,6 +353,12 @@ class FragmentParameters(FragmentTensors):
         self._held = [[held.get(slot.tensor.name) for slot in f.slots] for f in layout.fragments]
         self._averaged = [any(fragment) for fragment in self._held]
 
+    def some(self, layout: Layout) -> FragmentTensors:
+        """Other parts of the same parameters, as they are now and later. layout: which; no buffers."""
+        slots = [slot for fragment in self._layout.fragments for slot in fragment.slots]
+        tensors = [tensor for fragment in self._tensors for tensor in fragment]
+        return FragmentTensors({slot.tensor.name: one for slot, one in zip(slots, tensors, strict=True)}, layout)
+
     def _look_up(self, p: int) -> None:
         for at, (buffer, was) in enumerate(zip(self._held[p], self._tensors[p], strict=True)):
             now = was if buffer is None else buffer.tensor

@@ -10,10 +10,12 @@ from functools import partial
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
-from diloco.workers.batches import Batches, whole_number
+from diloco.workers.batches import Batches, Turns, whole_number
 from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.exchange_thread import JoinedLearner
-from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, read_blocks
+from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
+from diloco.workers.ranks.joined import JoinedRank
+from diloco.workers.ranks.shards_told import Hearing, Telling, asked_for
 from diloco.workers.stopping import Stopping
 
 NowJoined = Callable[[], JoinedLearner]
@@ -36,19 +38,41 @@ def begin_batches(
     """`Learner.batches`."""
     order = DataOrder(length=whole_number("length", length), seed=whole_number("seed", seed, 0))
     size, accumulate = whole_number("batch_size", batch_size), whole_number("accumulate", accumulate)
-    joined, first = _first_shard(now_joined, stopping, order, size * accumulate * STEPS_PER_SHARD)
+    joined = now_joined()
+    place = joined.place if isinstance(joined, JoinedRank) else (0, 1)
+    make = partial(Batches, order, size, accumulate, check=now_joined, place=place)
+    asked = asked_for(order, size, accumulate)
+    if isinstance(joined, JoinedRank) and place[0]:
+        _check_first(joined)
+        joined.shared.shards_wanted = order.length, 0
+        heard = Hearing(joined.shards_told, asked, now_joined)
+        first = heard.first(partial(_check, now_joined, stopping))
+        return make(first, joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
+    joined, first = _first_shard(now_joined, stopping, order, place[1] * size * accumulate * STEPS_PER_SHARD)
+    shards: Turns = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
     call, claims = joined.thread.call, joined.exchange.claims
-    return Batches(
-        order,
-        size,
-        accumulate,
-        first,
-        joined.shared,
-        drawn=partial(call, claims.drawn),
-        finished=partial(call, claims.finish),
-        chance=random.Random(joined.training.incarnation),
-        check=now_joined,
+    if isinstance(joined, JoinedRank):
+        shards = Telling(shards, first, partial(call, joined.shards_told.tell, asked))
+    return make(
+        first, joined.shared, drawn=partial(call, claims.drawn), finished=partial(call, claims.finish), shards=shards
     )
+
+
+def _nothing(entry_id: str) -> None:
+    """Rank 0 tells the run of the learner's shards."""
+
+
+def _check(now_joined: NowJoined, stopping: Stopping) -> None:
+    now_joined()
+    stopping.leave_if_asked()
+
+
+def _check_first(joined: JoinedLearner) -> None:
+    if joined.shared.shards_wanted is not None:
+        raise UsageError(
+            "the learner reads its data already: call batches() or blocks() once; another loader and another epoch "
+            "take the same one"
+        )
 
 
 def _first_shard(
@@ -67,22 +91,8 @@ def _first_shard(
         UsageError: the learner reads its data already, or is not in its run.
         Stopped: a signal came.
     """
-
-    def check() -> None:
-        now_joined()
-        stopping.leave_if_asked()
-
-    joined = now_joined()
-    if joined.together and order.seed is not None:
-        raise UsageError(
-            "a learner of several ranks cannot read batches from the run's work queue, whose shards are not divided "
-            "among ranks: give each rank its own rows, such as by a DistributedSampler"
-        )
-    if joined.shared.shards_wanted is not None:
-        raise UsageError(
-            "the learner reads its data already: call batches() or blocks() once; another loader and another epoch "
-            "take the same one"
-        )
+    check, joined = partial(_check, now_joined, stopping), now_joined()
+    _check_first(joined)
     claims, retry = joined.exchange.claims, joined.exchange.member.outages.retry
     agreed = joined.thread.ask(retry(claims.agree, order))
     while not wait({agreed}, LOOK_S).done:

@@ -162,8 +162,7 @@ class Rounds:
         uploaded: fragment -> serial of the last delta of which all is on the bus.
         """
         for p in self.wanted(windows, uploaded):
-            if (publication := self.publication(p, windows)) is not None:
-                yield publication
+            yield self.publication(p, windows)
 
     def wanted(
         self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED, ahead: int = 0
@@ -187,12 +186,12 @@ class Rounds:
             ):
                 yield p
 
-    def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication | None:
-        """What is published of a fragment now; it is counted as published. None: there is nothing to be."""
+    def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
+        """What is published now of a fragment that was `wanted` on this base; it is counted as published."""
         counters, window = self._fragments[p], self._window(p, windows)
         base = counters.base
-        if base is None or counters.tokens == 0:
-            return None
+        assert base is not None, "wanted without a base"  # noqa: S101
+        assert counters.tokens, "wanted without tokens"  # noqa: S101
         replaces = counters.published_attempt is not None and not (counters.again or self._reopened(counters, window))
         due = counters.steps >= self._due_after(counters)
         return self._publication(counters, base, window, due, renews=counters.published_serial * replaces)

@@ -48,6 +48,8 @@ class Training:
     times: StepTimes
     loss: float | torch.Tensor | None = None
     """Of the last step that told it."""
+    ranks: int = 1
+    """Processes of this learner."""
 
     def report(self, left: bool) -> LearnerReport:
         """What others learn of this learner. The exchange thread's, since a loss may have to wait for its device."""
@@ -65,6 +67,8 @@ class Training:
             **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),
             device=str(device),
+            ranks=self.ranks,
+            moments=self.keeper.source,
             threads=(torch.get_num_threads(), usable_cores()) if device.type == "cpu" else (0, 0),
         )
 

@@ -32,8 +32,7 @@ def of_folders(settings: Settings, needed_bytes: Mapping[str, float]) -> Iterato
     for name, needed in needed_bytes.items():
         place = getattr(settings, name)
         if place is not None and not is_address(str(place)):
-            path = Path(str(place).removeprefix("file://"))
-            yield checks.folder(measure.look_at_folder(name.replace("_", "-"), path, needed))
+            yield checks.folder(measure.look_at_folder(name.replace("_", "-"), Path(place), needed))
 
 
 def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:

@@ -116,6 +116,7 @@ def _learner_table(status: Status) -> Fitting:
         rows.append(
             (
                 Text(learner["id"]),
+                str(learner.get("ranks", 1)),
                 str(learner["step"]),
                 count(learner["tokens_per_s"]) if learner["live"] else "-",
                 _loss(learner["loss"]),
@@ -124,10 +125,13 @@ def _learner_table(status: Status) -> Fitting:
             )
         )
     if len(learners) > MOST_ROWS:
-        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", ""))
-    names = ("learner", "inner step", "tokens/s", "loss", "versions", "state")
+        rows.append((Text(f"... {len(learners) - MOST_ROWS} more", "dim"), "", "", "", "", "", ""))
+    names = ("learner", "ranks", "inner step", "tokens/s", "loss", "versions", "state")
     columns = {name: [row[number] for row in rows] for number, name in enumerate(names)}
-    return Fitting(columns, left=("learner", "state"), spare=("inner step", "tokens/s", "loss"))
+    if all(learner.get("ranks", 1) == 1 for learner in learners):
+        del columns["ranks"]
+    spare = [name for name in ("inner step", "tokens/s", "loss", "ranks") if name in columns]
+    return Fitting(columns, left=("learner", "state"), spare=spare)
 
 
 def _fragment_table(status: Status) -> Fitting:

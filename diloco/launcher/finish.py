@@ -51,6 +51,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     """
     from diloco.launcher.plot import draw
 
+    typer.echo(f"all processes have ended; writing text, picture and report to {folder.path}")
     checkpoint: Place | None = None
     text = None
     _write(build(outcome), settings, folder)  # whatever becomes of the rest, which takes some seconds

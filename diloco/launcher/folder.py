@@ -21,6 +21,7 @@ import tomli_w
 from pydantic import SecretStr
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
+from diloco.launcher.page import MODEL_FILE
 from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.bus.tls import OPTIONS
@@ -106,19 +107,21 @@ class Folder:
         """The report."""
         return self.path / REPORT_FILE
 
-    def make(self, settings: RunProcess) -> None:
-        """Make it, empty but for the settings file; an earlier run in it, which `choose` let pass, is deleted.
+    def make(self, settings: RunProcess, url: str | None = None) -> None:
+        """Make it, empty but for settings and where the run is; what is in it, which `choose` let pass, is deleted.
 
         Raises:
-            UsageError: it cannot be made.
+            UsageError: it cannot be made, or another run has taken it meanwhile.
         """
+        _check_ended(self.path)
         try:
-            if settings.overwrite and self.path.exists():
+            if (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
+            self.write_run(url, settings, {})
             if settings.resume is not None and not is_address(settings.resume):
-                self._take_moments(Folder(Path(settings.resume).parent.parent).learners)
+                self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
 
@@ -154,6 +157,12 @@ def _link(file: str, target: str) -> None:
         shutil.copy2(file, target)
 
 
+def output_of(checkpoint: Path) -> Folder:
+    """The output folder that a checkpoint lies in, if it lies in one."""
+    checkpoints = checkpoint.parent  # of an earlier build
+    return Folder((checkpoints if checkpoints.name == "checkpoints" else checkpoints.parent).parent)
+
+
 def choose(settings: RunProcess) -> Folder:
     """The output folder, checked; nothing is made or deleted yet.
 
@@ -163,7 +172,7 @@ def choose(settings: RunProcess) -> Folder:
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
-        if not settings.overwrite:
+        if not settings.overwrite and not _came_to_nothing(path):
             raise UsageError(
                 f"output folder {path} is not empty: choose another --out, or give --overwrite to empty it"
             )
@@ -173,8 +182,7 @@ def choose(settings: RunProcess) -> Folder:
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
-        if alive := _alive(path):
-            raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
+        _check_ended(path)
     _check_writable(path / SETTINGS_FILE, "--out")
     if settings.json_report is not None:
         if settings.json_report.is_dir():
@@ -184,6 +192,14 @@ def choose(settings: RunProcess) -> Folder:
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
     return folder
+
+
+def _came_to_nothing(path: Path) -> bool:
+    """Whether there are only settings and logs, of a run that ended before its first step."""
+    if not (path / SETTINGS_FILE).is_file():
+        return False
+    left = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE}
+    return all(one.is_dir() or one.name in left or one.is_relative_to(Folder(path).logs) for one in path.rglob("*"))
 
 
 def _lies_in(resumed: str, path: Path) -> bool:
@@ -204,12 +220,13 @@ def _check_recording(folder: Folder, recording: Path) -> None:
     _check_writable(recording / SETTINGS_FILE, "--record-deltas")
 
 
-def _alive(path: Path) -> str | None:
-    """Name and pid of a process of the run in `path` that has not ended."""
+def _check_ended(path: Path) -> None:
+    """Refuse the folder of a run of which a process has not ended."""
     if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
-        return None
+        return
     pids = RunFile.read(path).pids
-    return next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None)
+    if alive := next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None):
+        raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
 
 
 def _check_writable(path: Path, flag: str) -> None:
@@ -251,7 +268,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
     """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
-    folder = checkpoint.folder.path.parent.parent if isinstance(checkpoint.folder, OnDisk) else None
+    folder = output_of(checkpoint.folder.path).path if isinstance(checkpoint.folder, OnDisk) else None
     recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
     return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))
 

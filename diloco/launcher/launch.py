@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Protocol
 
 from diloco.launcher.devices import VISIBLE, Place, assign, names
-from diloco.options import RunSettings
+from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
+from diloco.workers.checks.sets import check_set
 from diloco.workers.gpus import count_gpus
 
 TAIL_LINES = 20
@@ -40,11 +41,11 @@ def threads_for(processes: int, asked: int | None) -> int:
     return asked or max(1, usable_cores() // processes)
 
 
-def places_of(settings: RunSettings) -> list[Place]:
+def places_of(settings: RunProcess) -> list[Place]:
     """Where each learner of a run trains, on the GPUs that this process sees.
 
     Raises:
-        UsageError: as `assign`, or sets of devices for a method whose learners are ranks themselves.
+        UsageError: as `assign` and `check_set`, or sets of devices for a method whose learners are ranks themselves.
     """
     places = assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
     if settings.method == "data-parallel" and any(place.ranks > 1 for place in places):
@@ -52,6 +53,8 @@ def places_of(settings: RunSettings) -> list[Place]:
             f"devices={settings.devices!r}: a set of devices for one learner needs another --method: the data-parallel "
             "baseline has one process for each; give as many --learners as devices"
         )
+    for ranks in {place.ranks for place in places}:
+        check_set(ranks, settings.batch, settings.sharding, settings.compile)
     return places
 
 

@@ -100,7 +100,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
     live = RunFile.read(folder)
     if not is_live(folder):
         ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
-        if (folder / "checkpoints" / "latest").is_file():
+        if any((folder / "checkpoints").glob("**/latest")):
             ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
         raise UsageError(ended)
     url = live.redis_url

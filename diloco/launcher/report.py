@@ -106,6 +106,7 @@ def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
                 "incarnations": len(mine),
                 "left": all(report.left for report in mine),
                 "device": longest.device,
+                "ranks": longest.ranks,
             }
         )
     return rows
@@ -282,12 +283,19 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
+def _learners(rows: Sequence[dict[str, Any]]) -> str:
+    """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks'."""
+    least, most = (choose((row.get("ranks", 1) for row in rows), default=1) for choose in (min, max))
+    ranks = "" if most == 1 else f" of {most} ranks" if least == most else f" of {least} to {most} ranks"
+    return f"{len(rows)} learner{'s' * (len(rows) != 1)}{ranks}"
+
+
 def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
     lines = [
-        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {len(report['learners'])} learners, "
+        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {_learners(report['learners'])}, "
         f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
         f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
         f"tokens: {ledger_line(report)}",

@@ -50,8 +50,9 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import LearnerStatus, Status, read_status
 from diloco.tape import read_archive
 
 TICK_S = 0.5
@@ -61,6 +62,15 @@ EVALUATE_S = 120.0
 """Time for the last evaluation."""
 MARGIN_S = 15.0
 """On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
+
+
+MOMENTS = {
+    "checkpoint": "goes on with the moments that it had saved",
+    "optimizer": "goes on with the moments that its trainer has loaded",
+    "peer": "begins with the moments of another learner",
+    "fresh": "begins with fresh moments, and a ramp of its learning rate",
+}
+"""By where they came from; nothing is said of those that begin with the run."""
 
 
 class Launcher:
@@ -86,6 +96,8 @@ class Launcher:
         self._unserved_since: float | None = None
         """Since when there has been no syncer, neither ours nor elsewhere."""
         self._warnings: list[str] = []
+        self._told: set[str] = set()
+        """Incarnations of learners whose moments the user has been told of."""
         self.stopped = False
 
     # --- start ------------------------------------------------------------------------------------
@@ -173,11 +185,19 @@ class Launcher:
             self._progress.append((time.time(), status["tokens"]))
         for learner in status["learners"]:
             if learner["step"]:
+                self._tell_moments(learner)
                 for child in self._children.named(learner["id"]):
                     child.under_way = True
         if status["evaluation"]:
             self._children["evaluator"].under_way = True
         self._screen.show(status)
+
+    def _tell_moments(self, learner: LearnerStatus) -> None:
+        """Once for each incarnation that did not begin with the run."""
+        words = MOMENTS.get(learner.get("moments", ""))
+        if words and learner["incarnation"] not in self._told:
+            self._screen.note(f"{learner['id']} {words}")
+        self._told.add(learner["incarnation"])
 
     async def _check(self, status: Status) -> None:
         training = status["phase"] in ("waiting", Phase.RUNNING)
@@ -246,13 +266,15 @@ class Launcher:
     # --- end ----------------------------------------------------------------------------------------
 
     async def wind_down(self) -> None:
-        """Wait for all processes to end, in order; remind those that take too long."""
+        """Wait for all processes to end, in order, and say for whom; remind those that take too long."""
         leave_s, shutdown_s = self._settings.leave_s + MARGIN_S, self._settings.shutdown_s + MARGIN_S
-        for children, limit_s, stopping_s in (
-            (self._children.named("learner-"), leave_s, leave_s),
-            (self._children.named("evaluator"), EVALUATE_S, MARGIN_S),
-            (self._children.named("syncer"), shutdown_s, shutdown_s),
+        for children, awaited, limit_s, stopping_s in (
+            (self._children.named("learner-"), "to publish, save and leave", leave_s, leave_s),
+            (self._children.named("evaluator"), "to measure the last global loss", EVALUATE_S, MARGIN_S),
+            (self._children.named("syncer"), "to save the last checkpoint", shutdown_s, shutdown_s),
         ):
+            if there := [child.name for child in children if child.alive]:
+                self._screen.note(f"waiting for {', '.join(there)} {awaited}")
             for left in await _gone(children, limit_s):
                 self._warn(f"{left.name} was still running {limit_s:.0f} s after the run's end: SIGTERM")
                 left.send(signal.SIGTERM)
@@ -358,13 +380,15 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             info = await bus.info()
             settings = with_groups(settings, info.nodes)
-            folder.make(settings)  # nothing is refused any more
+            folder.make(settings, url)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
             launcher = kind(settings, folder, url, bus, children, screen, others)
             launcher.start()
             screen.note(f"output folder {folder.path}")
+            if origin is not None:
+                screen.note(f"resumed from {origin.checkpoint}, after {count(origin.tokens)} tokens")
             for note in (*method_notes(settings), *(f"warning: {one}" for one in _wrong(settings, folder, info))):
                 screen.note(note)
             if settings.redis_port is not None:

@@ -1,5 +1,6 @@
 """Where people say that something lies: a folder, or an address of an object store. Pure."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,9 @@ Address = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(
 """A folder, or an address such as s3://bucket/path."""
 
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
+
+
 def is_address(place: str) -> bool:
-    """Whether it is an object store's, and no folder on a disk."""
-    return "://" in place and not place.startswith("file://")
+    """Whether it is meant for one, with a slash too few or not: a folder of such a name is ./s3:/name."""
+    return _ADDRESS.match(place) is not None

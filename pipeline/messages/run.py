@@ -70,6 +70,10 @@ class LearnerReport(Message):
     pull_s: StepSeconds = 0.0
     """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
     window; 0: it has pulled none since it joined."""
+    ranks: Annotated[int, Field(ge=1, le=2**20)] = 1
+    """Processes that train as this learner."""
+    moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""
+    """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
 
 
 class SeenReport(Message):

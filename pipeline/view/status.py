@@ -54,6 +54,10 @@ class LearnerStatus(TypedDict):
     wall_s: NotRequired[float]
     host: NotRequired[str]
     device: NotRequired[str]
+    ranks: NotRequired[int]
+    """Processes that train as this learner."""
+    moments: NotRequired[str]
+    """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
 
 
 class WindowStatus(TypedDict):
@@ -172,6 +176,8 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "age_s": seen.age_s,
         "host": report.host,
         "device": report.device,
+        "ranks": report.ranks,
+        "moments": report.moments,
     }
 
 

@@ -88,7 +88,7 @@ async def run(
     threads = threads_for(sum(place.ranks for place in places_of(settings)), settings.threads)
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
-        folder.make(settings)
+        folder.make(settings, server.url)
         folder.logs.mkdir(parents=True, exist_ok=True)
         spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
         stack.enter_context(spawner)

@@ -8,19 +8,21 @@ for anybody. The lead writes the manifest.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 
 import structlog
 
 from diloco.pipeline.errors import PeerError, UsageError
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.syncer.checkpoints.loading import is_saved
-from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
+from diloco.syncer.checkpoints.loading import is_saved, runs_in
+from diloco.syncer.checkpoints.manifest import CHECKPOINT, STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import (
     begin_checkpoint,
     checkpoint_name,
     finish_checkpoint,
+    run_folder,
     run_state,
     save_fragment,
 )
@@ -41,7 +43,9 @@ class Checkpoints:
             UsageError: the place is of a store that is not known here.
         """
         self._context, self._bus, self._lease_s, self._served = context, context.bus, lease_s, served
-        self._place = place_of(place)
+        self._shared = self._place = place_of(place)
+        """What people gave; and in it the run's own folder, once its state has been seen."""
+        self._known = asyncio.Event()
         self._leftovers = Leftovers()
         self._seen: str | None = None
         """The checkpoint that was last seen to be begun; "": none by the first look."""
@@ -69,6 +73,8 @@ class Checkpoints:
 
     def see(self, state: RunState | None) -> None:
         """Look for a checkpoint that has begun. What has begun before the first look is no matter of ours."""
+        if state is not None:
+            self._settle(state)
         name = "" if state is None else state.checkpoint
         if not name and self._seen is not None:
             return  # the run's state was lost, and is told anew
@@ -76,12 +82,32 @@ class Checkpoints:
             self._wanted.set()
         self._seen = name
 
+    def _settle(self, state: RunState) -> None:
+        self._place = self._shared.below(run_folder(self._bus.keys.run, state))
+        self._known.set()
+
     async def help(self) -> None:
         """Save what this syncer serves in each checkpoint that another one has begun."""
+        await self._known.wait()
+        await self._tell_of_others()
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             await self._help(self._served())
+
+    async def _tell_of_others(self) -> None:
+        """Nobody removes what other runs have saved: so people are told how much it is."""
+        own = self._place
+
+        def look() -> tuple[list[str], int, int]:
+            others = [run for run in runs_in(self._shared) if str(run) != str(own)]
+            found = [run.below(name) for run in others for name in run.names() if name.startswith(CHECKPOINT)]
+            return [str(run) for run in others], len(found), sum(one.size_bytes() for one in found)
+
+        with suppress(OSError):  # saving says what is wrong with the place
+            runs, checkpoints, size_bytes = await self._context.offload(look)
+            if runs:
+                self._log.info("other_runs_found", runs=runs, checkpoints=checkpoints, bytes=size_bytes)
 
     async def _help(self, fragments: Collection[int]) -> None:
         """Save those of these fragments that nobody has saved yet in the checkpoint that was seen last."""
@@ -146,6 +172,7 @@ class Checkpoints:
         context = self._context
         try:
             state = await run_state(self._bus)
+            self._settle(state)
             heads = await self._bus.read_heads(range(self._count))
             now = state.tokens, *(None if head is None else head.digest for head in heads)
             if now == self._saved and not told:

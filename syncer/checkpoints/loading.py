@@ -33,11 +33,15 @@ from diloco.syncer.checkpoints.manifest import (
     pieces,
 )
 from diloco.syncer.checkpoints.places import Folder, Place, place_of
-from diloco.syncer.checkpoints.saving import read_latest
+from diloco.syncer.checkpoints.saving import began, is_run_folder, read_latest
 
 READS = 3
 """Newer checkpoints that are tried in the place of one that was dropped as it was read."""
 T = TypeVar("T")
+
+
+class NoCheckpoint(UsageError):
+    """There is none in a place."""
 
 
 @dataclass(frozen=True)
@@ -188,23 +192,49 @@ def _is_there(folder: Place) -> bool:
 
 
 def find_checkpoint(place: str | Path) -> Place:
-    """The checkpoint folder meant: itself, what its `latest` names first, or its checkpoints/latest.
+    """The checkpoint folder meant: itself, or the newest of the only run that has some in there or in checkpoints/.
 
     Raises:
-        UsageError: there is none.
+        NoCheckpoint: there is none.
+        UsageError: there are several runs', or the place cannot be read.
     """
     given = place_of(place)
     try:
         if STATE_FILE in given.names():
             return given
         for directory in (given, given.below("checkpoints")):
-            if LATEST in directory.names():
-                return _newest(directory)
+            if runs := runs_in(directory):
+                return _newest(_only(runs, directory))
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error}") from error
-    raise UsageError(
-        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, with `{LATEST}`, or with checkpoints/{LATEST}"
+    raise NoCheckpoint(
+        f"{place} is no checkpoint: expected a folder with {STATE_FILE}, or one where a run has saved its checkpoints"
     )
+
+
+def runs_in(place: Place) -> list[Place]:
+    """Folders of the runs that have saved something in a place; itself, if it is a run's or an earlier build's.
+
+    Raises:
+        OSError: the place cannot be read.
+    """
+    names = place.names()
+    folders = [place] if LATEST in names else []
+    return folders + [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
+
+
+def _only(runs: list[Place], place: Place) -> Place:
+    if len(runs) > 1 and runs[0] is place:  # of an earlier build; the run may have gone on since, in its own folder
+        end = began(open_checkpoint(_newest(place)).state)
+        if any(str(run).endswith(end) for run in runs):
+            runs = runs[1:]
+    if len(runs) > 1:
+        newest = [next(iter(read_latest(run)), "empty") for run in runs]
+        told = (f"{run}/{name}" if run is place else f"{run} ({name})" for run, name in zip(runs, newest, strict=True))
+        raise UsageError(
+            f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {', '.join(told)}"
+        )
+    return runs[0]
 
 
 def _newest(directory: Place) -> Place:
@@ -281,7 +311,7 @@ def _vector(tensor: Tensor, elements: int, file: str) -> Float32:
 
 
 def is_saved(place: Place, run: RunState) -> bool:
-    """Whether the newest checkpoint in a place is of this state's manifest.
+    """Whether the newest checkpoint in a run's folder is of this state's manifest.
 
     Raises:
         OSError: the place cannot be read.

@@ -1,7 +1,8 @@
 """What a checkpoint consists of, and which of several are kept. Pure.
 
-    <place>/latest                              text: names of the kept checkpoints, one a line, the newest first
-    <place>/checkpoint-<tokens>-<nonce>/        one checkpoint
+    <place>/<run>-<when it began>/              the run's own: nobody else's checkpoints are seen or removed in there
+      latest                                    text: names of the kept checkpoints, one a line, the newest first
+      checkpoint-<tokens>-<nonce>/              one checkpoint
         fragment-<id>-<version>-<digest>.safetensors   `globals`, and the vectors of the outer state that are not all
                                                 zeros: float32 (elements,), as the layout puts tensors into them
         fragment-<id>-<version>-<digest>.json   `SavedFragment`: written after it, so it is whole
@@ -10,7 +11,8 @@
         state.json                              `SavedState`, the manifest, written last: it makes the files one
 
 A fragment's file is immutable, and named by what is in it. So any syncer may write any of them at any time, twice too,
-and the manifest picks one of each fragment. Formats 1 and 2 (`earlier`) had files of the whole model instead.
+and the manifest picks one of each fragment. Formats 1 and 2 (`earlier`) had files of the whole model instead. Earlier
+builds had `latest` and the checkpoints of all runs in the place itself.
 """
 
 import re
@@ -30,7 +32,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import Count, Digest, Message, TokenElements, Version
 
 KEPT = 3
-"""Checkpoints kept in a place."""
+"""Checkpoints of a run that are kept."""
 LATEST, STATE_FILE = "latest", "state.json"
 GLOBALS = "globals"
 """Name of the values; those of the outer state have its names."""

@@ -57,6 +57,10 @@ class Place(Protocol):
         """Seconds since anything in it was written; 0 where nothing is."""
         ...
 
+    def size_bytes(self) -> int:
+        """Of all files in it."""
+        ...
+
     def read(self, name: str) -> bytes:
         """A file's bytes; raises FileNotFoundError where it is not there."""
         ...
@@ -74,16 +78,23 @@ def place_of(place: str | Path) -> Place:
     """The place that people mean.
 
     Raises:
-        UsageError: its store is not one of `STORES`, or its package is missing; says what to give or to install.
+        UsageError: it is no address, its store is not one of `STORES`, or its package is missing; says what to give or
+            to install.
     """
     if isinstance(place, Path) or not is_address(place):
-        return Folder(Path(str(place).removeprefix("file://")))
-    protocol = place.partition("://")[0]
+        return Folder(Path(place))
+    protocol, slashes, path = place.partition("://")
+    if not slashes:
+        raise UsageError(f"{place}: an address has two slashes, {place.replace(':/', '://', 1)}; a folder is ./{place}")
+    if protocol == "file":
+        raise UsageError(f"{place}: give the folder itself, {path or '/path'}")
     if protocol not in STORES:
         raise UsageError(
             f"{place}: a killed syncer might leave half a file in a store of this kind; "
             "give a folder, s3://bucket/path or gs://bucket/path"
         )
+    if not path.strip("/") or path.startswith("/"):
+        raise UsageError(f"{place}: name a bucket, {protocol}://bucket/path")
     package, extra = STORES[protocol]
     try:
         fsspec = importlib.import_module("fsspec")
@@ -119,6 +130,12 @@ class Folder:
         with suppress(FileNotFoundError):  # another syncer removes it
             return time.time() - max(p.stat().st_mtime for p in (self.path, *map(self.path.joinpath, self.names())))
         return 0.0
+
+    def size_bytes(self) -> int:
+        """As `Place`."""
+        with suppress(FileNotFoundError):  # another syncer removes it
+            return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return 0
 
     def read(self, name: str) -> bytes:
         """As `Place`."""
@@ -169,6 +186,12 @@ class Store:
             written = [self._files.modified(f"{self._address}/{name}").timestamp() for name in names]
             return time.time() - max(written) if written else 0.0
         return 0.0
+
+    def size_bytes(self) -> int:
+        """As `Place`."""
+        with self._in_words(), suppress(FileNotFoundError):  # another syncer removes it
+            return int(self._files.du(self._address))
+        return 0
 
     def read(self, name: str) -> bytes:
         """As `Place`."""

@@ -54,24 +54,30 @@ async def restore_checkpoint(
             "give a larger budget"
         )
     if decode(Spec, await bus.propose_spec(encode(spec))) != spec:
-        raise UsageError("the run already has another spec: resume under a --run name that is not in use")
+        raise UsageError(f"the run already has another spec: {taken(bus)}")
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
     for p, (head, mine) in enumerate(zip(heads, checkpoint.fragments, strict=True)):
         if head is None:
             continue
         if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
-            raise UsageError("the run was started before: resume under a --run name that is not in use")
+            raise UsageError(f"the run was started before: {taken(bus)}")
     if not any(heads):
         await bus.write_state(_restored_run(checkpoint, spec, clock))
         order = checkpoint.data_order
         if order is not None and await bus.propose_data_order(order) != order:
-            raise UsageError("the run already has another data order: resume under a --run name that is not in use")
+            raise UsageError(f"the run already has another data order: {taken(bus)}")
         if await bus.count_epochs() == 0:
             await bus.restore_shards(checkpoint.shards)
     for p, fragment in enumerate(fragments):
         if heads[p] is None:
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock, offload)
+
+
+def taken(bus: Bus) -> str:
+    """What to do where another run has the name."""
+    run = bus.keys.run
+    return f"resume under a --run name that is not in use, or free this one first: diloco runs delete {run}"
 
 
 def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:

@@ -6,9 +6,11 @@ run is finished. Each fragment is consistent in itself, and checked by its diges
 
 import asyncio
 import hashlib
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import structlog
@@ -47,6 +49,7 @@ from diloco.syncer.merging.merge import all_finite
 
 OLD_S = 3600.0
 """What nobody has written to for so long is nobody's: no fragment takes so long, and no two clocks differ by it."""
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9]{8}-[0-9]{6}-[0-9]{6}")
 RandomHex = Callable[[int], str]
 T = TypeVar("T")
 _log = structlog.get_logger
@@ -65,6 +68,24 @@ async def save_checkpoint(
     name = checkpoint_name((await run_state(bus)).tokens, random_hex)
     await begin_checkpoint(place, name, Leftovers(), offload)
     return await finish_checkpoint(bus, spec, place, name, range(spec.sync.fragments), offload)
+
+
+def run_folder(name: str, run: RunState) -> str:
+    """The run's folder in any place: other names, and runs that began at another time, have others.
+
+    A resumed run goes on in its own. Parts of it under two names have one each.
+    """
+    return name + began(run)
+
+
+def began(run: RunState) -> str:
+    """How the name of its folder ends, whatever the run is called."""
+    return f"-{datetime.fromtimestamp(run.origin_unix_s or run.started_unix_s, UTC):%Y%m%d-%H%M%S-%f}"
+
+
+def is_run_folder(name: str) -> bool:
+    """Whether a folder has the name of a run's."""
+    return _RUN.fullmatch(name) is not None
 
 
 def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:

@@ -78,10 +78,11 @@ class Mending:
         structlog.get_logger().warning("global_published_anew", fragment=head.fragment, version=head.version, why=why)
         return await self._publish(head, fragment)
 
-    async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> None:
+    async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> bool:
         """Commit a version once more whose head is gone: the same bits, outer state, merged bases and totals.
 
-        The tape says so: with its head the bus lost what was pending, and maybe later versions.
+        Returns whether the tape says that it was rewound (`say_rewound`): with its head the bus lost what was pending,
+        and maybe later versions.
 
         Args:
             head: the last that its owner knows.
@@ -120,7 +121,7 @@ class Mending:
         await self._bus.commit(commit)
         structlog.get_logger().warning("head_put_back", fragment=p, version=head.version, uploaded=not there)
         at = (p, head.version, head.digest)
-        await say_rewound(self._bus, self._clock, self._nonce, at, view, max(head.version, adopted(watch, p)))
+        return await say_rewound(self._bus, self._clock, self._nonce, at, view, max(head.version, adopted(watch, p)))
 
     def _named(self, head: Head) -> Published:
         return published_by(head, self._layout.elements, self._sync)
@@ -158,8 +159,8 @@ def adopted(watch: RunWatch, fragment: int) -> int:
 
 async def say_rewound(
     bus: Bus, clock: Clock, nonce: str, at: tuple[int, int, bytes], view: WindowView, was: int
-) -> None:
-    """Tell on the tape, if it is so, that a fragment which got a head again had had one.
+) -> bool:
+    """Tell on the tape, if it is so, that a fragment which got a head again had had one; whether it is so.
 
     Args:
         bus, clock: the owner's.
@@ -176,3 +177,4 @@ async def say_rewound(
         structlog.get_logger().warning("rewound", fragment=p, version=version, was_version=was)
         record = Rewound(fragment=p, version=version, was_version=was, unix_s=clock.unix())
         await bus.write_window(p, nonce, (version, digest), view, record)
+    return was >= version

@@ -60,7 +60,8 @@ class InitialVersions:
         await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)
-        await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was)
+        if await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was):
+            self._context.metrics.rewinds.inc()
         return True
 
     def _first(self, fragment: int, digest: bytes, whole: Published, learner: str, key: str) -> Commit:

@@ -29,6 +29,7 @@ from diloco.syncer.merging.fragment import FragmentState, MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
+from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
 from diloco.syncer.serving.serving import Serving, cancel
 from diloco.syncer.serving.start import Start, check_memory, speed_for
@@ -83,6 +84,10 @@ class SyncerService:
     def ready(self) -> tuple[bool, str]:
         """Whether this syncer merges, or stands by for others to fail, and why not."""
         return self.serving.leases.ready() if self.serving else (False, "waiting for the run's spec")
+
+    def leads(self) -> bool:
+        """Whether this syncer leads the run."""
+        return self.serving is not None and self.serving.leads()
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -145,12 +150,13 @@ async def serve(settings: SyncerProcess) -> int:
     url = settings.bus_url()
     if url is None:
         raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
-    stop, metrics = stop_event(), Metrics()
+    stop, metrics = stop_event(), Metrics(settings.run)
     bus = await _until(stop, retry(partial(connect, url, settings.run), EVERY_SECOND.waits(), BusUnavailable, warn))
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
     collector = Collector(bus, service.clock, service.nonce, settings.liveness_s)
+    metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(service.status, service.ready, metrics.registry, host, port, token, collector.follow)

@@ -14,9 +14,8 @@ import structlog
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.pacing import outer_room, slow_merges
+from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
-from diloco.pipeline.view.shares import recent_share
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.owner import FragmentOwner
@@ -27,7 +26,7 @@ from diloco.syncer.serving.lead import Lead
 from diloco.syncer.serving.leases import RETRIES, Leases, release_all
 from diloco.syncer.serving.lost import Lost
 from diloco.syncer.serving.retrying import retrying
-from diloco.syncer.watch import WATCH_S, RunWatch
+from diloco.syncer.watch import WATCH_S
 
 BUS_LOOK_S = 5.0
 TAPE_KEPT_S = 600.0
@@ -69,8 +68,8 @@ class Serving:
         metrics.doubted_learners.set_function(
             lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
         )
-        metrics.merged_share.set_function(partial(_share, self._watch))
-        metrics.recent_merged_share.set_function(partial(_share, self._watch, recent=True))
+        metrics.leads.set_function(self.leads)
+        metrics.served_fragments.set_function(lambda: len(self.served()))
 
     @property
     def problems(self) -> list[str]:
@@ -228,6 +227,8 @@ class Serving:
         metrics.outer_share.set(room.share if room else math.nan)
         reckoned = not any(owner.state.merges.measured for owner in served)
         together_s = sum(pace.outer_s for pace in paces) / self.context.speed.at_once if reckoned else 0.0
+        share = merge_share(sync, paces, steps, together_s)
+        metrics.merge_share.set(math.nan if share is None else share)
         return slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s)
 
     async def _watch_bus(self) -> None:
@@ -273,16 +274,6 @@ class _Warnings:
         elif self._slow and not slow:
             self._log.info("merges_in_time")
         self._quorum, self._slow = quorum, slow is not None
-
-
-def _share(watch: RunWatch, recent: bool = False) -> float:
-    """The merged share as of the lead's last sample; NaN if it is not known."""
-    samples = () if watch.state is None else watch.state.samples
-    if not samples or not samples[-1][1]:
-        return math.nan
-    _, trained, merged = samples[-1]
-    share = recent_share(samples, samples[-1])[0] if recent else merged / trained
-    return math.nan if share is None else share
 
 
 async def cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -20,7 +20,7 @@ from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.syncer.checkpoints.restoring import restore_checkpoint
+from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
 from diloco.syncer.serving.retrying import EVERY_SECOND, warn
@@ -81,7 +81,7 @@ class Start:
             if all(await self.bus.read_heads(range(present.fragments))):
                 state = await self.bus.read_state()
                 if state is None or not state.base_tokens:
-                    raise UsageError("the run was started before: resume under a --run name that is not in use")
+                    raise UsageError(f"the run was started before: {taken(self.bus)}")
                 structlog.get_logger().info("already_restored", base_tokens=state.base_tokens)
                 return True
         checkpoint = await self.offload(load_checkpoint, place)

@@ -1,11 +1,13 @@
 """Promises about which learner of a run on one machine gets which device."""
 
+import re
+
 import pytest
 
 from diloco import cli
 from diloco.launcher import launch
 from diloco.launcher.devices import VISIBLE, Place, assign, told
-from diloco.options import RunSettings
+from diloco.options import RunProcess
 from diloco.pipeline.errors import UsageError
 from tests.diloco.test_run import flag, launched
 
@@ -86,12 +88,27 @@ def test_who_shares_is_said_in_a_line(places: list[Place], line: str) -> None:
 def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda:1 is the second one of CUDA_VISIBLE_DEVICES, whatever that calls it."""
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
-    asked = RunSettings(devices="all", learners=2)
+    asked = RunProcess(devices="all", learners=2)
     for visible, names in ((None, ["0", "1"]), ("3,1", ["3", "1"]), ("GPU-x,GPU-y,GPU-lost", ["GPU-x", "GPU-y"])):
         monkeypatch.delenv(VISIBLE, raising=False)
         if visible is not None:
             monkeypatch.setenv(VISIBLE, visible)
         assert [place.visible for place in launch.places_of(asked)] == names
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--devices", "cpu+cpu+cpu", "--batch", "8"), "batch=8: a learner of 3 ranks divides .* give --batch 9"),
+        (("--devices", "cpu,cpu+cpu", "--batch", "7"), "batch=7: a learner of 2 ranks"),
+    ],
+)
+def test_a_batch_that_ranks_cannot_divide_is_refused_at_once(given, said, tmp_path, monkeypatch, capsys):
+    """Before anything is made: not in a learner's log, once the others train."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", *given, "--learners", "2", "--out", "mine"]) == 2
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_learners_process_sees_its_own_device_alone(tmp_path, monkeypatch) -> None:

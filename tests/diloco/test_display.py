@@ -132,6 +132,13 @@ def test_a_restarted_learner_shows_its_newest_incarnation_only():
     assert "7 " in line_with(text, "learner-1")
 
 
+def test_ranks_are_shown_where_a_learner_has_several():
+    text = text_of(status(learners=[learner("learner-0", ranks=1), learner("learner-1", ranks=8)]))
+    assert "ranks" in text
+    assert line_with(text, "learner-1").split()[2] == "8"
+    assert "ranks" not in text_of(status(learners=[learner("learner-0", ranks=1), learner("learner-1")]))
+
+
 def test_a_learner_that_went_silent_is_called_silent():
     text = text_of(status(learners=[learner("learner-1", live=False, age_s=12.0)]))
     assert "silent for 12 s" in text

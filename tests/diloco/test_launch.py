@@ -70,11 +70,68 @@ def test_a_folder_in_use_is_never_overwritten_unasked(tmp_path):
     assert (used / "thesis.txt").exists()
 
 
+def left_early(path: Path) -> Folder:
+    """As Ctrl-C before the first step leaves it."""
+    folder = prepare(RunProcess(out=path))
+    folder.logs.mkdir()
+    folder.checkpoints.mkdir()
+    (folder.logs / "syncer.log").write_text("waiting_for_spec")
+    folder.write_run(None, RunProcess(), {})
+    (folder.path / "page.json").write_text("{}")
+    ended(folder)
+    return folder
+
+
+def ended(folder: Folder) -> None:
+    told = json.loads((folder.path / "run.json").read_text())
+    (folder.path / "run.json").write_text(json.dumps(told | {"pids": {}}))
+
+
+def test_a_folder_of_a_run_that_came_to_nothing_is_used_again(tmp_path):
+    """The same command does it: nobody has to clear away settings and logs."""
+    folder = left_early(tmp_path / "out")
+    prepare(RunProcess(out=folder.path))
+    assert {path.name for path in folder.path.iterdir()} == {"settings.toml", "run.json"}
+
+
+@pytest.mark.parametrize(
+    "kept", ["report.json", "notes.txt", "checkpoints/r/latest", "tape/0.msgpack", "learners/learner-0/state.json"]
+)
+def test_a_folder_with_anything_else_in_it_is_not(tmp_path, kept):
+    """Whatever the run has saved, or people have put there."""
+    folder = left_early(tmp_path / "out")
+    (folder.path / kept).parent.mkdir(parents=True, exist_ok=True)
+    (folder.path / kept).write_text("{}")
+    with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
+        prepare(RunProcess(out=folder.path))
+    assert (folder.path / kept).exists()
+
+
+def test_a_run_that_has_just_begun_keeps_its_folder(tmp_path):
+    """It holds no more than that either."""
+    folder = left_early(tmp_path / "out")
+    folder.write_run(None, RunProcess(), {})
+    with pytest.raises(UsageError, match="is alive"):
+        prepare(RunProcess(out=folder.path))
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
+    """Both were let into it while it was not there yet: the second one deletes nothing of the first."""
+    settings = RunProcess(out=tmp_path / "out")
+    first, second = choose(settings), choose(settings)
+    first.make(settings)
+    first.logs.mkdir()
+    with pytest.raises(UsageError, match="is alive"):
+        second.make(settings)
+    assert first.logs.is_dir()
+
+
 def test_a_runs_folder_is_emptied_when_asked(tmp_path):
     folder = prepare(RunProcess(out=tmp_path / "out"))
     (folder.path / "report.json").write_text("{}")
+    ended(folder)
     again = prepare(RunProcess(out=folder.path, overwrite=True))
-    assert list(again.path.iterdir()) == [again.settings]
+    assert {path.name for path in again.path.iterdir()} == {"settings.toml", "run.json"}
 
 
 def test_a_run_that_is_alive_is_never_overwritten(tmp_path):

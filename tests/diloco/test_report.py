@@ -240,6 +240,18 @@ def test_the_demonstration_says_what_the_others_and_the_run_lost():
     assert "20 of its 80 tokens" in text
 
 
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [((1, 1), "2 learners, "), ((2, 2), "2 learners of 2 ranks, "), ((8, 1), "2 learners of 1 to 8 ranks, ")],
+)
+def test_the_ranks_of_learners_are_told(ranks: tuple[int, int], said: str):
+    """One is not worth a word."""
+    reports = [report(*who, tokens=100, ranks=count) for who, count in zip((A, B), ranks, strict=True)]
+    built = build(outcome(ledger_inputs=ledger_inputs(*reports)))
+    assert [row["ranks"] for row in built["learners"]] == [*ranks]
+    assert said in summary(built)
+
+
 def test_the_summary_is_readable_without_any_evaluation():
     assert "global validation loss -" in summary(build(outcome(evaluations=[], stopped=True)))
 

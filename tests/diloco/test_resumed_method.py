@@ -93,7 +93,7 @@ def test_of_a_checkpoint_alone_the_settings_tell_the_method(tmp_path):
     folder = saved(tmp_path / "out", None, **METHODS["paper"].settings)
     assert resumed(folder).method == "paper"
     moved = tmp_path / "elsewhere"
-    shutil.move(next((folder / "checkpoints").glob("checkpoint-*")), moved)
+    shutil.move(next((folder / "checkpoints").glob("*/checkpoint-*")), moved)
     assert resumed(moved).method == "paper"
     assert resumed(saved(tmp_path / "other", None)).method == "decoupled"
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_with_fewer_learners_than_its_quorum_is_refused(tmp_path, 
     """It is the quorum of the checkpoint that counts."""
     monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "out", "diloco")
-    state = next((folder / "checkpoints").glob("*/state.json"))
+    state = next((folder / "checkpoints").glob("*/*/state.json"))
     changed = json.loads(state.read_text())
     changed["spec"]["sync"]["quorum"] = 3
     state.write_text(json.dumps(changed))

@@ -175,6 +175,39 @@ def test_who_is_told_to_stop_has_its_own_time_for_it(
     run_virtual(main())
 
 
+async def test_what_came_back_is_told_once_in_a_line(tmp_path: Path) -> None:
+    """For each life of a learner, once it trains; nothing of those that begin with the run."""
+    launcher, _, screen, _ = launched(tmp_path)
+    for moments in ("start", "fresh", "checkpoint", "peer"):
+        life = {"id": "learner-0", "incarnation": moments, "moments": moments}
+        for _ in range(2):
+            launcher._tell_moments(life)  # type: ignore[arg-type]
+    assert screen.notes == [
+        "learner-0 begins with fresh moments, and a ramp of its learning rate",
+        "learner-0 goes on with the moments that it had saved",
+        "learner-0 begins with the moments of another learner",
+    ]
+
+
+def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
+    """One line each time, and none for those that are gone: the last half minute of a run is not silent."""
+
+    async def main() -> None:
+        launcher, children, screen, _ = launched(tmp_path, learners=2)
+        children["learner-0"].status = 0
+        ends = {"learner-1": 1.0, "evaluator": 2.0, "syncer": 3.0}
+        for name, end_s in ends.items():
+            asyncio.get_running_loop().call_later(end_s, setattr, children[name], "status", 0)
+        await launcher.wind_down()
+        assert screen.notes == [
+            "waiting for learner-1 to publish, save and leave",
+            "waiting for evaluator to measure the last global loss",
+            "waiting for syncer to save the last checkpoint",
+        ]
+
+    run_virtual(main())
+
+
 async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path) -> None:
     """It is asked for again until the bus has it, and said to the user once."""
     launcher, _, screen, bus = launched(tmp_path)

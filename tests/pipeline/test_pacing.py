@@ -3,7 +3,7 @@
 import pytest
 
 from diloco.pipeline.messages.wire import MOST_STEPS
-from diloco.pipeline.pacing import Pace, least_step_s, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, least_step_s, merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.committing import LastMerges
 from tests import samples
@@ -21,6 +21,16 @@ def test_it_is_said_when_a_merge_takes_longer_than_a_third_of_a_round():
     assert "2 of 3 fragments" in text
     assert "fragment 1 1.2 s, its round of 4 steps 0.4 s, room 0.1 s" in text
     assert "train longer between two syncs" in text
+
+
+def test_the_share_of_the_worst_merge_is_above_1_as_soon_as_it_is_said():
+    """What Prometheus goes by; it is not known before a step time is."""
+    sync = samples.sync_spec(fragments=2)
+    for merge_s, expected in ((0.1, 0.75), (0.2, 1.5)):
+        paces = [Pace(0, 9, 0.01), Pace(1, 9, merge_s)]
+        assert merge_share(sync, paces, [0.1]) == pytest.approx(expected)
+        assert (slow_merges(sync, paces, [0.1], 1) is not None) == (expected > 1)
+    assert merge_share(sync, paces, [0.0]) is None
 
 
 def test_a_merge_may_take_the_steps_that_it_may_hide_behind():

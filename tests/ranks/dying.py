@@ -1,4 +1,7 @@
-"""Ranks that die at a given moment: `TEST_DIES="RANK MODULE NAME CALL"` kills a rank as it calls that so often."""
+"""Ranks that die at a given moment: `TEST_DIES="RANK MODULE NAME CALL"` kills a rank as it calls that so often.
+
+`TEST_STOPS` has it paused instead.
+"""
 
 import importlib
 import os
@@ -8,7 +11,8 @@ from typing import Any
 
 def die_as_told(rank: int) -> None:
     """Have this process killed in the call that the environment names, as by the system."""
-    told = os.environ.get("TEST_DIES", "").split()
+    kills = "TEST_DIES" in os.environ
+    told = os.environ.get("TEST_DIES" if kills else "TEST_STOPS", "").split()
     if not told or int(told[0]) != rank:
         return
     *owners, name = told[2].split(".")
@@ -20,8 +24,8 @@ def die_as_told(rank: int) -> None:
     def dying(*args: Any, **given: Any) -> Any:
         left[0] -= 1
         if not left[0]:
-            print(f"dies {told[2]}", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            print(f"{'dies' if kills else 'stops'} {told[2]}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL if kills else signal.SIGSTOP)
         return before(*args, **given)
 
     setattr(owner, name, dying)

@@ -1,15 +1,20 @@
 """A run whose learners have several ranks, as processes."""
 
+import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.messages.run import Event
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
@@ -20,6 +25,13 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def children_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """Processes that it has started, and that live."""
+    if process.poll() is not None:
+        return []
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 class Party:
@@ -37,9 +49,13 @@ class Party:
         return self
 
     def __exit__(self, *_: object) -> None:
+        orphans = [child for process in self._started for child in children_of(process)]  # as torchrun's, once killed
         for process in self._started:
             process.kill()
             process.wait()
+        for child in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.redis.__exit__(None, None, None)
 
     def start(self, log: str, extra: dict[str, str], *command: object) -> subprocess.Popen[bytes]:
@@ -66,6 +82,18 @@ class Party:
         path, event = self.folder / f"{log}.log", f'"event": "{what}"'
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(what) or event in line]
+
+    def events(self) -> list[Event]:
+        """What the bus says has happened."""
+
+        async def read() -> list[Event]:
+            bus = await connect(self.url, "ranks")
+            try:
+                return [event for _, event in await bus.read_events()]
+            finally:
+                await bus.close()
+
+        return asyncio.run(read())
 
     def until(self, true: Callable[[], Any], limit_s: float = 150.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -1,10 +1,12 @@
 """One rank of a learner, as a program: `python rank.py KIND NAME FOLDER`; the process group's variables say which.
 
-KIND is plain, ddp, fsdp or hsdp. The model has tensors that no number of ranks divides: a vocabulary of 257, a bias
+KIND is plain, ddp, fsdp, hsdp, or a loop's own: mean averages gradients, apart forgets to. The
+model has tensors that no number of ranks divides: a vocabulary of 257, a bias
 of 2. At the end the model that all ranks have together is written to FOLDER/NAME.pt.
 """
 
 import hashlib
+import itertools
 import os
 import sys
 import time
@@ -98,10 +100,9 @@ def keep_adopted() -> None:
     Part._pull, Part._given = pulling, giving  # type: ignore[method-assign]
 
 
-def next_one(self: Turns, p: int, busy: Any = ()) -> int | None:
+def next_one(self: Turns, p: int) -> int:
     """Have each fragment go round all ranks."""
-    chosen = (self.servers[p] + 1) % size
-    return None if chosen in busy else chosen
+    return (self.servers[p] + 1) % size
 
 
 if os.environ.get("TEST_KEEP"):
@@ -134,21 +135,34 @@ errs_at = int(at) if int(errs) == rank else -9
 """After so many steps this rank leaves its loop, by a break or an error, and the others do not."""
 generator = torch.Generator().manual_seed(1000 * len(name) + rank)
 state = f"{folder}/state-{name}" if os.environ.get("TEST_STATE") else None
-with Learner(model, optimizer, run="ranks", learner_id=name, state_dir=state, state_every_s=0.2) as learner:
+mesh_given = "world" if kind in ("mean", "apart") else None
+given: dict[str, Any] = {"run": "ranks", "learner_id": name, "mesh": mesh_given}
+with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as learner:
     print(f"joined {learner.recovered} {learner.earlier_steps}", flush=True)
     steps = 0
+    dealt = iter(())
+    if os.environ.get("TEST_BATCHES"):
+        batches = learner.batches(int(os.environ["TEST_BATCHES"]), 4, seed=1)
+        loader = torch.utils.data.DataLoader(range(int(os.environ["TEST_BATCHES"])), batch_sampler=batches)
+        dealt = itertools.chain.from_iterable(itertools.repeat(loader))
     while not learner.finished:
         if steps == errs_at:
             if how == "break":
                 break
             raise OSError("the data has ended")
         x = torch.randint(symbols, (4, 8 + 8 * rank), generator=generator)
+        rows = next(dealt, None)
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), ((3 * x + 1) % symbols).flatten())
         loss.backward()
+        for parameter in model.parameters() if kind == "mean" else ():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= size
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(step_s)
         learner.step(tokens=x.numel(), loss=loss)
+        if rows is not None:
+            print(f"rows {' '.join(str(int(row)) for row in rows)}", flush=True)
         steps += 1
         if steps % 10 == 0:
             print(f"step {steps} blocked {1000 * learner.times.blocked_s / steps:.3f} ms", flush=True)

@@ -8,6 +8,7 @@ from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
 RANKS = "diloco.workers.ranks."
+NOT_CONNECTED = "they meet", "it has yet to connect"
 WHILE_JOINING = {
     "they meet": (1, f"{RANKS}found said_by_all 3"),
     "it has yet to connect": (1, "diloco.workers.exchange.reaching reach 1"),
@@ -19,8 +20,12 @@ LIMIT_S = 50.0
 """Below what connecting may take, `lines.CONNECT_S`."""
 
 
-def dies(party: Party, rank: int, where: str) -> None:
-    """Start a trio with a rank that is killed there; the others end by themselves, and say why."""
+def dies(party: Party, rank: int, where: str, named: bool) -> None:
+    """Start a trio with a rank that is killed there; the others end by themselves, and say why.
+
+    named: they are connected to each other, so all of them name it, and so does the bus.
+    """
+    events = len(party.events())
     before = {other: len(party.said(f"trio-{other}", "")) for other in range(3)}
     trio = party.learner("fsdp", "trio", 3, TEST_DIES=f"{rank} {where}", TEST_STATE="1")
     party.until(lambda: trio[rank].poll() is not None)
@@ -31,15 +36,18 @@ def dies(party: Party, rank: int, where: str) -> None:
         assert statuses[other] > 0, f"rank {other} has crashed, by {statuses[other]}\n{party.shown()}"
         said = "\n".join(party.said(f"trio-{other}", "")[before[other] :])
         assert "RankGone: " in said or "rank_gone" in said, party.shown()
+        assert not named or f"rank {rank} of this learner is gone" in said, party.shown()
+    broken = [one.detail for one in party.events()[events:] if one.name == "learner_broken"]
+    assert [why.split(",")[0] for why in broken] == [f"rank {rank} of this learner is gone"] * named, party.shown()
 
 
 def test_a_rank_that_is_killed_apart_from_training_ends_its_learner_at_once(tmp_path: Path) -> None:
     """Wherever it dies as all join, and in `load_globals`; ranks that are started again end on the heads."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=6000) as party:
-        for rank, where in WHILE_JOINING.values():
-            dies(party, rank, where)
+        for when, (rank, where) in WHILE_JOINING.items():
+            dies(party, rank, where, when not in NOT_CONNECTED)
         assert not party.said("syncer", "fragment_merged"), party.shown()
-        dies(party, 1, f"{RANKS}found Meeting.hand_round 2")
+        dies(party, 1, f"{RANKS}found Meeting.hand_round 2", named=False)
         assert all(party.said(f"trio-{rank}", "left True") for rank in range(3)), party.shown()
         assert party.ended(*party.learner("fsdp", "trio", 3, TEST_STATE="1")) == [0] * 3, party.shown()
         assert all(party.said(f"trio-{rank}", "alike True") for rank in range(3)), party.shown()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.party import RANK, Party, free_port
+from tests.ranks.party import RANK, Party, children_of, free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 200.0
@@ -34,9 +34,8 @@ def torchrun(party: Party, ranks: int) -> subprocess.Popen[bytes]:
 
 def pid_of(agent: subprocess.Popen[bytes], rank: int) -> int:
     """The process of one of its ranks."""
-    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    told = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    return next(int(pid) for pid, variables in told.items() if f"RANK={rank}".encode() in variables)
+    told = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children_of(agent)}
+    return next(pid for pid, variables in told.items() if f"RANK={rank}".encode() in variables)
 
 
 def life(party: Party, number: int) -> tuple[str, int, int]:

@@ -1,7 +1,14 @@
 """What a rank does at which step, with a learner of one rank: no threads, no connections."""
 
 import asyncio
+import itertools
+import queue
+import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +22,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import Room, UnderWay
+from diloco.workers.ranks.under_way import SMALL, UnderWay
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
@@ -83,13 +90,14 @@ def learner(
         shared=shared,
         exchange=exchange,
         carrier=SimpleNamespace(adopted=lambda p, number: None),
-        under_way=UnderWay(Room([2])),
+        under_way=UnderWay([2]),
         wishes=Wishes(NoWires()),  # type: ignore[arg-type]
         once_there=lambda told, do: do(),
         late=False,
         begin={0: 1},
         bases={0: Base(0, 3, b"", 1)},
         parting=SimpleNamespace(steps=0),
+        shards_told=None,
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
@@ -209,3 +217,157 @@ def test_what_is_due_as_a_learner_leaves_may_open_a_window(steps: int, due: bool
         rounds.trained(10)
     (publication,) = rounds.last({}, due=False)
     assert (publication.steps, publication.due) == (steps, due)
+
+
+def leaving(joined: Any) -> Any:
+    """Rank 0's, which leaves at once and in order."""
+    joined.training.keeper = SimpleNamespace(close=lambda *given: None)
+    joined._rank.part.still = SimpleNamespace(set=lambda: None)
+    joined.thread.ask = lambda work: work.close()
+    joined._left = lambda asked: True
+    return joined
+
+
+def test_what_is_adopted_as_the_ranks_leave_is_counted() -> None:
+    """It was decided in the last step, whose sum is read on leaving: what was trained before is overwritten then.
+
+    Else that would be published once more, as trained on a base that no rank has.
+    """
+    told: list[tuple[Publication, Any]] = []
+    joined = leaving(learner(24, told))
+    joined.adopt()
+    for _ in range(5):
+        joined.stepped(10)
+    joined._rank.part.pulled[0, 2] = 0, np.zeros(2)
+    joined.shared.adoptions[0] = Base(0, 4, b"", 2)
+    joined.stepped(10)
+    rounds = joined.training.rounds
+    assert rounds.versions == (3,)
+    assert joined.leave(1.0, True)
+    assert rounds.versions == (4,)
+    assert told == []
+    assert (rounds.tokens, rounds.overwritten) == (60, 60 * 2)
+
+
+def test_an_upload_that_goes_on_keeps_its_room_though_its_fragment_is_adopted_as_the_ranks_leave() -> None:
+    """The last snapshot of another one waits for it."""
+    told: list[tuple[Publication, Any]] = []
+    joined = leaving(learner(2, told))
+    joined._rank.under_way = under_way = UnderWay([SMALL, SMALL])
+    joined.adopt()
+    while not told:
+        joined.stepped(10)
+    joined._rank.part.pulled[0, 2] = 0, np.zeros(2)
+    joined.shared.adoptions[0] = Base(0, 4, b"", 2)
+    joined.stepped(10)
+    assert joined.leave(1.0, True)
+    assert joined.training.rounds.versions == (4,)
+    assert not under_way.last(1, 0)
+    under_way.uploaded(0)
+    assert under_way.last(1, 0)
+
+
+def test_a_snapshot_that_was_wanted_too_late_holds_up_no_last_one() -> None:
+    """Rank 0 wants it, and not all ranks come to another step: as they leave, the server is free for the last ones."""
+    told: list[tuple[Publication, Any]] = []
+    joined = leaving(learner(24, told, BesideAnother(), 2))
+    joined._rank.under_way = under_way = UnderWay([SMALL])
+    joined.adopt()
+    joined.stepped(10)
+    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
+    joined.shared.window_seen()
+    joined.stepped(10)
+    assert not under_way.last(0, 0)
+    assert joined.leave(1.0, True)
+    ((publication, (tag, server)),) = told
+    assert (publication.tokens, tag, server) == (40, None, 0)
+    assert under_way.last(0, server)
+
+
+class Late(Alone):
+    """Sums that are there once `come` is set; which takes a moment, so that threads meet there."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.come.set()
+
+    def start_sum(self, numbers: Sequence[int]) -> Any:
+        """Of one rank."""
+
+        def wait(within_s: float | None = None) -> list[int]:
+            self.come.wait(10.0)
+            time.sleep(1e-3)
+            return list(numbers)
+
+        return SimpleNamespace(there=True, wait=wait)
+
+
+def test_the_exchange_never_waits_for_a_sum_that_is_not_there() -> None:
+    """The training thread does, beside the lock that both take: a window that opens meanwhile is seen at once."""
+    joined = learner(24, [], sums := Late())
+    joined.adopt()
+    for _ in range(3):
+        joined.stepped(10)
+    sums.come.clear()
+    training = threading.Thread(target=joined._settle)
+    training.start()
+    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
+    seen = threading.Thread(target=joined.shared.window_seen)
+    seen.start()
+    seen.join(5.0)
+    waited, trains = seen.is_alive(), training.is_alive()
+    sums.come.set()
+    training.join()
+    seen.join()
+    assert trains
+    assert not waited
+
+
+def race(locked: bool) -> bool:
+    """Have two threads count the same steps, with something to be published at each; whether each was counted once."""
+    interval_s = sys.getswitchinterval()
+    told: list[tuple[Publication, tuple[int, int]]] = []
+    joined: Any = learner(24, told, Late())
+    joined.adopt()
+    if not locked:
+        joined._lock = nullcontext()
+    asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    joined.thread.call = lambda what, *given: asked.put(partial(what, *given))
+    steps, attempts, errors = 200, itertools.count(), list[BaseException]()
+
+    def exchange() -> None:
+        try:
+            while (do := asked.get()) is not None:
+                do()
+                joined._rank.under_way.uploaded(0)
+                joined.shared.windows[0] = OpenWindow(3, next(attempts), member=False)
+                joined.shared.window_seen()
+        except Exception as error:  # whatever half a count leads to
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=exchange, daemon=True)
+    try:
+        thread.start()
+        asked.put(lambda: None)
+        for _ in range(steps):
+            joined.stepped(10)
+        joined._settle()
+    except Exception as error:
+        errors.append(error)
+    finally:
+        sys.setswitchinterval(interval_s)
+    asked.put(None)
+    thread.join(30.0)
+    assert not thread.is_alive()
+    rounds = joined.training.rounds
+    of_their_steps = all((one.steps, one.tokens) == (step, 10 * step) for one, (step, _) in told)
+    in_order = [one.serial for one, _ in told] == list(range(1, len(told) + 1))
+    met = len(told) > 10
+    return met and (rounds.steps, rounds.tokens) == (steps, 10 * steps) and of_their_steps and in_order and not errors
+
+
+def test_two_threads_count_each_step_once() -> None:
+    """The training thread as it settles a step, the exchange's as that step's sum is there; without the lock, twice."""
+    assert race(locked=True)
+    assert not all(race(locked=False) for _ in range(10))

@@ -41,8 +41,9 @@ PROGRAM = textwrap.dedent(
         ('[true, {"learner_id": "other"}]', "learner_id", 1),
         ('[true, {"recover": "fresh"}]', "recover", 1),
         ('[true, {"tokens": 7}]', "tokens", 1),
+        ('[true, {"leave_s": 7}]', "leave_s: 7.0; rank 0: ", 1),
     ],
-    ids=["model", "no_proposal", "id", "setting", "budget"],
+    ids=["model", "no_proposal", "id", "setting", "budget", "leave_s"],
 )
 def test_what_one_rank_has_otherwise_all_refuse(tmp_path: Path, given: str, named: str, fragments: int) -> None:
     """Each names it, none waits; also what that rank refuses before it meets the others. Then they join, alike."""

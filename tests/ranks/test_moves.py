@@ -25,7 +25,7 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.shares import SLICE, Shares
-from diloco.workers.ranks.under_way import Room, UnderWay
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from tests.ranks.test_wires import wired
@@ -59,8 +59,7 @@ class Crew:
     """Ranks of a learner of one fragment, all of whose globals are zero; the fragment's server is as the test says."""
 
     def __init__(self, wires: Sequence[Wires], monkeypatch: pytest.MonkeyPatch) -> None:
-        room = Room([ELEMENTS])
-        self.under_way, self.rng = UnderWay(room), np.random.default_rng(0)
+        self.under_way, self.rng = UnderWay([ELEMENTS]), np.random.default_rng(0)
         self.encoding, self.pulling = asyncio.Event(), asyncio.Event()
         self.encoding.set()
         self.pulling.set()
@@ -88,10 +87,10 @@ class Crew:
 
         monkeypatch.setattr(own_carrier, "pull_shown", pull_shown)
         self.parts = [Part(one, member, shares, none, lambda p, own: None) for one in wires]
-        self.carrier = RanksCarrier(wires[0], member, self.under_way, room)
+        self.carrier = RanksCarrier(wires[0], member, self.under_way)
         self.carrier.joining = False
         self.next_server = self.server = self.version = self.serial = 0
-        monkeypatch.setattr(self.carrier._turns, "choose", lambda p, busy=(): self.next_server)
+        monkeypatch.setattr(self.carrier._turns, "choose", lambda p: self.next_server)
         self.true, self.merged = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
         self.sent: Any = None
 
@@ -225,7 +224,7 @@ async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypa
         crew.adopt(await crew.pull(0))
         crew.pulling.clear()
         pulling = asyncio.create_task(crew.pull(1))
-        await crew.until(lambda: crew.carrier._not_adopted.get(0) == 1)
+        await crew.until(lambda: crew.carrier._room.taken.get(0) == 1)
         assert not crew.decide()
         crew.pulling.set()
         number = await pulling
@@ -267,6 +266,20 @@ async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.Mon
         base = crew.parts[0]._gathering[0, 9].base
         assert base is not None
         assert base.version == 1
+
+
+async def test_a_rank_whose_rows_are_not_finite_says_so_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, so that one machine can be looked at; the others say nothing, and a huge sum is no NaN."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        crew.adopt(await crew.pull(1))
+        with structlog.testing.capture_logs() as logs:
+            for tag, value in enumerate([0.0, 3e38, np.nan, np.inf, 0.0, np.nan]):
+                values = np.full(ELEMENTS, value, np.float32)
+                crew.parts[1].send([(0, tag, 1, values.copy)])
+                await crew.until(lambda: crew.parts[1]._gathering[0, tag].whole.is_set())  # noqa: B023  # called here
+        told = [(one["event"], one["rank"], one["fragment"]) for one in logs]
+        assert told == [("rank_not_finite", 1, 0)] * 2
 
 
 async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_counts(monkeypatch: Any) -> None:

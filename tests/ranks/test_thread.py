@@ -8,9 +8,9 @@ import pytest
 
 from diloco.pipeline.errors import LearnerReplaced, RankGone, UsageError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.workers.ranks import thread
+from diloco.workers.ranks import stuck, thread
+from diloco.workers.ranks.stuck import RankStopping
 from diloco.workers.ranks.thread import RankThread
-from diloco.workers.stopping import Stopping
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ from diloco.workers.stopping import Stopping
 def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
     done: list[object] = []
-    monkeypatch.setattr(thread, "NOTICED_S", 0.01)
+    monkeypatch.setattr(stuck, "BACK_S", 0.01)
     monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0))
     meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
     monkeypatch.setattr(thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
     ranks: Any = None
-    one = RankThread("redis://nowhere", "run", training, meeting, ranks, Stopping())
+    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
 
     async def fail() -> None:
         raise error
@@ -39,14 +39,17 @@ def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, 
     assert done == (["part", "abort"] if told else ["part", "abort", AGAIN_STATUS])
 
 
-@pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0)])
+@pytest.mark.parametrize(("step_s", "within_s"), [(0.0, 10.0), (2.0, 10.0), (30.0, 60.0), (3600.0, 120.0)])
 def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float, monkeypatch: Any) -> None:
-    """Those of a large model take longer than ten seconds: one that waits for nobody comes to its end."""
+    """Those of a large model take longer than ten seconds: one that waits for nobody comes to its end.
+
+    But one step of an hour, such as an evaluation, has no learner be down for two.
+    """
     waited: list[float] = []
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=step_s))
     meeting: Any = SimpleNamespace(rank=1, part=lambda: None, abort=lambda: None)
     ranks: Any = None
-    one = RankThread("redis://nowhere", "run", training, meeting, ranks, Stopping())
+    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
     monkeypatch.setattr(one, "_noticed", SimpleNamespace(wait=lambda given: waited.append(given) or True))
 
     async def fail() -> None:

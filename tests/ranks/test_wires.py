@@ -13,7 +13,7 @@ import pytest
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks.lines import TcpLines, listen
-from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, Wires
+from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
 
 TOKEN, MOST = bytes(32), 3_000_000
 
@@ -86,6 +86,29 @@ async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
         with pytest.raises(RankGone):
             await asked
         assert not wires[2]._broken.done()
+
+
+async def test_who_ends_since_another_is_gone_is_not_taken_for_the_cause() -> None:
+    """It says so before its own connections close; one rank of those that are left is to tell the run."""
+    async with wired(3) as wires:
+        wires[1]._writers[0].transport.abort()
+        with pytest.raises(RankGone):
+            await wires[0].watch()
+        await wires[0].__aexit__()
+        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
+            await wires[2].watch()
+        assert [wires[rank].speaks for rank in (0, 2)] == [True, False]
+
+
+async def test_ranks_that_find_out_together_do_not_wait_for_each_other() -> None:
+    """Each tells the other while it is told."""
+    async with wired(3) as wires:
+        for rank in (0, 2):
+            wires[1]._writers[rank].transport.abort()
+        await asyncio.wait_for(asyncio.gather(wires[0].watch(), wires[2].watch(), return_exceptions=True), 10)
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(wires[0].__aexit__(), wires[2].__aexit__())
+        assert asyncio.get_running_loop().time() - began < TOLD_S / 2
 
 
 async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:

@@ -124,4 +124,4 @@ def test_learners_that_reach_their_time_limit_are_requeued_and_the_run_is_finish
     assert ended[learners[2]][1] == 0
     assert [cluster.events(log)[-1] for log in logs[:2]]
     assert [one["reason"] for one in cluster.events(logs[0]) if one["event"] == "training_ended"][-1] == "run finished"
-    assert (cluster.folder / "checkpoints/latest").exists()
+    assert any((cluster.folder / "checkpoints").glob("*/latest"))

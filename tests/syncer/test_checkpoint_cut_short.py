@@ -20,11 +20,12 @@ from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
-from diloco.syncer.checkpoints.saving import finish_checkpoint, save_checkpoint
+from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder, save_checkpoint
 from tests import samples
 from tests.syncer.test_checkpoint import THETA, folder_of, save, trained
 
 NAME, OTHER = "checkpoint-7-0123abcd", "checkpoint-8-0123abcd"
+OWN = run_folder("r", samples.run_state())
 
 
 class SlowBus:
@@ -183,7 +184,7 @@ def test_a_helper_tells_that_it_gets_on(tmp_path: Path) -> None:
             checkpoints.see(samples.run_state(checkpoint=name))
         await checkpoints._help([0])
         assert not checkpoints.went_on.is_set(), "it is in another place"
-        place_of(tmp_path).below(NAME).write(SUMS_FILE, [b""])
+        place_of(tmp_path / OWN).below(NAME).write(SUMS_FILE, [b""])
         await checkpoints._help([0])
         assert checkpoints.went_on.is_set()
 
@@ -215,12 +216,12 @@ def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -
     None: the run has no state. The lead has begun them in the same place.
     """
     for name in filter(None, seen):
-        place_of(place).below(name).write(SUMS_FILE, [b""])
+        place_of(place / OWN).below(name).write(SUMS_FILE, [b""])
     written: list[str] = []
     write = Folder.write
 
     def noted(self: Folder, name: str, parts: Any) -> None:
-        written.append(f"{self.path.relative_to(place)}/{name}")
+        written.append(f"{self.path.relative_to(place / OWN)}/{name}")
         write(self, name, parts)
 
     async def main() -> None:
@@ -242,13 +243,13 @@ def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -
 def test_a_helper_saves_what_nobody_has_saved_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it; the rest, where the lead has come to some of them; nothing, where the checkpoint is whole."""
     first, second = help_with(tmp_path, monkeypatch, "", NAME)
-    for file in tmp_path.glob(f"{NAME}/fragment-0000-*"):
+    for file in tmp_path.glob(f"*/{NAME}/fragment-0000-*"):
         file.unlink()
     assert (first[:35], second[:35]) == (f"{NAME}/fragment-0000", f"{NAME}/fragment-0001")
     assert help_with(tmp_path, monkeypatch, "", NAME) == [first]
-    for file in tmp_path.glob(f"{NAME}/fragment-*"):
+    for file in tmp_path.glob(f"*/{NAME}/fragment-*"):
         file.unlink()
-    (tmp_path / NAME / STATE_FILE).write_text("{}")
+    (tmp_path / OWN / NAME / STATE_FILE).write_text("{}")
     assert help_with(tmp_path, monkeypatch, "", NAME) == []
 
 

@@ -1,6 +1,7 @@
 """Checkpoints in object stores, on fsspec's memory and a server of S3 (moto): as in a folder, or it is said why not."""
 
 import asyncio
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import pytest
 import safetensors.numpy
 import structlog
 
+from diloco import cli
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
-from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
@@ -145,7 +147,8 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(s3: str) -> None:
     first = run_virtual(part(30))
     second = run_virtual(part(60, resume=s3))
     assert second > first > 0
-    assert len(place_of(s3).names()) == 4
+    (folder,) = runs_in(place_of(s3))
+    assert len(folder.names()) == 4
 
 
 def fails(place: str) -> tuple[str, list[str]]:
@@ -209,6 +212,37 @@ def test_a_store_where_half_a_file_might_lie_is_refused_at_once(address: str) ->
     """fsspec knows some of these; with what to give in their place."""
     with pytest.raises(UsageError, match=rf"{address}: .*give a folder, s3://bucket/path or gs://"):
         place_of(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("s3:/oops", r"two slashes, s3://oops; a folder is \./s3:/oops"),
+        ("s3:///oops/x", "name a bucket"),
+        ("file:///tmp/x", "give the folder itself, /tmp/x"),
+        ("file:/tmp/x", "two slashes"),
+        ("file://", "give the folder itself, /path"),
+    ],
+)
+def test_what_is_nearly_an_address_makes_no_folder_of_that_name(
+    address: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before anything is done, by all who take a place."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        place_of(address)
+    given = ["syncer", "--redis-url", "redis://127.0.0.1:9"]
+    for command in ([*given, "--checkpoint-dir", address], [*given, "--resume", address], ["export", address, "x"]):
+        assert cli.main(command) == 2
+        assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert cli.main(["run", "--resume", address]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_may_have_the_name_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place_of("./s3:/oops").write("one", [b"here"])
+    assert (tmp_path / "s3:" / "oops" / "one").read_bytes() == b"here"
 
 
 def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

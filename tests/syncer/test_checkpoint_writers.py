@@ -246,7 +246,7 @@ def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypa
         learners = learners_of(world)
         await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
         held = {p: s.bus for s in syncers for p in s.held}
-        took = await until(lambda: (tmp_path / "latest").exists(), 30.0)
+        took = await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
         assert all((p, bus) in {(p, bus) for _, p, bus in slowly.by} for p, bus in held.items())
         assert len(slowly.by) <= P + 2
         assert took < 20.0 + P / 2 + 0.5
@@ -272,7 +272,7 @@ def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
         lost = set(dead.held)
         await until(lambda: bool(slowly.by), 30.0)
         await dead.kill()
-        await until(lambda: (tmp_path / "latest").exists(), 20.0)
+        await until(lambda: any(tmp_path.glob("*/latest")), 20.0)
         load_checkpoint(tmp_path)
         assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
         await kill_all(*learners, *(one for one in syncers if one is not dead))
@@ -328,7 +328,7 @@ def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
         assert service.in_order == in_time
 
     run_virtual(main())
-    assert (tmp_path / "latest").exists() == in_time
+    assert any(tmp_path.glob("*/latest")) == in_time
     if in_time:
         assert len(load_checkpoint(str(tmp_path)).fragments) == 8
 

@@ -43,7 +43,7 @@ def test_unless_told_otherwise_a_run_is_saved_every_five_minutes(tmp_path) -> No
         await learner.kill()  # and the syncer with the loop: nobody is told to stop
 
     run_virtual(main())
-    saved = [load_checkpoint(folder).state.tokens for folder in tmp_path.glob("checkpoint-*")]
+    saved = [load_checkpoint(folder).state.tokens for folder in tmp_path.glob("*/checkpoint-*")]
     minutes = sorted(tokens / 10 * 3.0 / 60 for tokens in saved)
     assert minutes == pytest.approx([15, 20, 25], abs=0.5)
 

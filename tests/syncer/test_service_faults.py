@@ -375,6 +375,7 @@ def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> No
         assert loaded is not None
         assert loaded.head.window == (await world.heads())[0].window
         assert any(record.kind == "rewound" for record in await world.tape())
+        assert service.metrics.registry.get_sample_value("diloco_rewinds_total") == 1
 
     run_virtual(main())
 

@@ -121,7 +121,7 @@ async def until(reached: Callable[[], bool], limit_s: float) -> float:
 
 
 def saved(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("checkpoint-*")]
+    return [path.name for path in folder.glob("*/checkpoint-*")]
 
 
 def archives(folder: Path) -> list[Path]:
@@ -818,9 +818,6 @@ def test_the_recent_merged_share_outlives_the_lead() -> None:
         share = status["merged_share"]
         assert share["recent"] == pytest.approx(share["since_start"], abs=0.1)
         assert share["recent"] > 0.5
-        for gauge, key in (("merged_share", "since_start"), ("recent_merged_share", "recent")):
-            shown = getattr(other.service.metrics, gauge).collect()[0].samples[0].value
-            assert shown == pytest.approx(share[key], abs=0.1)
         await other.end()
         for learner in learners:
             await learner.kill()
@@ -859,6 +856,7 @@ def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkey
             assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
             assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "--outer halley" in text]
             assert gauge(syncer, "outer_share") == pytest.approx(1.25)
+            assert gauge(syncer, "merge_share") > 1
             assert gauge(syncer, "outer_room") == pytest.approx(0.1)
             await world.until_version(23)
             await until(lambda: any(line["event"] == "merges_in_time" for line in lines), 10)

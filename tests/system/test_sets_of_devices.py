@@ -61,6 +61,7 @@ def test_a_rank_that_is_killed_comes_back_and_all_end_in_order(tmp_path: Path) -
     assert [learners[f"learner-{n}"]["incarnations"] for n in (0, 1)] == [2, 1]
     assert (run.out / "logs/learner-0.log").read_text().count('"event": "learner_left"') == 1
     assert learners["learner-1"]["left"]
+    assert [learners[f"learner-{n}"]["ranks"] for n in (0, 1)] == [2, 1]
     assert len(merged_of(run, "learner-0")) == 2
     assert len(merged_of(run, "learner-1")) == 1
     assert not any(map(is_running, (*ranks, *again)))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.exchange.work_queue import cut_epoch
+from diloco.workers.exchange.work_queue import ShardsInTurn, cut_epoch
 
 SEED = 3
 
@@ -52,15 +52,16 @@ class Fed:
         self.drawn: list[str] = []
         self.trained: list[int] = []
         self._claims = self._claimed()
+        self.first = next(self._claims)
         self.sampler = Batches(
             DataOrder(length=length, seed=SEED),
             batch_size,
             accumulate,
-            next(self._claims),
+            self.first,
             self.shared,
-            drawn=self._tell_drawn,
+            drawn=self.tell_drawn,
             finished=self.finished.append,
-            chance=random.Random(0),
+            shards=ShardsInTurn(self.shared, random.Random(0)),
             check=check,
             dry_s=dry_s,
         )
@@ -95,6 +96,7 @@ class Fed:
         if not self.cut_off:
             self.shared.shards.put(next(self._claims))
 
-    def _tell_drawn(self, entry_id: str) -> None:
+    def tell_drawn(self, entry_id: str) -> None:
+        """Nothing is left to draw of a shard."""
         self.drawn.append(entry_id)
         self._claim()

@@ -17,7 +17,7 @@ from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.shards import DataOrder
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.batches import Batches
-from diloco.workers.exchange.work_queue import SILENT_S
+from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
 from diloco.workers.trainer.data.blocks import permuted
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.workers.reading_chaos import chaos
@@ -51,7 +51,7 @@ class BatchLearner(VirtualLearner):
             shared,
             drawn=claims.drawn,
             finished=claims.finish,
-            chance=random.Random(0),
+            shards=ShardsInTurn(shared, random.Random(0)),
             check=lambda: None,
             dry_s=0,
         )

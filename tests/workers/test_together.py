@@ -18,10 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, load
+from diloco.workers.checks.sets import check_set
 from diloco.workers.trainer import agent, trainer
 from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
-from diloco.workers.trainer.together import Ranks, blocks_of, check_ranks, mark, rank_device, ranks_here
+from diloco.workers.trainer.together import Ranks, blocks_of, mark, rank_device, ranks_here
 from tests.ranks.party import ROOT, free_port
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
@@ -96,8 +97,9 @@ def test_the_launchers_variables_say_which_rank_this_is(monkeypatch: pytest.Monk
     ],
 )
 def test_what_ranks_cannot_train_with_is_refused_by_name(given: dict[str, object], said: str) -> None:
+    settings = load(LearnerProcess, given)
     with pytest.raises(UsageError, match=said):
-        check_ranks(Ranks(0, 4, 0, 4), load(LearnerProcess, given))
+        check_set(4, settings.batch, settings.sharding, settings.compile)
 
 
 def test_each_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,10 @@ class WatchedRounds(Rounds):
         super().adopt(base)
         self.alike.counted(base)
 
-    def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication | None:
+    def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
         """As `Rounds`."""
         made = super().publication(p, windows)
-        if made is not None:
-            self.alike.made(made, self.counted_steps)
+        self.alike.made(made, self.counted_steps)
         return made
 
 

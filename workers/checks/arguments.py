@@ -44,7 +44,7 @@ class _Named(BusSettings):
     learner_id: str | None = None
 
 
-OWN = {"redis_url", "leave_s", "state_dir", "state_every_s", "log_losses"}
+OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
 """What each rank of a learner may have of its own."""
 
 

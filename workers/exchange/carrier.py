@@ -74,9 +74,6 @@ class Carrier(Protocol):
         values: the fragment at the snapshot, as the training side gave it.
         """
 
-    def forget(self, fragment: int, values: Any) -> None:
-        """A snapshot will not be uploaded."""
-
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """Upload a fragment as version 0: as last pulled, else as it is in the model. The number of chunks.
 
@@ -127,9 +124,6 @@ class OwnCarrier:
         member, base = self._member, self._bases.get(fragment)
         flat = self._initial(fragment) if base is None else member.encoder.read(base.values)
         return await push_initial(member, fragment, nonce, flat)
-
-    def forget(self, fragment: int, values: Any) -> None:
-        """As `Carrier`."""
 
     async def pull(self, choose: Callable[[], Head]) -> Any | None:
         """As `Carrier`."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -188,9 +188,6 @@ async def say_joined(bus: Bus, learner: str, incarnation: str, versions: Sequenc
 
 class JoinedLearner:
     """A learner in its run. The training thread's."""
-
-    together: ClassVar = False
-    """It is a rank among several: they leave at the same step, or an error ends them all."""
 
     def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread) -> None:
         """exchange: works in `thread`, and is only told what to do there; `exchange.shared` is for both threads."""

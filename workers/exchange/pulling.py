@@ -10,11 +10,12 @@ from contextlib import suppress
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.tape import Committed, TapeRecord, WindowChanged
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
 from diloco.workers.exchange.carrier import Carrier, Feedback, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
+from diloco.workers.exchange.refused import Refused
 from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.rounds import Base, OpenWindow
 from diloco.workers.step_times import DECAY
@@ -186,6 +187,7 @@ class Following:
         self._member, self._shared = member, member.shared
         self._pulling, self._publishing = pulling, publishing
         self._version_0, self._feedback = version_0, feedback
+        self._refused = Refused(member.learner, member.incarnation, member.log)
         self._look_at_all_s = 0.0
         self._lost_since_s: float | None = None
         """Since when heads are missing that were there."""
@@ -208,7 +210,11 @@ class Following:
             entries = await bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
             for record in (entry.record for entry in entries):
-                if isinstance(record, Committed):
+                if isinstance(record, Rejected):
+                    self._refused.refused(record)
+                elif isinstance(record, Committed):
+                    if self._refused.fragments:
+                        self._refused.merged(record)
                     # One that was put back: what was offered on it may be lost with its head.
                     if record.base_digest is None:
                         self._shared.offer_again = True

@@ -71,6 +71,11 @@ class Keeper:
                 self._next_save_s = now + self._own.options.state_every_s
                 self._save(self._own.state.kind, copy, shared)
 
+    @property
+    def saves(self) -> bool:
+        """A copy is being written, in another thread. Of any thread."""
+        return self._own.folder is not None and self._own.folder.busy
+
     def close(self, shared: Shared, save: bool, within_s: float) -> None:
         """Training has ended; save once more, since this learner may come back, in a resumed run too; wait a while."""
         if self._own.folder is None:

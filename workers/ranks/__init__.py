@@ -16,6 +16,9 @@ gathered and served by one rank each. docs/explanation/ranks.md says why.
 | `part` | what each rank carries: its pieces, and the fragments that it serves |
 | `carrier` | rank 0's way to all parts |
 | `working`, `thread` | what a rank does beside its training; the thread for that |
+| `replicas` | whether what all ranks hold is trained alike |
+| `shards_told` | the shards of the work queue that rank 0 takes up, for `learner.batches` of all |
 | `parting` | leaving after the same step |
+| `stuck` | being asked to end inside torch |
 | `joined` | its training thread's side |
 """

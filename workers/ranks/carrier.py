@@ -28,22 +28,20 @@ class RanksCarrier:
     some small ones (`under_way.Room`). Snapshots that are taken while training waits have negative tags.
     """
 
-    def __init__(self, wires: Wires, member: Member, under_way: UnderWay, room: Room) -> None:
-        self._wires, self._under_way, self._room = wires, under_way, room
+    def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
+        self._wires, self._under_way = wires, under_way
         self._me, self._outages = (member.learner, member.incarnation), member.outages
         sizes = [fragment.elements for fragment in member.layout.fragments]
-        self._turns = Turns(sizes, wires.ranks)
+        self._turns, self._room = Turns(sizes, wires.ranks), Room(sizes)
         self.lanes = len(sizes)
         self.feedback = self
         self.joining = True
         """Nobody trains yet: what is pulled is adopted at once."""
         self._pulled: dict[int, int] = {}
         """Fragment -> number of its newest global; 0: it was adopted at once."""
-        self._not_adopted: dict[int, int] = {}
-        """Fragment -> server of a global that is pulled, or being pulled."""
         self._before: dict[int, int] = {}
-        """Fragment of these -> its server until then."""
-        self._adopted = asyncio.Condition()
+        """Fragment of which a global is pulled, or being pulled -> its server until then."""
+        self._adopted, self._uploaded = asyncio.Condition(), asyncio.Event()
         self._numbers, self._tags = itertools.count(1), itertools.count(-1, -1)
 
     async def pull(self, choose: Callable[[], Head]) -> Any | None:
@@ -86,26 +84,24 @@ class RanksCarrier:
     async def _take_turn(self, p: int, *, moves: bool) -> int:
         """The fragment's next server, once it has room."""
         async with self._adopted:
-            while p in self._not_adopted or (server := self._choose(p, moves)) is None:
+            while p in self._room.taken or not self._room.take(p, server := self._choose(p, moves)):
                 await self._adopted.wait()
-            self._before[p], self._not_adopted[p] = self._turns.servers[p], server
+            self._before[p] = self._turns.servers[p]
             return server
 
-    def _choose(self, p: int, moves: bool) -> int | None:
+    def _choose(self, p: int, moves: bool) -> int:
+        """A fragment begins to go only where there is room for it: while it goes it is not snapshot."""
         now = self._turns.servers[p]
-        busy = {server for server in self._not_adopted.values() if not self._room.has(server, p, self._not_adopted)}
-        server = self._turns.choose(p, busy) if moves else now
-        if server not in (None, now) and not self._under_way.move(p):
-            server = now
-        return None if server in busy else server
+        server = self._turns.choose(p) if moves else now
+        return now if server != now and self._room.has(p, server) and not self._under_way.move(p) else server
 
     async def _free(self, p: int) -> None:
         """It is adopted, or will not be. Where it has changed its server, the one that has it no more forgets it."""
-        for server in {self._before[p], self._not_adopted[p]} - {self._turns.servers[p]}:
+        for server in {self._before[p], self._room.taken[p]} - {self._turns.servers[p]}:
             await self._wires.ask(server, "drop", p)
         self._under_way.moved(p)
         async with self._adopted:
-            del self._not_adopted[p]
+            self._room.free(p)
             self._adopted.notify_all()
 
     async def _handed(self, p: int, server: int) -> bool:
@@ -123,6 +119,9 @@ class RanksCarrier:
         p, (tag, server) = publication.base.fragment, values
         said = {name: getattr(publication, name) for name in SAID}
         try:
+            while tag is None and not self._under_way.last(p, server):
+                self._uploaded.clear()
+                await self._uploaded.wait()
             if not of_use():
                 if tag is not None:
                     self._wires.tell(server, "forget", p, tag)
@@ -131,12 +130,7 @@ class RanksCarrier:
             return bool(await self._wires.ask(server, "upload", p, tag, said))
         finally:
             self._under_way.uploaded(p)
-
-    def forget(self, p: int, values: Taken) -> None:
-        """A snapshot is not published."""
-        tag, server = values
-        self._wires.tell(server, "forget", p, tag)
-        self._under_way.uploaded(p)
+            self._uploaded.set()
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """As `Carrier`."""

@@ -19,10 +19,12 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.parting import Parting, tell_all
+from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks.replicas import Replicas, Samples
+from diloco.workers.ranks.shards_told import ShardsTold
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.wires import TOLD_S, Wires
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
@@ -30,6 +32,8 @@ from diloco.workers.training import Training
 
 BYE_S = 30.0
 """Beyond what leaving may take, until ranks that have not all come to leave give up."""
+CAUSE_S = 2.0
+"""A collective that fails since a rank is gone may be told of it sooner than the connections are."""
 LOOKS_S = 0.001, 0.02
 """Whether a sum is there is looked at so often: at first, and in the end."""
 
@@ -59,7 +63,8 @@ class Rank:
         """Rank 0's: the same as bases."""
         self.late = False
         """The run was over as all joined."""
-        self.wishes, self.parting = Wishes(wires), Parting(wires)
+        self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
+        self.replicas = Replicas(wires)
         self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -97,9 +102,12 @@ class Rank:
             pause_s = min(1.5 * pause_s, most_s)
         do()
 
-    async def tell_all(self, why: str) -> None:
-        """Have all other ranks end by this."""
-        await tell_all(self._wires, why)
+    async def break_off(self, error: BaseException, why: str) -> None:
+        """Have all other ranks end, since this one's loop has failed; perhaps since another one is gone."""
+        if isinstance(error, (RuntimeError, RankGone)) and await self._wires.cause(CAUSE_S):
+            await asyncio.sleep(CAUSE_S + TOLD_S)  # at most: this thread ends by that, and says so
+        else:
+            await self._wires.tell_all(why)
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
@@ -155,8 +163,6 @@ class _Taken(NamedTuple):
 class JoinedRank(JoinedLearner):
     """A rank of a learner in its run. The training thread's."""
 
-    together = True
-
     def __init__(
         self,
         training: Training,
@@ -165,10 +171,14 @@ class JoinedRank(JoinedLearner):
         meeting: Meets,
         shares: Shares,
         stopping: Stopping,
+        samples: Samples | None = None,
     ) -> None:
+        """samples: of what all ranks hold alike."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
-        self._number = meeting.rank
+        self._number, self.place = meeting.rank, (meeting.rank, shares.ranks)
+        """Number of this rank, and how many there are."""
+        self._samples, self.shards_told = samples, rank.shards_told
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
@@ -234,6 +244,7 @@ class JoinedRank(JoinedLearner):
             self._adopt(p, number)
         for base in self._rank.bases.values():
             self.training.rounds.adopt(base)
+        self._compare()
         return True
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
@@ -246,6 +257,7 @@ class JoinedRank(JoinedLearner):
         wishes = self._rank.wishes
         heard = wishes.heard  # first: what is wished from now on is for the next step
         self._rank.parting.steps = self._steps = self._steps + 1
+        self._compare()
         before, decided = self._settle(), self._decide()
         taken = {p: _Taken(wish, self._servers[p], self._own_snapshot(p)) for p, wish in wishes.open(heard)}
         fragments, stop = len(self.training.layout.fragments), self._stopping.heard > 0
@@ -255,6 +267,11 @@ class JoinedRank(JoinedLearner):
         if taken:
             self.thread.call(self._rank.once_there, told, partial(self._count, step))
         return before
+
+    def _compare(self) -> None:
+        """Have replicas compared, now and then; before anything is adopted."""
+        if self._samples is not None and (both := self._samples.stepped(self._steps)) is not None:
+            self.thread.call(self._rank.replicas.compare, self._steps, *both)
 
     def _decide(self) -> Decided:
         under_way, shared = self._rank.under_way, self.shared
@@ -282,7 +299,7 @@ class JoinedRank(JoinedLearner):
         if (step := self._step) is None:
             return 0
         self._step = None
-        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing
+        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing. Both read it, one counts it
         agreed = self._count(step)
         for p, number in sorted(agreed.decided.adoptions.items()):
             self._adopt(p, number)
@@ -339,11 +356,8 @@ class JoinedRank(JoinedLearner):
             rounds.offer_again()
         items = []
         for p in sorted(agreed.snapshots):
-            publication, taken = rounds.publication(p, shared.windows), (step.number, step.taken[p].server)
-            if publication is None:
-                self.thread.call(self.exchange.carrier.forget, p, taken)
-            else:
-                items.append((publication, taken))
+            taken = step.number, step.taken[p].server
+            items.append((rounds.publication(p, shared.windows), taken))
         rank.under_way.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
         if items or step.adopted:
             self.thread.call(self._told, items, bool(step.adopted))
@@ -352,11 +366,9 @@ class JoinedRank(JoinedLearner):
 
     def breaks_off(self, error: BaseException) -> bool:
         """As `JoinedLearner`: the others end too, and hear why."""
-        if isinstance(error, RankGone):
-            return True  # of which all hear
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
-            self.thread.result_of(self.thread.ask(self._rank.tell_all(why)))
+            self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
         return True
 
     def leave(self, within_s: float, save_state: bool) -> bool:
@@ -370,6 +382,9 @@ class JoinedRank(JoinedLearner):
         with self._lock:
             for base in self._adopted:
                 training.rounds.adopt(base)
+            if rank.under_way is not None:
+                rank.under_way.counted(base.fragment for base in self._adopted)
+                rank.under_way.leave()
             last = list(training.rounds.last(self.shared.windows, due=self.over)) if rank.exchange is not None else []
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:

@@ -45,19 +45,20 @@ class _Gathering:
     """What the server had adopted at the snapshot."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """The base is known."""
+    encoded: bool = False
+    """What comes is encoded at once."""
+    _against: Float32 | None = None
+    """If so, the base's values, until all is here: the next base may be adopted before the upload ends."""
     out: npt.NDArray[Any] | None = None
     """(elements,) the payload; values, where they are encoded later."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, base: Base | None) -> None:
         """base: None: nothing was adopted."""
-        self.base = base
+        self.base, self.encoded = base, base is not None and self.codec in DTYPES
+        if base is not None and self.encoded:
+            self.base, self._against = replace(base, values=None), base.values
         self.begun.set()
-
-    @property
-    def encoded(self) -> bool:
-        """What comes is encoded at once."""
-        return self.base is not None and self.codec in DTYPES
 
     async def take(self, own: Float32, pieces: Sequence[Piece], offload: Offload) -> None:
         """These of a rank's own vector, which is overwritten."""
@@ -69,8 +70,7 @@ class _Gathering:
         await offload(self._put, own, pieces, self.out)
         self.missing -= elements(pieces)
         if not self.missing:
-            if self.base is not None and self.encoded:
-                self.base = replace(self.base, values=None)  # the next one may be adopted before the upload ends
+            self._against = None
             self.whole.set()
 
     def _put(self, own: Float32, pieces: Sequence[Piece], out: npt.NDArray[Any]) -> None:
@@ -79,8 +79,8 @@ class _Gathering:
             self._put_one(own[piece.at : piece.at + piece.elements], there, out[there])
 
     def _put_one(self, values: Float32, there: slice, out: npt.NDArray[Any]) -> None:
-        if self.base is not None and self.encoded:
-            encode_delta(self.base.values[there], lambda: values, self.codec, None, out.view(np.uint8))
+        if self._against is not None:
+            encode_delta(self._against[there], lambda: values, self.codec, None, out.view(np.uint8))
         else:
             out[:] = values
 
@@ -108,6 +108,8 @@ class Part:
         self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
         """(fragment, number of its global) -> its server, and this rank's own vector (elements,) unless it is adopted;
         the training thread takes it."""
+        self._not_finite = set[int]()
+        """Fragments whose last snapshot here was not."""
         self._arriving: dict[tuple[int, int], Float32] = {}
         self._inheriting: dict[tuple[int, str], Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
@@ -157,11 +159,23 @@ class Part:
         if snapshot is None:
             return
         own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
+        self._say_if_not(await self._member.offload(_is_finite, own), p)
         if server == self._rank:
             await self._gathered(p, tag).take(own, pieces, self._member.offload)
             return
         for number, group in enumerate(self._shares.slices(self._rank, p, server)):
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
+
+    def _say_if_not(self, finite: bool, p: int) -> None:
+        """Which rank it is that the syncer will refuse a delta for: once an episode."""
+        if finite:
+            self._not_finite.discard(p)
+            return
+        if not self._not_finite:
+            held = "its own rows have NaN or infinite values, and its learner's deltas are refused"
+            detail = f"{held}: lower the learning rate, and look at this rank's data and its machine"
+            self._member.log.warning("rank_not_finite", rank=self._rank, fragment=p, detail=detail)
+        self._not_finite.add(p)
 
     async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
         await self.still.wait()
@@ -322,3 +336,9 @@ def _joined(vectors: Sequence[Float32]) -> Float32:
         return vectors[0]
     out: Float32 = pooled(sum(map(len, vectors)), np.float32)
     return np.concatenate(vectors, out=out) if vectors else out
+
+
+def _is_finite(own: Float32) -> bool:
+    """In one pass, without a copy: what is not finite makes the sum so, and a sum of finite ones hardly ever is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(own.sum())) or bool(np.isfinite(own).all())

@@ -11,14 +11,12 @@ from contextlib import suppress
 import structlog
 
 from diloco.pipeline.errors import RankGone
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.wires import TOLD_S, Wires
 
 PARTING_S = 40.0
 """From one rank's last step until all must have left their loops."""
 APART_S = 60.0
 """After so long without a step of rank 0 it is said which steps the ranks have come to."""
-TOLD_S = 5.0
-"""For the others to hear why this rank ends."""
 EQUALLY = "all ranks of a learner must call step equally often, and then leave"
 
 
@@ -32,7 +30,7 @@ class Parting:
         self._left: dict[int, int] = {}
         """Rank that has left its loop -> its steps."""
         self._more = asyncio.Event()
-        wires.handle(left=self._take_left, torn=self._take_torn, steps=self._say_steps)
+        wires.handle(left=self._take_left, steps=self._say_steps)
 
     async def all_leave(self) -> None:
         """This rank has left its loop; wait for the others.
@@ -49,22 +47,14 @@ class Parting:
                     await self._more.wait()
         others = [rank for rank in range(self._wires.ranks) if rank not in self._left]
         if others:
-            there = _shown({rank: await self._steps_of(rank) for rank in others})
+            there = _shown({rank: await _steps_of(self._wires, rank) for rank in others})
             await self._end(f"{_shown(self._left)}; not so within {PARTING_S:g} s {there}")
         if len(set(self._left.values())) > 1:
             await self._end(_shown(self._left))
 
-    async def _steps_of(self, rank: int) -> int | None:
-        """None: it does not answer; it may be stopped."""
-        try:
-            async with asyncio.timeout(TOLD_S):
-                return int(await self._wires.ask(rank, "steps"))
-        except TimeoutError:
-            return None
-
     async def _end(self, how: str) -> None:
         why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
-        await tell_all(self._wires, why)
+        await self._wires.tell_all(why)
         raise RankGone(why)
 
     async def watch(self) -> None:
@@ -83,23 +73,28 @@ class Parting:
         self._left[rank] = steps
         self._more.set()
 
-    async def _take_torn(self, _: int, why: str) -> None:
-        self._wires.why = why
-        raise RankGone(why)
-
     async def _say_steps(self, _: int) -> int:
         return self.steps
 
 
-async def tell_all(wires: Wires, why: str) -> None:
-    """Have all other ranks end by this; this one is about to."""
-    wires.why = why
-    others = [rank for rank in range(wires.ranks) if rank != wires.rank]
-    with suppress(TimeoutError):
-        async with asyncio.timeout(TOLD_S):
-            await asyncio.gather(*(wires.ask(rank, "torn", why) for rank in others), return_exceptions=True)
+async def _steps_of(wires: Wires, rank: int, within_s: float = TOLD_S) -> int | None:
+    """None: it does not answer; it may be stopped."""
+    try:
+        async with asyncio.timeout(within_s):
+            return int(await wires.ask(rank, "steps"))
+    except TimeoutError:
+        return None
+
+
+async def steps_of_all(wires: Wires, within_s: float) -> str:
+    """How far each rank is, in words; in some time."""
+    said = await asyncio.gather(*(_steps_of(wires, rank, within_s) for rank in range(wires.ranks)))
+    return _shown(dict(enumerate(said)))
 
 
 def _shown(steps: Mapping[int, int | None]) -> str:
-    known = {rank: "after no step that it tells" if at is None else f"after step {at}" for rank, at in steps.items()}
+    known = {
+        rank: "does not answer (paused, or its machine is away)" if at is None else f"after step {at}"
+        for rank, at in steps.items()
+    }
     return ", ".join(f"rank {rank} {at}" for rank, at in sorted(known.items()))

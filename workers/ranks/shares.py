@@ -108,6 +108,10 @@ class Shares:
         """The layout of a rank's own flat vectors, with the digest of the whole one; a fragment may be empty there."""
         return local_layout(self.layout, self._held[rank])
 
+    def is_whole(self, name: str) -> bool:
+        """Every rank holds all of a tensor."""
+        return len({held[name] for held in self._held}) == 1 and len(self._held) > 1
+
     def _all_pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
         """All that a rank holds of a fragment: its own flat vector."""
         return tuple(piece for _, piece in self._pieces(rank, fragment))

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from typing import Any
 
 import structlog
@@ -15,16 +16,13 @@ from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.ranks.found import Meeting
 from diloco.workers.ranks.joined import JoinedRank
 from diloco.workers.ranks.lines import TcpLines
+from diloco.workers.ranks.replicas import Samples, sampled
 from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.stuck import RankStopping, waits_s
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
-from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
-NOTICED_S = 10.0
-"""A training thread that waits for another rank may wait for ever once the exchange has failed. After so long without
-a call of the learner its process is ended; where steps take longer, after `STEPS` of them."""
-STEPS = 2
 ABORT_S = 2.0
 """To break off what is under way."""
 
@@ -33,20 +31,33 @@ class RankThread(ExchangeThread):
     """One rank's."""
 
     def __init__(
-        self, url: str, run: str, training: Training, meeting: Meeting, shares: Shares, stopping: Stopping
+        self, url: str, run: str, training: Training, meeting: Meeting, shares: Shares, stopping: RankStopping
     ) -> None:
         super().__init__(url, run, training)
         self._meeting, self._shares, self._stopping = meeting, shares, stopping
         self._log = structlog.get_logger().bind(learner=training.learner, rank=meeting.rank)
         self._noticed = threading.Event()
         self._aborting = OwnThread("abort", meeting.abort)
+        self._working: Working | None = None
+        stopping.step_s, stopping.say = lambda: training.times.step_s, self._last_words
 
     def _entered(self, exchange: Any) -> JoinedRank:
-        return JoinedRank(self._training, exchange, self, self._meeting, self._shares, self._stopping)
+        training, layout = self._training, sampled(self._shares)
+        samples = None if layout is None else Samples(training.parameters, layout)
+        return JoinedRank(training, exchange, self, self._meeting, self._shares, self._stopping, samples)
 
     def notice(self) -> None:
         """As `ExchangeThread`."""
         self._noticed.set()
+
+    def _last_words(self, why: str, within_s: float) -> str:
+        """As `RankStopping.say`; moments that are being saved are saved, too."""
+        until_s = time.monotonic() + within_s
+        if self._working is not None and self.works:
+            why = self.ask(self._working.last_words(why, within_s)).result(within_s + 1)
+        while self._training.keeper.saves and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return why
 
     def join(self) -> None:
         """As `ExchangeThread`; the ranks part."""
@@ -66,7 +77,7 @@ class RankThread(ExchangeThread):
             self._log.error("rank_gone", detail=str(self.failure))
         self._meeting.part()  # the other ranks end too, and training may wait for them
         self._aborting.start()  # it may itself wait
-        within_s = max(NOTICED_S, STEPS * self._training.times.step_s)
+        within_s = waits_s(self._training.times.step_s)  # it may wait for another rank for ever
         if not self._noticed.wait(within_s):
             detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
             self._log.error("rank_ended", detail=detail)
@@ -79,6 +90,7 @@ class RankThread(ExchangeThread):
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)
             given = bus, LoopClock(), wires, training, self._shares, self._joined
-            await Working(*given, abandoned=lambda: self._abandoned).work()
+            self._working = Working(*given, abandoned=lambda: self._abandoned)
+            await self._working.work()
         finally:
             await bus.close()

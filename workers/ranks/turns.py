@@ -7,7 +7,7 @@ fragment. There is room for as many of the largest as the fullest rank has at fi
 eight over two or four, all stay.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 
 class Turns:
@@ -24,13 +24,12 @@ class Turns:
             self._load[self.servers[p]] += elements[p]
         self._room = max(*self._load, -(-len(elements) // ranks) * max(elements))
 
-    def choose(self, p: int, busy: Collection[int] = ()) -> int | None:
-        """The rank that is to have the fragment's next global; None: it is busy."""
+    def choose(self, p: int) -> int:
+        """The rank that is to have the fragment's next global."""
         size, now = self._elements[p], self.servers[p]
         fit = [rank for rank, load in enumerate(self._load) if rank == now or load + size <= self._room]
         least = min(fit, key=lambda rank: (self._carried[rank], rank))
-        chosen = least if self._carried[now] - self._carried[least] > size else now
-        return None if chosen in busy else chosen
+        return least if self._carried[now] - self._carried[least] > size else now
 
     def carried(self, p: int, rank: int) -> None:
         """The rank has the fragment's newest global."""

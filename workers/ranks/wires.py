@@ -4,7 +4,8 @@ A message has a head (msgpack: what is asked, of which question) and may have a 
 answer. What one rank asks another is begun there in the order in which it was asked.
 
 A rank whose process is killed is noticed at once, since the system closes its connections; one whose machine is gone,
-after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises.
+after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises. Whoever finds out tells all others why
+before its own connections close: else they would take it for the cause.
 """
 
 import asyncio
@@ -32,6 +33,8 @@ Handler = Callable[..., Awaitable[Any]]
 SLICE_BYTES = 2**20
 """Written and read at a time."""
 MAX_HEAD_BYTES = 16 * 2**20
+TOLD_S = 5.0
+"""For the others to hear why this rank ends."""
 KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
 """Of errors as they are told; all others are told as the first. After those of the bus it is tried again."""
 _SIZES = struct.Struct("<IQ")
@@ -44,7 +47,7 @@ class Wires:
         """most: elements that a vector has."""
         self.rank, self.ranks = lines.rank, lines.ranks
         self._lines, self._most = lines, most
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, Handler] = {"torn": self._take_torn}
         self._writers: dict[int, Writer] = {}
         self._locks = [asyncio.Lock() for _ in range(lines.ranks)]
         self._questions = itertools.count()
@@ -55,7 +58,10 @@ class Wires:
         self.leaving = False
         """From now on the others may go."""
         self.why = ""
-        """What all ranks end by, where one has told: their connections end then too."""
+        """What all ranks end by, once one has told: their connections end then too."""
+        self._gone_ones = set[int]()
+        self.speaks = False
+        """Once it is broken: of the ranks that are left this one is the first."""
 
     def handle(self, **handlers: Handler) -> None:
         """What is done when it is asked here."""
@@ -73,6 +79,8 @@ class Wires:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if (found := self._found) is not None and not self.why:
+            await self.tell_all(str(found))
         self.leaving = True
         self._lines.close()
         for task in list(self._tasks):
@@ -83,8 +91,29 @@ class Wires:
         for writer in self._writers.values():
             with suppress(OSError):
                 await writer.wait_closed()
-        if self._broken.done() and not self._broken.cancelled():  # as its watcher was, by an error from elsewhere
-            self._broken.exception()  # it was told, or nobody was there to be told
+
+    @property
+    def _found(self) -> RankGone | None:
+        """What this rank is broken by, if a rank is gone."""
+        if not self._broken.done() or self._broken.cancelled():  # as its watcher was, by an error from elsewhere
+            return None
+        error = self._broken.exception()  # it was told, or nobody was there to be told
+        return error if isinstance(error, RankGone) else None
+
+    async def tell_all(self, why: str) -> None:
+        """Have all other ranks end by this; this one is about to."""
+        self.why = why
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                await asyncio.gather(*(self.ask(rank, "torn", why) for rank in others), return_exceptions=True)
+
+    async def cause(self, within_s: float) -> str:
+        """What all ranks end by, or will, if that turns out within some time; else nothing."""
+        with suppress(TimeoutError, DilocoError):
+            async with asyncio.timeout(within_s):
+                await asyncio.shield(self._broken)
+        return self.why or str(self._found or "")
 
     async def watch(self) -> None:
         """Until a rank is gone.
@@ -133,7 +162,12 @@ class Wires:
 
     def _break(self, error: BaseException) -> None:
         if not self._broken.done() and not self.leaving:
+            self.speaks = self.rank == min({*range(self.ranks)} - self._gone_ones)
             self._broken.set_exception(error)
+
+    async def _take_torn(self, _: int, why: str) -> None:
+        self.why = self.why or why
+        self._break(RankGone(self.why))
 
     async def _write(self, rank: int, head: list[Any], vector: Float32 | None = None) -> None:
         packed: bytes = msgpack.packb([vector is not None, *head])
@@ -151,6 +185,7 @@ class Wires:
             raise self._gone(rank, error) from error
 
     def _gone(self, rank: int, error: BaseException) -> RankGone:
+        self._gone_ones.add(rank)
         if self.why:
             return RankGone(self.why)
         how = "is gone" if isinstance(error, (OSError, EOFError)) else f"says what cannot be read ({error}): it is gone"

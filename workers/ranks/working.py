@@ -14,13 +14,14 @@ time. Joining, once all are connected:
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.errors import RankGone
-from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.errors import BusError, RankGone
+from diloco.pipeline.messages.run import Event, RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.pipeline.waiting import meanwhile
@@ -36,11 +37,14 @@ from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.part import Part, Snapshot
-from diloco.workers.ranks.parting import tell_all
+from diloco.workers.ranks.parting import steps_of_all
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import Room, UnderWay
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.training import Training
+
+SAID_S = 2.0
+"""For the bus to hear that the learner is broken."""
 
 
 def common(found: Iterable[Found]) -> Source:
@@ -78,13 +82,39 @@ class Working:
         leads = not self._wires.rank
         if not leads:  # it can be asked as soon as it is connected
             self._follow()
+        try:
+            await self._work(leads)
+        except RankGone as gone:
+            if self._wires.speaks:
+                await self.say_broken(str(gone))
+            raise
+
+    async def say_broken(self, why: str) -> None:
+        """On the bus, for whoever watches the run."""
+        unix_s, who = self._clock.unix(), self._training.learner
+        with suppress(TimeoutError, BusError):
+            async with asyncio.timeout(SAID_S):
+                await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
+
+    async def last_words(self, why: str, within_s: float) -> str:
+        """Tell the other ranks and the bus that this one ends; why, with what is known of the others."""
+        why = f"rank {self._wires.rank} of this learner was asked to end: {why}"
+        if self._joined.done():  # all have: they can be asked
+            why = f"{why}. The ranks: {await steps_of_all(self._wires, within_s / 2)}"
+        await asyncio.wait(
+            {asyncio.create_task(one) for one in (self._wires.tell_all(why), self.say_broken(why))},
+            timeout=within_s / 2,
+        )
+        return why
+
+    async def _work(self, leads: bool) -> None:
         async with self._wires, meanwhile(self._wires.watch()):
             try:
                 await (self._lead() if leads else asyncio.Event().wait())
             except (RankGone, asyncio.CancelledError):
                 raise
             except Exception as error:
-                await tell_all(self._wires, f"rank {self._wires.rank} of this learner has ended: {error!s:.400}")
+                await self._wires.tell_all(f"rank {self._wires.rank} of this learner has ended: {error!s:.400}")
                 raise
 
     def _part(self, member: Member) -> Part:
@@ -116,15 +146,14 @@ class Working:
         """As the one that speaks for all, until cancelled."""
         training, wires, bus = self._training, self._wires, self._bus
         parts, carriers = list[Part](), list[RanksCarrier]()
-        room = Room([fragment.elements for fragment in self._shares.layout.fragments])
-        under_way = UnderWay(room)
+        under_way = UnderWay([fragment.elements for fragment in self._shares.layout.fragments])
         who = training.learner, training.incarnation
         own = OnHost(AT_ONCE)
         joining = Joining(bus, self._clock, *who, training.report, offload=self._offload, encoder=own)
 
         def make_carrier(member: Member) -> Carrier:
             parts.append(self._part(member))
-            carriers.append(RanksCarrier(wires, member, under_way, room))
+            carriers.append(RanksCarrier(wires, member, under_way))
             return carriers[0]
 
         try:

@@ -54,21 +54,6 @@ def ranks_here() -> Ranks:
     return Ranks(*(int(os.environ[name]) for name in names))
 
 
-def check_ranks(ranks: Ranks, settings: LearnerProcess) -> None:
-    """Settings that this number of ranks cannot train with.
-
-    Raises:
-        UsageError: naming one.
-    """
-    if settings.batch % ranks.count:
-        raise UsageError(
-            f"batch={settings.batch}: a learner of {ranks.count} ranks divides each batch among them; give --batch "
-            f"{ranks.count * -(-settings.batch // ranks.count)}, or another number of ranks"
-        )
-    if ranks.count > 1 and settings.sharding == "fsdp" and settings.compile:
-        raise UsageError("--compile with DILOCO_SHARDING=fsdp: a model that is sharded is not compiled; leave one out")
-
-
 def rank_device(ranks: Ranks, asked: str) -> torch.device:
     """That of this rank. asked: as the setting `device`: one for each rank of this machine, or where all look for one.
 

@@ -11,6 +11,7 @@ from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageErr
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
+from diloco.workers.checks.sets import check_set
 from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
@@ -34,7 +35,6 @@ from diloco.workers.trainer.together import (
     Ranks,
     Rows,
     agree_on_spec,
-    check_ranks,
     mark,
     prepare,
     process_group,
@@ -154,7 +154,7 @@ def train_once(
         check_model(spec)
 
     # --- text, model, optimizer ------------------------------------------------------------------
-    check_ranks(ranks, settings)
+    check_set(ranks.count, settings.batch, settings.sharding, settings.compile)
     use_threads(settings.threads)
     named = read_hf(settings.model)
     text = open_for(settings.data, named, settings.seq_len)

@@ -79,6 +79,16 @@ _TLS = (
 """What OpenSSL says, and what to do."""
 
 
+_NOT_THERE = (
+    (
+        "connecting to",
+        "; nobody answers there: has a Redis been started, and does DILOCO_REDIS_URL have its host and port?",
+    ),
+    ("Protocol error", "; what answers there is no Redis: does DILOCO_REDIS_URL have the right port?"),
+)
+"""What redis-py says, and what to look at: nothing of it was ever there, or it is away for now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """A Lua script and the name under which the server caches it."""
@@ -119,7 +129,8 @@ def translate(error: BaseException, where: str) -> DilocoError:
     down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
     if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
         return BusError(f"Redis at {where}: {text}")
-    return BusUnavailable(f"Redis at {where}: {text or type(error).__name__}")
+    hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")
+    return BusUnavailable(f"Redis at {where}: {text.rstrip('.') or type(error).__name__}{hint}")
 
 
 _ERRORS = (rx.RedisError, OSError, TimeoutError)

@@ -1,4 +1,4 @@
-"""Reads a run for its page, and hands the page's model to whoever follows it. asyncio.
+"""Reads a run for its page, and hands the page's model to whoever follows it; for `/metrics` too. asyncio.
 
 It only reads, with no more rights than a viewer. A look takes what is so now (heads, reports, state, leases) and what
 has come since the last one (tape, events, evaluations). What came of it is encoded once, for all that follow.
@@ -17,11 +17,12 @@ from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.run import Evaluation, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of
 
 T = TypeVar("T")
@@ -62,8 +63,8 @@ class Collector:
             idle_s: time between two looks while nobody follows.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
-        self._reader = _Reader(bus, clock, live_s)
-        self.model = PageModel(bus.keys.run)
+        self._reader = RunReader(bus, clock, live_s)
+        self.model, self.reading = PageModel(bus.keys.run), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
         self._whole = Update(-1, b"")
@@ -88,6 +89,7 @@ class Collector:
         try:
             look = await self._reader.look()
             self._away_since = None
+            self.reading.see(look)
             if len(look.records) > MANY and not self._number:  # nobody has the model yet
                 await asyncio.to_thread(self.model.see, look)
             else:
@@ -153,7 +155,7 @@ class Collector:
         return int(number) if first - 1 <= int(number) <= self._number else None
 
 
-class _Reader:
+class RunReader:
     """Reads what a look needs, and remembers how far it has read."""
 
     def __init__(self, bus: Bus, clock: Clock, live_s: float | None) -> None:
@@ -186,7 +188,7 @@ class _Reader:
                 break
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
-        status, heads, began_s = await self._status(evaluations[-1] if evaluations else self._evaluation)
+        status, heads, state = await self._status(evaluations[-1] if evaluations else self._evaluation)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation = evaluations[-1] if evaluations else self._evaluation
         return Look(
@@ -195,7 +197,8 @@ class _Reader:
             info=self._info,
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
-            began_s=began_s,
+            began_s=None if state is None else state.started_unix_s,
+            origin_s=None if state is None else state.origin_unix_s or state.started_unix_s,
             records=records,
             events=events,
             evaluations=evaluations,
@@ -212,13 +215,12 @@ class _Reader:
                 self._bus.use_groups(self._spec.sync.groups)
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
-    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], float | None]:
+    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], RunState | None]:
         if (now := self._clock.now()) - self._asked_s >= INFO_S:
             self._info, self._asked_s = await self._bus.info(), now
         warnings = self._info.warnings if self._info is not None else ()
         given = self._spec, evaluation, warnings, self._live_s
-        status, heads, state = await read_status_of(self._bus, self._clock, *given)
-        return status, heads, None if state is None else state.started_unix_s
+        return await read_status_of(self._bus, self._clock, *given)
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
         at, found = self._cursors[stream], list[T]()

@@ -33,6 +33,7 @@ NAMES = {
     "learner_left": "left",
     "learner_killed": "killed",
     "learner_died": "died",
+    "learner_broken": "has lost a rank",
     "syncer_died": "died",
     "evaluator_died": "died",
 }
@@ -55,6 +56,8 @@ class Look:
     """(fragment, version, digest)"""
     began_s: float | None = None
     """When the run's first learner began, as its state says."""
+    origin_s: float | None = None
+    """The same of the run that it resumed, if any: what is told of it goes on."""
     records: Sequence[TapeRecord] = ()
     """Of the tape, since the last look; each fragment's in order."""
     events: Sequence[Event] = ()

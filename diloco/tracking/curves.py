@@ -1,0 +1,109 @@
+"""A run's curves: points of what was read of it. Pure but for what it remembers.
+
+Held-out loss lies at the run's trained tokens, and merges at their round, which is a version that every fragment has
+reached: both are told from the run's first second. What is so now, rates, fates and learners, lies at the trained
+tokens of the look that saw it: nobody can tell it of the time before.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.reading import Reading
+
+ROUND = "merges/"
+"""How the names of curves begin that lie at rounds; all others lie at tokens."""
+
+
+class Point(NamedTuple):
+    """A value of a curve."""
+
+    tag: str
+    step: int
+    """Trained tokens of the run, or a round."""
+    value: float
+    unix_s: float
+
+
+def evaluations(look: Look) -> list[Point]:
+    """Held-out loss of the global parameters: a point an evaluation."""
+    return [Point("global/loss", one.tokens, one.loss, one.unix_s) for one in look.evaluations]
+
+
+def now(reading: Reading, look: Look) -> list[Point]:
+    """What was so at a look, which is the reading's last: tokens by fate, rates, each live learner, bytes of Redis.
+
+    Nothing before the first step.
+    """
+    status = look.status
+    learners = [one for one in reading.learners() if one["live"]]
+    values: dict[str, float | None] = {
+        "run/merged_share": status["merged_share"]["since_start"],
+        "run/merged_share_recent": status["merged_share"]["recent"],
+        "run/tokens_per_s": sum(one["tokens_per_s"] for one in learners),
+        "run/learners": len(learners),
+        "tokens/merged": status["merged_tokens"],
+        "tokens/overwritten": status["tokens_lost"]["overwritten"],
+        "tokens/rejected": status["tokens_lost"]["rejected"],
+        "tokens/died": status["tokens_lost"]["died"],
+        "tokens/pending": status["tokens_lost"]["pending"],
+    }
+    for one in learners:
+        values[f"loss/{one['id']}"] = one["loss"]
+        values[f"steps_per_s/{one['id']}"] = 1 / one["step_s"] if one["step_s"] else None
+        values[f"staleness/{one['id']}"] = reading.behind(one)
+    if look.info is not None:
+        values["redis/received_bytes"] = look.info.received_bytes
+        values["redis/sent_bytes"] = look.info.sent_bytes
+        values["redis/used_bytes"] = look.info.used_bytes
+    if not status["tokens"]:
+        return []
+    return [Point(tag, status["tokens"], value, look.now_s) for tag, value in values.items() if value is not None]
+
+
+class Rounds:
+    """Merges by round, from the tape."""
+
+    def __init__(self) -> None:
+        self._merges: dict[int, dict[int, Committed]] = defaultdict(dict)
+        """By version and fragment; of one merged again after Redis went back, the later."""
+        self._rejected: dict[int, float] = defaultdict(float)
+        """Tokens of the model, by the version that would have come of them."""
+        self._told, self._told_s = 0, 0.0
+
+    def see(self, look: Look) -> list[Point]:
+        """The rounds that are complete now: one in which a fragment's merge is not on the tape any more never is."""
+        for one in look.records:
+            if one.version + isinstance(one, Rejected) <= self._told:
+                continue  # again, after Redis went back
+            if isinstance(one, Committed) and one.contributions:
+                self._merges[one.version][one.fragment] = one
+            elif isinstance(one, Rejected):
+                self._rejected[one.version + 1] += one.lost_tokens * look.shares.get(one.fragment, 0)
+        found: list[Point] = []
+        for version in sorted(self._merges):
+            if look.shares and self._merges[version].keys() >= look.shares.keys():
+                found += self._tell(version, look.shares)
+        return found
+
+    def _tell(self, version: int, shares: Mapping[int, float]) -> list[Point]:
+        merges = self._merges[version].values()
+        at_s, parts = max(one.unix_s for one in merges), [part for one in merges for part in one.contributions]
+        merged = sum(part.tokens * shares[one.fragment] for one in merges for part in one.contributions)
+        values = {
+            "learners": len(parts) / len(merges),
+            "staleness": sum(max(0, version - 1 - part.base_version) for part in parts) / len(parts),
+            "merged_tokens": merged,
+            "rejected_tokens": self._rejected[version],
+            "norm": sum(one.norm**2 for one in merges) ** 0.5,
+            "merge_s": sum(one.merge_s for one in merges) / len(merges),
+        }
+        if self._told == version - 1 and at_s > self._told_s > 0:
+            values["per_s"] = len(merges) / (at_s - self._told_s)
+        self._told, self._told_s = version, at_s
+        for past in (self._merges, self._rejected):
+            for old in [one for one in past if one <= version]:
+                del past[old]
+        return [Point(ROUND + name, version, value, at_s) for name, value in values.items()]

@@ -1,0 +1,61 @@
+"""The last look at a run, for the syncer's `/metrics`: who asks for them reads no bus. Pure."""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.pacing import known_steps
+from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.status import LearnerStatus, present
+
+SHOWN_S = 600.0
+"""A learner that is not heard from for longer is gone: names of containers come new with each, and would pile up."""
+MOST_LEARNERS = 1024
+"""Those heard from last. Numbers of learners are of all."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was so at the last look, and since when each fragment has had its version."""
+
+    look: Look | None = None
+    """None: none was taken yet."""
+    merged_unix_s: dict[int, float] = field(default_factory=dict)
+    """By fragment: when it was first seen at a higher version; before that, when it was first seen."""
+    _versions: dict[int, int] = field(default_factory=dict)
+
+    def see(self, look: Look) -> None:
+        """Take the next look."""
+        self.look = look
+        running = look.status["phase"] == Phase.RUNNING
+        for one in look.status["fragments"]:
+            p, version = one["id"], one["version"]
+            if not running or version > self._versions.get(p, -1):
+                self.merged_unix_s[p] = look.now_s
+            self._versions[p] = version
+
+    def learners(self) -> list[LearnerStatus]:
+        """One entry a learner: those that are there, and those that fell silent not long ago."""
+        if self.look is None:
+            return []
+        found = [one for one in present(self.look.status["learners"]) if not one["left"] and one["age_s"] < SHOWN_S]
+        return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
+
+    def counted(self) -> dict[str, int]:
+        """How many learners, by what they are: live, silent (also those long gone), left."""
+        found = {"live": 0, "silent": 0, "left": 0}
+        for one in present(self.look.status["learners"]) if self.look is not None else ():
+            found["live" if one["live"] else "left" if one["left"] else "silent"] += 1
+        return found
+
+    def behind(self, learner: LearnerStatus) -> int:
+        """Versions from a learner's base to the head, of the fragment where they are most."""
+        heads = {} if self.look is None else {one["id"]: one["version"] for one in self.look.status["fragments"]}
+        return max((heads.get(p, v) - v for p, v in enumerate(learner["versions"]) if v >= 0), default=0)
+
+    def step_s(self) -> float | None:
+        """Of the usual learner that is live; if none is, of those that were."""
+        learners = self.learners()
+        known = known_steps(one["step_s"] for one in learners if one["live"])
+        known = known or known_steps(one["step_s"] for one in learners)
+        return median(known) if known else None

@@ -1,0 +1,233 @@
+"""Figures of the whole run for `/metrics`: only the lead has them, so that a sum over syncers counts them once.
+
+They are what the page's collector read last (`pipeline.view.reading`): a scrape reads nothing from Redis. Names begin
+with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all others are of one syncer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from diloco.pipeline.bus.ports import BusInfo, Clock
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.reading import Reading
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
+
+FRESH_S = 15.0
+"""What was read longer ago is not shown: Redis is away, which other metrics tell."""
+
+Values = Iterator[tuple[tuple[str, ...], float | None]]
+"""(values of the labels, value); None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A metric of the run."""
+
+    name: str
+    text: str
+    values: Callable[[Reading, Look, float], Values]
+    """Of the reading, its look, and the Unix time."""
+    labels: tuple[str, ...] = ()
+    counter: bool = False
+
+    def family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        """Without samples."""
+        kind = CounterMetricFamily if self.counter else GaugeMetricFamily
+        return kind(self.name, self.text, labels=self.labels)
+
+
+def _one(value: Callable[[Look], float | None]) -> Callable[[Reading, Look, float], Values]:
+    def values(_: Reading, look: Look, __: float) -> Values:
+        yield (), value(look)
+
+    return values
+
+
+def _of_server(value: Callable[[BusInfo], float | None]) -> Callable[[Reading, Look, float], Values]:
+    return _one(lambda look: None if look.info is None else value(look.info))
+
+
+def _of_learners(
+    value: Callable[[Reading, LearnerStatus], float | None],
+) -> Callable[[Reading, Look, float], Values]:
+    def values(reading: Reading, _: Look, __: float) -> Values:
+        for learner in reading.learners():
+            yield (learner["id"],), value(reading, learner)
+
+    return values
+
+
+def _of_fragments(value: Callable[[FragmentStatus], float | None]) -> Callable[[Reading, Look, float], Values]:
+    def values(_: Reading, look: Look, __: float) -> Values:
+        for fragment in look.status["fragments"]:
+            yield (str(fragment["id"]),), value(fragment)
+
+    return values
+
+
+def _phase(_: Reading, look: Look, __: float) -> Values:
+    for phase in Phase:
+        yield (phase.value,), look.status["phase"] == phase
+
+
+def _fates(_: Reading, look: Look, __: float) -> Values:
+    lost = look.status["tokens_lost"]
+    yield ("merged",), look.status["merged_tokens"]
+    yield ("overwritten",), lost["overwritten"]
+    yield ("rejected",), lost["rejected"]
+    yield ("died",), lost["died"]
+    yield ("pending",), lost["pending"]
+
+
+def _states(reading: Reading, _: Look, __: float) -> Values:
+    yield from (((state,), count) for state, count in reading.counted().items())
+
+
+def _quorum(look: Look) -> float | None:
+    running = look.status["phase"] == Phase.RUNNING
+    return max((one["window"]["quorum"] for one in look.status["fragments"]), default=None) if running else None
+
+
+def _silent_s(reading: Reading, look: Look, now_s: float) -> Values:
+    for learner in reading.learners():
+        yield (learner["id"],), learner["age_s"] + max(0.0, now_s - look.now_s)
+
+
+def _rounds_s(reading: Reading, look: Look, _: float) -> Values:
+    step_s = reading.step_s()
+    for one in look.status["fragments"]:
+        yield (str(one["id"]),), None if step_s is None else one["interval"] * step_s
+
+
+def _unmerged_s(reading: Reading, look: Look, now_s: float) -> Values:
+    for one in look.status["fragments"]:
+        yield (str(one["id"]),), max(0.0, now_s - reading.merged_unix_s.get(one["id"], now_s))
+
+
+def _loss(look: Look) -> float | None:
+    return None if look.status["evaluation"] is None else look.status["evaluation"]["loss"]
+
+
+def _loss_tokens(look: Look) -> float | None:
+    return None if look.status["evaluation"] is None else look.status["evaluation"]["tokens"]
+
+
+LEARNER, FRAGMENT = ("learner",), ("fragment",)
+FIGURES = (
+    Figure("diloco_run_phase", "1 for the phase that the run is in", _phase, ("phase",)),
+    Figure("diloco_run_trained_tokens", "Tokens trained, earlier parts included", _one(lambda at: at.status["tokens"])),
+    Figure("diloco_run_budget_tokens", "Tokens that the run is to train", _one(lambda at: at.status["budget_tokens"])),
+    Figure(
+        "diloco_run_tokens",
+        "The trained tokens by fate: merged, overwritten, rejected, died, pending (the ledger)",
+        _fates,
+        ("fate",),
+    ),
+    Figure(
+        "diloco_run_merged_share",
+        "Merged over trained tokens",
+        _one(lambda at: at.status["merged_share"]["since_start"]),
+    ),
+    Figure(
+        "diloco_run_merged_share_recent",
+        "The same of the last five minutes",
+        _one(lambda at: at.status["merged_share"]["recent"]),
+    ),
+    Figure("diloco_run_outer_steps", "Outer steps of all fragments", _one(lambda at: at.status["outer_steps"])),
+    Figure(
+        "diloco_run_loss",
+        "Held-out loss of the global parameters, nats a token, as the evaluator said last",
+        _one(_loss),
+    ),
+    Figure("diloco_run_loss_tokens", "Tokens trained when it read these parameters", _one(_loss_tokens)),
+    Figure("diloco_run_learners", "Learners: live, silent, left", _states, ("state",)),
+    Figure("diloco_run_quorum", "Learners that a merge needs; only while the run trains", _one(_quorum)),
+    Figure("diloco_run_syncers", "Syncers that are here", _one(lambda at: len(at.status["syncers"]))),
+    Figure(
+        "diloco_learner_steps",
+        "Inner steps; the rate is the learner's step rate",
+        _of_learners(lambda _, one: one["step"]),
+        LEARNER,
+        counter=True,
+    ),
+    Figure(
+        "diloco_learner_tokens",
+        "Tokens that the learner has trained in this life",
+        _of_learners(lambda _, one: one["tokens"]),
+        LEARNER,
+        counter=True,
+    ),
+    Figure(
+        "diloco_learner_step_seconds", "Its inner step, smoothed", _of_learners(lambda _, one: one["step_s"]), LEARNER
+    ),
+    Figure("diloco_learner_loss", "Its training loss, nats a token", _of_learners(lambda _, one: one["loss"]), LEARNER),
+    Figure(
+        "diloco_learner_stale_versions",
+        "Versions from its base to the head, of the fragment where they are most",
+        _of_learners(Reading.behind),
+        LEARNER,
+    ),
+    Figure("diloco_learner_silent_seconds", "Since it was last heard from", _silent_s, LEARNER),
+    Figure(
+        "diloco_fragment_version", "Outer steps of the fragment", _of_fragments(lambda one: one["version"]), FRAGMENT
+    ),
+    Figure(
+        "diloco_fragment_unmerged_seconds",
+        "Since its last merge, as far as this syncer saw; 0 while the run does not train",
+        _unmerged_s,
+        FRAGMENT,
+    ),
+    Figure(
+        "diloco_fragment_round_seconds",
+        "Its sync interval in force times the usual learner's step time",
+        _rounds_s,
+        FRAGMENT,
+    ),
+    Figure("diloco_redis_used_bytes", "Memory that Redis uses", _of_server(lambda info: info.used_bytes)),
+    Figure(
+        "diloco_redis_max_bytes",
+        "Memory that it may use; not there without a limit",
+        _of_server(lambda info: info.maxmemory_bytes or None),
+    ),
+    Figure(
+        "diloco_redis_received_bytes",
+        "In, from all its clients since it was started",
+        _of_server(lambda info: info.received_bytes),
+        counter=True,
+    ),
+    Figure(
+        "diloco_redis_sent_bytes",
+        "Out, to all its clients since it was started",
+        _of_server(lambda info: info.sent_bytes),
+        counter=True,
+    ),
+)
+
+
+class RunMetrics(Collector):
+    """Makes them anew for each scrape."""
+
+    def __init__(self, reading: Reading, clock: Clock, leads: Callable[[], bool]) -> None:
+        self._reading, self._clock, self._leads = reading, clock, leads
+
+    def describe(self) -> Iterable[Metric]:
+        """Names and kinds, whether or not there is anything to tell."""
+        return [one.family() for one in FIGURES]
+
+    def collect(self) -> Iterable[Metric]:
+        """Of a syncer that leads and has read the run lately; else nothing."""
+        look, now_s = self._reading.look, self._clock.unix()
+        if look is None or not self._leads() or now_s - look.now_s > FRESH_S:
+            return
+        for one in FIGURES:
+            family = one.family()
+            for labels, value in one.values(self._reading, look, now_s):
+                if value is not None:
+                    family.add_metric(labels, value)
+            if family.samples:
+                yield family

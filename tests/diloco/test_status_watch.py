@@ -1,0 +1,88 @@
+"""`diloco status --watch`: again and again, through an outage, until Ctrl-C or the run's end."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.payload.codec import encode
+from tests import samples
+
+pytestmark = pytest.mark.redis
+LIMIT_S = 60.0
+
+
+async def begin(url: str, run: str, state: RunState) -> None:
+    async with open_bus(url, run) as bus:
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.report("anna"))
+        await bus.write_state(state)
+
+
+@contextmanager
+def watching(url: str, run: str, *more: str, out: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    command = [sys.executable, "-m", "diloco", "status", "--run", run, "--watch", "1", *more]
+    environ |= {"DILOCO_REDIS_URL": url, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environ)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: object) -> None:
+    """A line of JSON each second. While Redis is away it says so; Ctrl-C is status 0 and no traceback."""
+    with EmbeddedRedis(appendonly=True) as server:
+        asyncio.run(begin(server.url, "away", samples.run_state(tokens=700)))
+        with watching(server.url, "away", "--json") as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for _ in range(2):
+                assert json.loads(process.stdout.readline())["tokens"] == 1000
+            server.kill()
+            assert "Redis does not answer" in process.stderr.readline()
+            server.start()
+            assert json.loads(process.stdout.readline())["run"] == "away"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0
+            assert "Traceback" not in errors
+
+
+def test_it_ends_with_the_run(redis_server: str) -> None:
+    """Whoever looks need not be told to stop."""
+    asyncio.run(begin(redis_server, "over", samples.run_state(phase=Phase.FINISHED, tokens=900)))
+    with watching(redis_server, "over", "--json") as process:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert [json.loads(line)["phase"] for line in output.splitlines()] == ["finished"]
+
+
+def test_in_a_terminal_it_is_drawn_in_place(redis_server: str) -> None:
+    """The second one over the first, and the cursor comes back at the end."""
+    asyncio.run(begin(redis_server, "drawn", samples.run_state(tokens=700)))
+    master, slave = pty.openpty()
+    with watching(redis_server, "drawn", out=slave) as process:
+        os.close(slave)
+        seen = b""
+        while seen.count(b"anna") < 3:
+            seen += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        while b"\x1b[?25h" not in seen:
+            seen += os.read(master, 65536)
+        process.wait(LIMIT_S)
+    os.close(master)
+    assert process.returncode == 0
+    assert b"\x1b[1A" in seen or b"\x1b[A" in seen, "lines up, to draw over what was there"

@@ -1,0 +1,311 @@
+"""`diloco watch --to`: a run's curves in TensorBoard's files, or offline ones of Weights & Biases."""
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.view.page.collector import RunReader
+from diloco.tracking.curves import Point
+from diloco.tracking.follow import Notes, Writer
+from tests import samples
+from tests.syncer.test_run_metrics import look
+
+LIMIT_S = 90.0
+QUICK = """
+import sys, diloco.tracking.follow
+diloco.tracking.follow.EVERY_S = 0.3
+for lacking in sys.argv.pop(1).split(","):
+    sys.modules[lacking] = None
+from diloco.cli import main
+sys.argv[0] = "diloco"
+sys.exit(main())
+"""
+
+
+class Kept:
+    """Keeps points."""
+
+    on_disk = True
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def put(self, points: Sequence[Point]) -> None:
+        self.points += points
+
+    def close(self) -> None:
+        pass
+
+    def of(self, tag: str) -> list[tuple[int, float]]:
+        return [(one.step, one.value) for one in self.points if one.tag == tag]
+
+
+@contextmanager
+def writer(folder: Path, kept: Kept, run: str = "r") -> Iterator[Writer]:
+    """One life of a watcher."""
+    notes = Notes(folder, run, "kept")
+    try:
+        yield Writer(notes, kept)
+    finally:
+        notes.close()
+
+
+def evaluation(tokens: int, loss: float, unix_s: float = 1000.0, final: bool = False) -> Evaluation:
+    return Evaluation(loss=loss, tokens=tokens, versions=(0, 0), unix_s=unix_s, elapsed_s=1.0, final=final)
+
+
+def merge(fragment: int, version: int, unix_s: float, base: int | None = None) -> Committed:
+    """Of two learners with 100 and 300 tokens; `base`: of the second, where it is stale."""
+    bases = {"l0": (version - 1, 100), "l1": (version - 1 if base is None else base, 300)}
+    parts = tuple(
+        Contribution(
+            learner=name, incarnation="0" * 8, base_version=at, attempt=0, steps=4, tokens=tokens, weight=0.5, norm=1.0
+        )
+        for name, (at, tokens) in bases.items()
+    )
+    return samples.committed(
+        fragment=fragment, version=version, contributions=parts, unix_s=unix_s, base_digest=bytes(16), norm=3.0
+    )
+
+
+def test_what_is_so_now_is_written_once_there_are_more_tokens(tmp_path: Path) -> None:
+    """Of looks at the same tokens the last one counts, that of the end too; the next watcher adds no point."""
+    kept = Kept()
+    with writer(tmp_path, kept) as first:
+        for loss, tokens in ((3.6, 500), (3.5, 500), (3.0, 900), (2.9, 900)):
+            first.see(look([samples.seen("l0", tokens=tokens, loss=loss, versions=(3, 2), step_s=0.25)]))
+        assert kept.of("loss/l0") == [(500, 3.5)]
+        first.end()
+    with writer(tmp_path, kept) as second:
+        second.see(look([samples.seen("l0", tokens=900, loss=2.0)]))
+        second.end()
+    assert kept.of("loss/l0") == [(500, 3.5), (900, 2.9)]
+    assert kept.of("steps_per_s/l0") == [(500, 4.0), (900, 4.0)]
+    assert kept.of("staleness/l0") == [(500, 3.0), (900, 3.0)]
+    assert kept.of("redis/sent_bytes") == [(500, 900.0), (900, 900.0)]
+    fates = [f"tokens/{fate}" for fate in ("merged", "overwritten", "rejected", "died", "pending")]
+    assert sum(kept.of(fate)[1][1] for fate in fates) == 900
+
+
+def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_path: Path) -> None:
+    """From the tape, so also of the time when nobody watched; a round that is not whole waits, none comes twice."""
+    kept, shares = Kept(), {0: 0.75, 1: 0.25}
+    lost = Rejected.of(None, (1, 1), lost_tokens=40, reason=RefusalReason.TOO_STALE, detail="", unix_s=22.0)
+    tape = [merge(0, 1, 10.0), merge(1, 1, 20.0), merge(0, 2, 21.0), lost]
+    seen = replace(look([]), shares=shares)
+    with writer(tmp_path, kept) as first:
+        first.see(replace(seen, records=tape))
+        assert {one.step for one in kept.points} == {1}
+    later = [merge(1, 2, 24.0, base=0), merge(1, 2, 25.0, base=0), merge(0, 3, 30.0)]
+    with writer(tmp_path, kept) as second:
+        second.see(replace(seen, records=[*tape, *later]))
+        second.see(replace(seen, records=[merge(0, 2, 40.0)]))  # Redis went back
+    assert kept.of("merges/merged_tokens") == [(1, 400.0), (2, 400.0)]
+    assert kept.of("merges/rejected_tokens") == [(1, 0.0), (2, 10.0)]
+    assert kept.of("merges/staleness") == [(1, 0.0), (2, 0.25)]
+    assert kept.of("merges/learners") == [(1, 2.0), (2, 2.0)]
+    assert kept.of("merges/per_s") == [(2, 2 / 5)]
+    assert kept.of("merges/norm") == [(1, pytest.approx(18**0.5)), (2, pytest.approx(18**0.5))]
+
+
+def test_the_last_evaluation_of_the_same_tokens_is_another_point(tmp_path: Path) -> None:
+    """A run is evaluated again at its end, though it trains no more."""
+    kept = Kept()
+    mid, last = evaluation(900, 3.0, 1000.0), evaluation(900, 2.9, 1010.0, final=True)
+    for news in ([mid], [mid, last], [mid, last]):
+        with writer(tmp_path, kept) as one:
+            one.see(replace(look([]), evaluations=news))
+    assert kept.of("global/loss") == [(900, 3.0), (900, 2.9)]
+
+
+def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    """Not those of two names, not those of two runs that had one name, not those of two watchers at a time."""
+    with writer(tmp_path, Kept(), "a") as first:
+        first.see(replace(look([samples.seen()]), origin_s=5.0))
+        first.end()
+        with pytest.raises(UsageError, match="another watcher writes there"):
+            Notes(tmp_path, "a", "kept")
+    with pytest.raises(UsageError, match=r"has curves of run 'a': name another folder for 'b'"):
+        Notes(tmp_path, "b", "kept")
+    with writer(tmp_path, Kept(), "a") as again, pytest.raises(UsageError, match="curves of an earlier run named 'a'"):
+        again.see(replace(look([]), origin_s=6.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--to", "excel"], "there are tensorboard, wandb"),
+        ([], "say how, one of both"),
+        (["--to", "wandb", "--web"], "say how, one of both"),
+        (["--web", "--into", "x"], "--into is the folder of --to"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_REDIS_URL", "redis://127.0.0.1:1")
+    assert main(["watch", *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+async def train(url: str, run: str, tokens: int, loss: float) -> None:
+    """So far the run is, and its evaluator has said so."""
+    async with open_bus(url, run) as bus:
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.report("anna", tokens=tokens, loss=loss + 0.5, number=tokens))
+        await bus.write_state(samples.run_state(tokens=tokens))
+        await bus.add_evaluation(evaluation(tokens, loss))
+
+
+class Watcher:
+    """A process that writes a run's curves."""
+
+    def __init__(self, url: str, run: str, kind: str, folder: Path, lacking: str = "") -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "WANDB_"))}
+        environ = kept | {"DILOCO_REDIS_URL": url, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+        given = ["watch", "--run", run, "--to", kind, "--into", str(folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", QUICK, lacking or "no_such_module", *given],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._kind, self._reads = kind, True
+        self._notes = folder / f"diloco-{kind}.json"
+
+    def wrote(self, tokens: int) -> None:
+        """Wait until it has noted them, and a look more; where it notes nothing while it lives, for some looks."""
+        if self._kind == "wandb":
+            assert self.process.stdout is not None
+            while self._reads and "writing run" not in self.process.stdout.readline():
+                assert self.process.poll() is None, self.process.communicate()
+            self._reads = False
+            time.sleep(3.0)
+            return
+        until = time.monotonic() + LIMIT_S
+        while self._last() < tokens:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(1.0)
+
+    def _last(self) -> int:
+        return int(json.loads(self._notes.read_text())["last"]["evaluations"][0]) if self._notes.exists() else -1
+
+    def end(self, how: signal.Signals) -> int:
+        self.process.send_signal(how)
+        self.told = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode
+
+
+def of_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points by tag, in the order of the files."""
+    loading = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for event in loading.LegacyEventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def of_wandb(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The same of the offline files of all its lives."""
+    Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record  # noqa: N806  # a class
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in _records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            axes = row.keys() & {"tokens", "round"}
+            for key in row.keys() - axes:
+                if not key.startswith("_"):
+                    found.setdefault(key, []).append((int(row[min(axes)]), float(row[key])))
+    return found
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Of a log in LevelDB's format: blocks of 32 KiB, of records that may be cut into a first, middle and last part."""
+    at, whole = 7, b""  # behind the file's own head
+    while at + 7 <= len(data):
+        if (left := 2**15 - at % 2**15) < 7:
+            at += left
+            continue
+        length, part = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if part == 0 or at + 7 + length > len(data):
+            return  # its writer was killed within a record
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (1, 4):
+            yield whole
+            whole = b""
+
+
+@pytest.mark.redis
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "read"), [("tensorboard", of_tensorboard), ("wandb", of_wandb)])
+def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
+    redis_server: str, tmp_path: Path, kind: str, read: Callable[[Path], dict[str, list[tuple[int, float]]]]
+) -> None:
+    """It ends cleanly at Ctrl-C, and has told what came while nobody watched: evaluations are kept on Redis. Whatever a
+    killed Weights & Biases lost is told again, as far as the run still knows it."""
+    pytest.importorskip(kind, reason=f"it comes with the extra `{kind}`")
+    run = f"tracked-{kind}"
+    asyncio.run(train(redis_server, run, 100, 5.0))
+    first = Watcher(redis_server, run, kind, tmp_path)
+    first.wrote(100)
+    asyncio.run(train(redis_server, run, 150, 4.5))
+    first.wrote(150)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    asyncio.run(train(redis_server, run, 200, 4.0))
+    second = Watcher(redis_server, run, kind, tmp_path)
+    second.wrote(200)
+    asyncio.run(train(redis_server, run, 300, 3.0))
+    second.wrote(300)
+    assert second.end(signal.SIGINT) == 0, second.told
+    found = read(tmp_path)
+    assert found["global/loss"] == [(100, 5.0), (150, 4.5), (200, 4.0), (300, 3.0)]
+    assert found["loss/anna"][-1] == (300, 3.5)
+    if kind == "tensorboard":
+        assert found["loss/anna"][0] == (100, 5.5)
+    assert all(len({step for step, _ in points}) == len(points) for points in found.values())
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(redis_server: str, tmp_path: Path, kind: str) -> None:
+    lacking = "tensorboard.compat.proto.event_pb2" if kind == "tensorboard" else kind
+    watcher = Watcher(redis_server, "any", kind, tmp_path, lacking=f"{kind},{lacking}")
+    _, errors = watcher.process.communicate(timeout=LIMIT_S)
+    assert watcher.process.returncode == 2
+    assert f"pip install 'diloco[{kind}]'" in errors
+
+
+async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:
+    """So its curves go on in the same folder."""
+    bus = MemoryBus("r", LoopClock())
+    for origin_s, same_s in ((None, 1000.0), (400.0, 400.0)):
+        await bus.write_state(samples.run_state(started_unix_s=1000.0, origin_unix_s=origin_s))
+        seen = await RunReader(bus, LoopClock(), None).look()
+        assert (seen.began_s, seen.origin_s) == (1000.0, same_s)

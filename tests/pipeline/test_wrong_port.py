@@ -1,0 +1,48 @@
+"""A URL with a wrong port, host or server behind it: what is said names the address, what to look at, and no secret."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.errors import BusUnavailable
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """Answers what is no HTTP with an error, and logs nothing."""
+
+    def log_message(self, *args: object) -> None:
+        """As it says."""
+
+
+@pytest.fixture
+def no_redis() -> Iterator[int]:
+    """Port of a server of another kind."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+async def said(url: str) -> str:
+    with pytest.raises(BusUnavailable) as error:
+        await connect(url, "run")
+    assert "secret" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1:9", "nowhere.invalid:6379"])
+async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(where: str) -> None:
+    text = await said(f"redis://somebody:secret@{where}/0")
+    assert text.startswith(f"Redis at {where}: ")
+    assert "has a Redis been started, and does DILOCO_REDIS_URL have its host and port?" in text
+
+
+async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> None:
+    text = await said(f"redis://somebody:secret@127.0.0.1:{no_redis}")
+    assert text.startswith(f"Redis at 127.0.0.1:{no_redis}: ")
+    assert "what answers there is no Redis" in text

@@ -1,0 +1,213 @@
+"""Figures of the whole run at `/metrics`: once, of the lead, from the page's reading, and of who is there."""
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diloco.pipeline.bus.ports import BusInfo
+from diloco.pipeline.messages.run import Evaluation, Phase
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.pipeline.view.page.collector import Collector
+from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.reading import MOST_LEARNERS, SHOWN_S, Reading
+from diloco.pipeline.view.status import build_status, read_status
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
+from tests import samples
+from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+
+pytestmark = pytest.mark.usefixtures("no_log_lines")
+
+NOW_S = 5000.0
+
+
+class At:
+    """A clock that is set."""
+
+    def __init__(self, unix_s: float = NOW_S) -> None:
+        self.unix_s = unix_s
+
+    def now(self) -> float:
+        return self.unix_s
+
+    def unix(self) -> float:
+        return self.unix_s
+
+
+def look(reports: list[Any], now_s: float = NOW_S, versions: tuple[int, int] = (3, 5), **given: Any) -> Look:
+    """Of a run of two fragments (3/4 and 1/4 of the model), an interval of 4 steps and a quorum of 2."""
+    state = samples.run_state(**{"started_unix_s": NOW_S - 100, "budget_tokens": 10_000} | given)
+    heads = [samples.head(p, version=versions[p], merged_tokens=800, rejected_tokens=80) for p in range(2)]
+    evaluation = Evaluation(loss=2.25, tokens=900, versions=versions, unix_s=now_s, elapsed_s=90.0, final=False)
+    status = build_status(
+        "run", samples.spec(quorum=2), state, reports, heads, evaluation, [], now_s, 5.0, {"0": "a"}, ["0", "0"]
+    )
+    info = BusInfo("id", "7", 10_000, 2_500, received_bytes=700, sent_bytes=900)
+    return Look(now_s=now_s, status=status, info=info)
+
+
+def shown(reading: Reading, clock: At | None = None, leads: bool = True) -> CollectorRegistry:
+    metrics = Metrics("my-run")
+    metrics.registry.register(
+        RunMetrics(reading, clock or At(reading.look.now_s if reading.look else 0), lambda: leads)
+    )
+    return metrics.registry
+
+
+def values(registry: CollectorRegistry, name: str) -> dict[str, float]:
+    """By the label besides the run; "" without one."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if sample.name == name:
+                labels = dict(sample.labels)
+                assert labels.pop("run") == "my-run"
+                found["".join(labels.values())] = sample.value
+    return found
+
+
+def test_every_figure_says_what_the_status_says() -> None:
+    """Tokens by fate add up to the trained ones; a learner's staleness is that of its worst fragment."""
+    reading = Reading()
+    reports = [
+        samples.seen("l0", 0.5, tokens=1000, step=40, overwritten=80_000, versions=(3, 5), step_s=0.1),
+        samples.seen("l1", 1.5, tokens=600, step=24, versions=(3, 2), step_s=0.3),
+        samples.seen("l2", 60.0, tokens=400, step=9, versions=(-1, -1), step_s=9.0, loss=None),
+    ]
+    reading.see(look(reports))
+    registry = shown(reading, At(NOW_S + 1))
+
+    def of(name: str) -> dict[str, float]:
+        return values(registry, f"diloco_{name}")
+
+    fates = of("run_tokens")
+    assert fates == {"merged": 800, "overwritten": 100, "rejected": 80, "died": 400, "pending": 620}
+    assert sum(fates.values()) == of("run_trained_tokens")[""] == 2000
+    assert of("run_phase") == {"running": 1, "draining": 0, "closing": 0, "finished": 0}
+    assert (of("run_loss"), of("run_loss_tokens"), of("run_budget_tokens")) == ({"": 2.25}, {"": 900}, {"": 10_000})
+    assert of("run_learners") == {"live": 2, "silent": 1, "left": 0}
+    assert of("run_quorum") == {"": 2}
+    assert of("run_merged_share") == {"": pytest.approx(0.4)}
+    assert of("run_merged_share_recent") == {}, "not known yet, and no number that could be taken for one"
+    assert of("learner_steps_total") == {"l0": 40, "l1": 24, "l2": 9}
+    assert of("learner_tokens_total") == {"l0": 1000, "l1": 600, "l2": 400}
+    assert of("learner_stale_versions") == {"l0": 0, "l1": 3, "l2": 0}
+    assert of("learner_silent_seconds") == {"l0": 1.5, "l1": 2.5, "l2": 61.0}
+    assert of("learner_loss") == {"l0": 2.5, "l1": 2.5}
+    assert of("fragment_version") == {"0": 3, "1": 5}
+    assert of("fragment_round_seconds") == {"0": pytest.approx(0.8), "1": pytest.approx(0.8)}, "the live ones' median"
+    assert (of("redis_used_bytes"), of("redis_max_bytes")) == ({"": 2500}, {"": 10_000})
+    assert (of("redis_received_bytes_total"), of("redis_sent_bytes_total")) == ({"": 700}, {"": 900})
+
+
+def test_only_the_lead_tells_of_the_run_and_only_what_it_read_lately() -> None:
+    """A sum over syncers counts it once; where Redis is away there are no figures rather than old ones."""
+    reading = Reading()
+    assert "diloco_run" not in generate_latest(shown(reading)).decode()
+    reading.see(look([samples.seen()]))
+    assert "diloco_run_trained" in generate_latest(shown(reading)).decode()
+    for clock, leads in ((At(NOW_S), False), (At(NOW_S + FRESH_S + 1), True)):
+        text = generate_latest(shown(reading, clock, leads)).decode()
+        assert "diloco_run" not in text
+        assert "diloco_learner_" not in text
+        assert 'diloco_bus_errors_total{run="my-run"} 0.0' in text
+
+
+def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> None:
+    """Two syncers serve; the lead dies, and the other one tells what it told."""
+
+    async def told(lead: Syncer, other: Syncer) -> float:
+        return sum(
+            one.service.metrics.registry.get_sample_value("diloco_run_trained_tokens") or 0 for one in (lead, other)
+        )
+
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(fragments=4, tokens=ENDLESS), lease_s=LEASE_S)
+        syncers = [Syncer(world, name) for name in "ab"]
+        looking = []
+        for one in syncers:
+            collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+            one.service.metrics.registry.register(RunMetrics(collector.reading, collector._clock, one.service.leads))
+            looking.append(asyncio.create_task(collector.run()))
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await asyncio.sleep(60)
+        gauges = [one.service.metrics.leads.collect()[0].samples[0].value for one in syncers]
+        assert sorted(gauges) == [0, 1]
+        lead, other = syncers if gauges[0] else syncers[::-1]
+        now = (await read_status(world.bus, world.clock))["tokens"]
+        assert await told(lead, other) == pytest.approx(now, rel=0.1)
+        await lead.kill()
+        looking[syncers.index(lead)].cancel()
+        for owner in lead.service.owners:
+            owner.lease.clear()  # its process is gone
+        await asyncio.sleep(3 * LEASE_S)
+        now = (await read_status(world.bus, world.clock))["tokens"]
+        assert await told(lead, other) == pytest.approx(now, rel=0.1)
+        served = [one.service.metrics.served_fragments.collect()[0].samples[0].value for one in (lead, other)]
+        assert served == [0, 4]
+        await other.end()
+        for task in (*looking, *(learner.task for learner in learners if learner.task)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(scenario())
+
+
+def test_series_of_learners_that_are_gone_go_away() -> None:
+    """One that left at once, one that died after a while; and there are never more than so many."""
+    reading = Reading()
+    reading.see(look([samples.seen("here"), samples.seen("dead", SHOWN_S - 1), samples.seen("left", 1, left=True)]))
+    assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here", "dead"}
+    reading.see(look([samples.seen("here"), samples.seen("dead", SHOWN_S + 1)]))
+    assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here"}
+    reading.see(look([samples.seen(f"l{n}", n / 1000) for n in range(MOST_LEARNERS + 50)]))
+    steps = values(shown(reading), "diloco_learner_steps_total")
+    assert (len(steps), f"l{MOST_LEARNERS}" in steps) == (MOST_LEARNERS, False)
+    assert values(shown(reading), "diloco_run_learners")["live"] == MOST_LEARNERS + 50
+
+
+def test_a_fragment_is_unmerged_since_its_last_merge() -> None:
+    """Not while nothing is trained yet or any more; a rewind is no merge, the merge after it is one."""
+    reading = Reading()
+
+    def unmerged(now_s: float, versions: tuple[int, int], phase: Phase = Phase.RUNNING) -> dict[str, float]:
+        reading.see(look([samples.seen()], now_s, versions, phase=phase))
+        return values(shown(reading, At(now_s)), "diloco_fragment_unmerged_seconds")
+
+    assert unmerged(NOW_S, (3, 5)) == {"0": 0, "1": 0}
+    assert unmerged(NOW_S + 10, (3, 6)) == {"0": 10, "1": 0}
+    assert unmerged(NOW_S + 20, (1, 6)) == {"0": 20, "1": 10}
+    assert unmerged(NOW_S + 30, (2, 6)) == {"0": 0, "1": 20}
+    assert unmerged(NOW_S + 40, (2, 6), Phase.DRAINING) == {"0": 0, "1": 0}
+
+
+def test_what_a_peer_wrote_stays_within_its_label() -> None:
+    """Should a name ever get past the wire's bounds: quotes, newlines and what looks like a sample."""
+    reading, name = Reading(), 'x"} 1\ndiloco_run_loss{run="a\\'
+    seen = look([samples.seen("l0")])
+    learner = seen.status["learners"][0] | {"id": name}
+    reading.see(replace(seen, status=seen.status | {"learners": [learner]}))
+    text = generate_latest(shown(reading)).decode()
+    families = {one.name: one for one in text_string_to_metric_families(text)}
+    assert [one.labels for one in families["diloco_learner_steps"].samples] == [{"run": "my-run", "learner": name}]
+    assert len(families["diloco_run_loss"].samples) == 1
+
+
+def test_what_is_not_a_number_is_shown_as_such() -> None:
+    """A diverged learner's loss is NaN, as Prometheus writes it."""
+    reading = Reading()
+    reading.see(look([samples.seen("l0", loss=math.nan)]))
+    assert math.isnan(values(shown(reading), "diloco_learner_loss")["l0"])
+
+
+def test_no_name_stands_for_two_metrics() -> None:
+    ours = {metric.name for metric in Metrics().registry.collect()}
+    assert not ours & {one.name for one in FIGURES}
+    assert len({one.name for one in FIGURES}) == len(FIGURES)

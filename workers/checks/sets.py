@@ -1,0 +1,18 @@
+"""Settings that a learner of several ranks cannot train with, asked before its processes are started. Pure."""
+
+from diloco.pipeline.errors import UsageError
+
+
+def check_set(ranks: int, batch: int, sharding: str, compiled: bool) -> None:
+    """Whether so many ranks can be one learner of the built-in trainer.
+
+    Raises:
+        UsageError: naming the setting that is in the way.
+    """
+    if batch % ranks:
+        raise UsageError(
+            f"batch={batch}: a learner of {ranks} ranks divides each batch among them; give --batch "
+            f"{ranks * -(-batch // ranks)}, or another number of ranks"
+        )
+    if ranks > 1 and sharding == "fsdp" and compiled:
+        raise UsageError("--compile with DILOCO_SHARDING=fsdp: a model that is sharded is not compiled; leave one out")

@@ -1,0 +1,111 @@
+"""Whether ranks that hold the same parameters train them alike: a loop that averages gradients itself may forget to.
+
+Nobody would notice otherwise: each fragment is published by one of the replicas, so what travels is a mixture of
+models. After some steps each rank copies a few rows of what all ranks hold whole; rank 0 compares them, beside the
+training. Averaged gradients leave replicas alike to the last bit, or nearly; others leave them as far apart as a step
+goes. Shards are not compared: `fully_shard` averages by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.messages.wire import AVERAGED
+from diloco.workers.background import offload
+from diloco.workers.parameters import FragmentParameters, Snapshot
+from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.wires import Wires
+
+Float32 = npt.NDArray[np.float32]
+
+TENSORS, ELEMENTS = 8, 4096
+"""At most, of which rows are compared; all together."""
+EVERY = 1024
+"""Steps between two looks, once there were as many: at first they double."""
+APART, ROUNDING = 0.1, 1e-6
+"""More than so much of a step's length, and of the values', is not what rounding does."""
+REMEDY = (
+    "replicas of one model are not trained alike, so what is published is a mixture of several: wrap the model in "
+    "DistributedDataParallel, or average every gradient over the ranks (all_reduce) before each optimizer step, and "
+    "give all ranks' optimizers the same settings"
+)
+
+
+def sampled(shares: Shares) -> Layout | None:
+    """Some rows of what all ranks hold whole, as a layout of one fragment; None: they hold nothing alike."""
+    alike = {
+        slot.tensor.name: slot.tensor
+        for fragment in shares.layout.fragments
+        for slot in fragment.slots
+        if slot.tensor.rule not in AVERAGED and shares.is_whole(slot.tensor.name)
+    }
+    room = min(ELEMENTS, max(fragment.elements for fragment in shares.layout.fragments) // 2)  # two travel as one
+    slots, at = list[Slot](), 0
+    for tensor in list(alike.values())[:: -(-len(alike) // TENSORS) or 1]:
+        rows = tensor.shape[0] if tensor.shape else 1
+        row = tensor.whole.elements // rows
+        count = min(rows, max(1, room // TENSORS // row))
+        if at + count * row <= room:
+            first = (rows - count) // 2
+            part = tensor.model_copy(update={"rows": (first, first + count) if count < rows else None})
+            slots.append(Slot(part, at, at + count * row))
+            at += count * row
+    return Layout((FragmentLayout(0, tuple(slots)),), b"") if slots else None
+
+
+class Samples:
+    """One rank's. The training thread's."""
+
+    def __init__(self, parameters: FragmentParameters, layout: Layout) -> None:
+        """layout: what is compared, as `sampled`."""
+        self._some = parameters.some(layout)
+        self._before: Snapshot | None = None
+
+    def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
+        """So many are over; what is to be compared now, of the step before and of this one."""
+        before, self._before = self._before, None
+        if _due(steps) or _due(steps + 1):
+            self._before = self._some.snapshot(0)
+        return (before, self._before) if _due(steps) and before is not None and self._before is not None else None
+
+
+def _due(steps: int) -> bool:
+    return steps > 0 and (steps % EVERY == 0 or steps & (steps - 1) == 0)
+
+
+class Replicas:
+    """One rank's side in its exchange thread. asyncio."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+        self._said: dict[int, dict[int, Float32]] = {}
+        """Step -> rank -> (2, elements) before it and after it; rank 0's."""
+        self._apart = False
+        wires.handle(sampled=self._take)
+
+    def compare(self, steps: int, before: Snapshot, now: Snapshot) -> None:
+        """Send them to rank 0."""
+        self._wires.go_on(self._send(steps, before, now))
+
+    async def _send(self, steps: int, before: Snapshot, now: Snapshot) -> None:
+        both = await offload(lambda: np.concatenate([before.numpy(), now.numpy()]))
+        await self._wires.ask(0, "sampled", steps, vector=both)
+
+    async def _take(self, rank: int, steps: int, vector: Float32) -> None:
+        self._said.setdefault(steps, {})[rank] = vector.reshape(2, -1)
+        if len(self._said[steps]) < self._wires.ranks:
+            return
+        ranks = apart(self._said.pop(steps))
+        if ranks and not self._apart:
+            structlog.get_logger().error("replicas_apart", steps=steps, ranks=[0, *ranks], detail=REMEDY)
+        self._apart = bool(ranks)
+
+
+def apart(said: Mapping[int, Float32]) -> Sequence[int]:
+    """The ranks whose values are not rank 0's. said: by rank, (2, elements) before a step and after it."""
+    before, now = said[0].astype(np.float64)
+    least = max(APART * np.linalg.norm(now - before), ROUNDING * np.linalg.norm(now))
+    return [rank for rank in sorted(said) if np.linalg.norm(said[rank][1] - now) > least]
