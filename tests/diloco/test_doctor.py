@@ -357,7 +357,7 @@ def test_a_server_that_is_not_there_is_named(look: Look) -> None:
     found = bad(findings)["Redis"]
     assert status == 1
     assert "127.0.0.1" in found.found
-    assert "start it" in found.remedy
+    assert "has a Redis been started" in found.remedy
 
 
 # --- the line, the clock ------------------------------------------------------------------------------
