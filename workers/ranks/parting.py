@@ -54,7 +54,7 @@ class Parting:
 
     async def _end(self, how: str) -> None:
         why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
-        await self._wires.tell_all(why)
+        await self._wires.end(why)
         raise RankGone(why)
 
     async def watch(self) -> None:
