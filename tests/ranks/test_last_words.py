@@ -129,6 +129,23 @@ async def test_the_run_hears_once_that_ranks_left_after_different_steps() -> Non
             one.cancel()
 
 
+async def test_a_rank_that_is_asked_to_end_says_so_though_another_one_is_gone() -> None:
+    """It names that one, and the others hear why as well."""
+    async with asyncio.timeout(30):
+        members, bus = await crew()
+        for rank in (0, 2):  # so their exchanges go on
+            members[rank]._wires.leaving = True
+        members[2]._wires._writers[0].transport.abort()  # type: ignore[attr-defined]
+        while 2 in members[0]._wires._writers:
+            await asyncio.sleep(0.01)
+        why = await asked(members[0])
+        assert bus.said[0].startswith(why)
+        assert "rank 1 after step 25, rank 2 is gone" in bus.said[0]
+        assert members[1]._wires.why.startswith(why)
+        for one in members:
+            one.task.cancel()
+
+
 async def test_all_loops_that_fail_at_once_are_told_once() -> None:
     """As by one bug in all of them."""
     async with asyncio.timeout(30):
