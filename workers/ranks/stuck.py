@@ -8,7 +8,7 @@ main thread still comes back: by SIGURG, which nobody else uses, and whose handl
 |---------------------------------------------|----------------------------|----------------------------------------|
 | SIGTERM, SIGHUP, noted by the learner       | comes back                 | the loop ends between two steps        |
 | SIGINT                                      | comes back                 | KeyboardInterrupt                      |
-| any of these                                | not in `BACK_S`, two steps | the process ends, and says where it is |
+| any of these                                | not in `waits_s`           | the process ends, and says where it is |
 | a second one of them (SIGHUP is never it)   | not in `AGAIN_S`           | the same                               |
 | one with a handler of the program's own     | whatever                   | what that handler does                 |
 
