@@ -187,6 +187,17 @@ async def test_a_rank_that_dies_before_it_connects_is_not_waited_for(how: str) -
         await asyncio.wait_for(connecting, 30)
 
 
+async def test_a_rank_that_dies_before_it_takes_a_call_was_never_connected() -> None:
+    """The system takes calls for it: who has called names it, and not another one that has given up before."""
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    lines = TcpLines(1, [one.getsockname()[:2] for one in listeners], listeners[1], TOKEN)
+    connecting = asyncio.create_task(lines.connect())
+    await asyncio.sleep(0.2)
+    listeners[0].close()
+    with pytest.raises(RankGone, match=r"cannot reach ranks \[0\]"):
+        await asyncio.wait_for(connecting, 30)
+
+
 async def test_who_does_not_know_the_token_is_no_rank() -> None:
     """It is hung up on, and the ranks go on."""
     async with wired(2) as wires:
