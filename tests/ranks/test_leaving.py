@@ -11,17 +11,23 @@ from diloco.pipeline.errors import RankGone
 from diloco.workers.ranks import parting
 from diloco.workers.ranks.parting import Parting
 from tests.ranks.party import Party
+from tests.ranks.test_last_words import crew
 from tests.ranks.test_wires import wired
 
 
 async def leave(steps: list[int], who: list[int]) -> list[Any]:
-    """Have some of three ranks leave their loops; what each hears, of those that go on by its connections."""
-    async with wired(3) as wires:
-        parts = [Parting(one) for one in wires]
-        for part, number in zip(parts, steps, strict=True):
-            part.steps = number
-        heard = [parts[rank].all_leave() if rank in who else wires[rank].watch() for rank in range(3)]
-        return await asyncio.gather(*heard, return_exceptions=True)
+    """Have some of three ranks leave their loops; what each hears: of the others' leaving, or why all end."""
+    async with asyncio.timeout(30):
+        members, _ = await crew()
+        for one, number in zip(members, steps, strict=True):
+            one.parting.steps = number
+        left = asyncio.gather(*(members[rank].parting.all_leave() for rank in who))
+        ended = asyncio.gather(*(one.task for one in members), return_exceptions=True)
+        done, _ = await asyncio.wait({left, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for one in {left, ended} - done:
+            one.cancel()
+        await asyncio.gather(left, ended, return_exceptions=True)
+        return done.pop().result()
 
 
 async def test_ranks_that_leave_after_the_same_step_wait_for_each_other() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -146,6 +147,24 @@ def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: 
     with structlog.testing.capture_logs() as logs, pytest.raises(RankGone):
         Hearing(Crew(2, 96, 4).told[1], (96, SEED, 4, 1), check).after(None)
     assert [one["event"] for one in logs] == ["batches_awaited"]
+
+
+def test_a_rank_that_rank_0_never_follows_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training: with what to change. Before, rank 0 may itself wait for the run's first shard, however long."""
+    monkeypatch.setattr(shards_told, "LOOK_S", 0.001)
+    monkeypatch.setattr(shards_told, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(shards_told, "GIVES_UP_S", 0.05)
+    crew = Crew(2, 96, 4)
+    heard, began = Hearing(crew.told[1], crew.asked, lambda: None), time.monotonic()
+    with pytest.raises(UsageError, match=r"rank 0 has not drawn .* same num_workers and prefetch_factor"):
+        heard.after(None)
+
+    def stop() -> None:
+        if time.monotonic() > began + 0.5:
+            raise Stopped(15)
+
+    with pytest.raises(Stopped):
+        heard.first(stop)
 
 
 def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,55 @@ def test_who_comes_back_is_not_ended_and_who_does_not_is(watched: tuple[RankStop
     assert set(ended) == {(signal.SIGTERM, False)}
 
 
+def test_a_learner_that_another_thread_has_closed_ends_nobody(watched: tuple[RankStopping, list[Any]]) -> None:
+    """Though a signal came before: nothing is left to be ended, and the process may go on for ever."""
+    stopping, ended = watched
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    closing = threading.Thread(target=stopping.restore)
+    closing.start()
+    closing.join()
+    time.sleep(1.5)
+    assert (stopping.heard, ended) == (signal.SIGTERM, [])
+
+
+def test_a_second_signal_hurries_who_is_away_also_after_it_was_there(watched: tuple[RankStopping, list[Any]]) -> None:
+    """It came back after the first one, and is inside torch as the second one comes."""
+    stopping, ended = watched
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        time.sleep(0.05)
+    later(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        inside(3)
+    assert ended[-1] == (signal.SIGTERM, True)
+
+
+def test_who_came_back_after_a_second_signal_is_given_all_the_time_again(
+    watched: tuple[RankStopping, list[Any]],
+) -> None:
+    """If it goes away again it is not said that the last signal came 2 s ago."""
+    stopping, ended = watched
+    stopping.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.1)
+    inside()
+    assert set(ended) == {(signal.SIGTERM, False)}
+
+
+def test_a_watch_whose_other_end_is_closed_is_over() -> None:
+    """It reads nothing more: it does not take a core."""
+    reader, writer = socket.socketpair()
+    with reader:
+        writer.close()
+        assert RankStopping()._read(reader, 0.2) is None
+
+
 def test_ctrl_c_that_was_raised_is_the_loops_affair(watched: tuple[RankStopping, list[Any]]) -> None:
     """A loop may catch it and go on, with steps of any length."""
     stopping, ended = watched

@@ -1,6 +1,7 @@
 """How a rank's exchange thread ends."""
 
 import os
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,3 +59,26 @@ def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float
     monkeypatch.setattr(one, "_join_and_work", fail)
     one._work()
     assert waited == [within_s]
+
+
+def test_moments_that_are_being_saved_are_saved_though_nobody_can_be_told(monkeypatch: Any) -> None:
+    """A process that is to end waits for them in any case."""
+    saves = [True, True, False]
+
+    class Keeper:
+        @property
+        def saves(self) -> bool:
+            return saves.pop(0)
+
+    training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0), keeper=Keeper())
+    meeting: Any = SimpleNamespace(rank=1, abort=lambda: None)
+    ranks: Any = None
+    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
+    broken: Future[str] = Future()
+    broken.set_exception(RankGone("it"))
+    monkeypatch.setattr(RankThread, "works", True)
+    monkeypatch.setattr(one, "_working", SimpleNamespace(last_words=lambda why, within_s: None))
+    monkeypatch.setattr(one, "ask", lambda work: broken)
+    with pytest.raises(RankGone):
+        one._last_words("SIGTERM came", 5.0)
+    assert not saves

@@ -12,6 +12,7 @@ import pytest
 
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
+from diloco.workers.ranks import wires as wires_module
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
 
@@ -94,7 +95,7 @@ async def test_who_ends_since_another_is_gone_is_not_taken_for_the_cause() -> No
         wires[1]._writers[0].transport.abort()
         with pytest.raises(RankGone):
             await wires[0].watch()
-        await wires[0].__aexit__()
+        await wires[0].__aexit__(None, None, None)
         with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
             await wires[2].watch()
         assert [wires[rank].speaks for rank in (0, 2)] == [True, False]
@@ -107,8 +108,30 @@ async def test_ranks_that_find_out_together_do_not_wait_for_each_other() -> None
             wires[1]._writers[rank].transport.abort()
         await asyncio.wait_for(asyncio.gather(wires[0].watch(), wires[2].watch(), return_exceptions=True), 10)
         began = asyncio.get_running_loop().time()
-        await asyncio.gather(wires[0].__aexit__(), wires[2].__aexit__())
+        await asyncio.gather(*(wires[rank].__aexit__(None, None, None) for rank in (0, 2)))
         assert asyncio.get_running_loop().time() - began < TOLD_S / 2
+        assert [wires[rank].speaks for rank in (0, 2)] == [True, False]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_one_that_finds_out_alone_has_the_first_of_the_others_tell_the_run(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where rank 0's machine is away. If the first one does not answer, it tells the run itself."""
+    monkeypatch.setattr(wires_module, "TOLD_S", 0.5)
+    async with wired(3) as wires:
+
+        async def never(rank: int, why: str, speaker: int) -> None:
+            await asyncio.Event().wait()
+
+        if not answers:
+            wires[1].handle(torn=never)
+        wires[0].leaving = True
+        wires[0]._writers[2].transport.abort()
+        with pytest.raises(RankGone):
+            await wires[2].watch()
+        await wires[2].__aexit__(None, None, None)
+        assert [wires[rank].speaks for rank in (1, 2)] == [answers, not answers]
 
 
 async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:
@@ -161,6 +184,17 @@ async def test_a_rank_that_dies_before_it_connects_is_not_waited_for(how: str) -
         listeners[1].close()
         called.close()
     with pytest.raises(RankGone, match=r"cannot reach ranks \[1\]"):
+        await asyncio.wait_for(connecting, 30)
+
+
+async def test_a_rank_that_dies_before_it_takes_a_call_was_never_connected() -> None:
+    """The system takes calls for it: who has called names it, and not another one that has given up before."""
+    listeners = [listen("127.0.0.1") for _ in range(2)]
+    lines = TcpLines(1, [one.getsockname()[:2] for one in listeners], listeners[1], TOKEN)
+    connecting = asyncio.create_task(lines.connect())
+    await asyncio.sleep(0.2)
+    listeners[0].close()
+    with pytest.raises(RankGone, match=r"cannot reach ranks \[0\]"):
         await asyncio.wait_for(connecting, 30)
 
 

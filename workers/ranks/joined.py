@@ -107,7 +107,7 @@ class Rank:
         if isinstance(error, (RuntimeError, RankGone)) and await self._wires.cause(CAUSE_S):
             await asyncio.sleep(CAUSE_S + TOLD_S)  # at most: this thread ends by that, and says so
         else:
-            await self._wires.tell_all(why)
+            await self._wires.end(why)
 
     async def say_bye(self, in_order: bool) -> None:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""

@@ -1,7 +1,7 @@
 """Connections of a rank to all others of its learner, over TCP. asyncio.
 
 A rank calls those below it, and is called by those above it. Who calls shows the token that the ranks agreed on as
-they met.
+they met, and is answered: the system takes calls also for a rank that is about to die.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ SILENT_S = 20
 CONNECT_S = 60.0
 TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
+_TAKEN = b"\1"
 
 
 _ours: set[tuple[int, int]] = set()
@@ -114,6 +115,12 @@ class TcpLines:
                 for other in range(self.rank):
                     reader, writer = await asyncio.open_connection(*self._addresses[other])
                     writer.write(_HELLO.pack(self._token, self.rank))
+                    try:
+                        if await reader.read(1) != _TAKEN:
+                            raise ConnectionError(f"rank {other} hangs up")
+                    except BaseException:
+                        writer.close()
+                        raise
                     self._connected(other, reader, writer)
                 if self.ranks > 1:
                     await self._all_here.wait()
@@ -165,6 +172,7 @@ class TcpLines:
         if not hmac.compare_digest(token, self._token) or not self.rank < other < self.ranks or other in self._lines:
             writer.close()
             return
+        writer.write(_TAKEN)
         self._connected(other, reader, writer)
 
     def _connected(self, other: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

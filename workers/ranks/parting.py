@@ -54,7 +54,7 @@ class Parting:
 
     async def _end(self, how: str) -> None:
         why = f"ranks of this learner have left their loops: {how}. {EQUALLY[0].upper()}{EQUALLY[1:]}"
-        await self._wires.tell_all(why)
+        await self._wires.end(why)
         raise RankGone(why)
 
     async def watch(self) -> None:
@@ -77,13 +77,15 @@ class Parting:
         return self.steps
 
 
-async def _steps_of(wires: Wires, rank: int, within_s: float = TOLD_S) -> int | None:
-    """None: it does not answer; it may be stopped."""
+async def _steps_of(wires: Wires, rank: int, within_s: float = TOLD_S) -> int | str:
+    """Or why it does not say."""
     try:
         async with asyncio.timeout(within_s):
             return int(await wires.ask(rank, "steps"))
     except TimeoutError:
-        return None
+        return "does not answer (paused, or its machine is away)"
+    except RankGone:
+        return "is gone"
 
 
 async def steps_of_all(wires: Wires, within_s: float) -> str:
@@ -92,9 +94,6 @@ async def steps_of_all(wires: Wires, within_s: float) -> str:
     return _shown(dict(enumerate(said)))
 
 
-def _shown(steps: Mapping[int, int | None]) -> str:
-    known = {
-        rank: "does not answer (paused, or its machine is away)" if at is None else f"after step {at}"
-        for rank, at in steps.items()
-    }
+def _shown(steps: Mapping[int, int | str]) -> str:
+    known = {rank: at if isinstance(at, str) else f"after step {at}" for rank, at in steps.items()}
     return ", ".join(f"rank {rank} {at}" for rank, at in sorted(known.items()))

@@ -19,7 +19,10 @@ from diloco.workers.ranks.wires import Wires
 
 LOOK_S = 0.2
 PATIENCE_S = 60.0
-"""For rank 0 to draw as far as another rank has."""
+"""For rank 0 to draw as far as another rank has; then it is said."""
+GIVES_UP_S = 600.0
+"""The same in training; then it is an error. Below torch's own time for gloo, half an hour, and long enough for what
+rank 0 does alone between two batches, such as an evaluation."""
 Asked = tuple[int, int | None, int, int]
 """Length, seed, batch size and batches in a step, as a rank says them."""
 
@@ -73,7 +76,7 @@ class Hearing:
 
     def first(self, check: Callable[[], object]) -> ClaimedShard:
         """The one to begin with; as `after`. check: may raise too, as where this process is to end before it trains."""
-        claimed, _ = self._next(check)
+        claimed, _ = self._next(check, None)  # rank 0 may itself wait, for the run's first one
         assert claimed is not None  # noqa: S101  # there is nothing yet to be read again
         return claimed
 
@@ -81,12 +84,12 @@ class Hearing:
         """As `ShardsInTurn`; waits until rank 0 has taken it up.
 
         Raises:
-            UsageError: rank 0 reads something else.
+            UsageError: rank 0 reads something else, or nothing in `GIVES_UP_S`.
             DilocoError: the learner has ended.
         """
-        return self._next(self._check)
+        return self._next(self._check, GIVES_UP_S)
 
-    def _next(self, check: Callable[[], object]) -> tuple[ClaimedShard | None, Shard]:
+    def _next(self, check: Callable[[], object], within_s: float | None) -> tuple[ClaimedShard | None, Shard]:
         began, said = time.monotonic(), False
         while True:
             try:
@@ -94,10 +97,13 @@ class Hearing:
                 break
             except queue.Empty:
                 check()
-            if not said and time.monotonic() - began > PATIENCE_S:
+            waited_s = time.monotonic() - began
+            how = "all ranks must draw alike: give their loaders the same num_workers and prefetch_factor"
+            if within_s is not None and waited_s > within_s:
+                raise UsageError(f"batches(): rank 0 has not drawn as many as this rank in {within_s:g} s; {how}")
+            if not said and waited_s > PATIENCE_S:
                 said = True
-                detail = "all ranks must draw alike: give their loaders the same num_workers and prefetch_factor"
-                structlog.get_logger().warning("batches_awaited", detail=f"rank 0 has not drawn as many yet; {detail}")
+                structlog.get_logger().warning("batches_awaited", detail=f"rank 0 has not drawn as many yet; {how}")
         if asked != self._asked:
             raise UsageError(f"batches(): this rank says {_shown(self._asked)}, rank 0 {_shown(asked)}: say the same")
         shard = codec.decode(Shard, encoded)

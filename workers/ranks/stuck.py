@@ -8,7 +8,7 @@ main thread still comes back: by SIGURG, which nobody else uses, and whose handl
 |---------------------------------------------|----------------------------|----------------------------------------|
 | SIGTERM, SIGHUP, noted by the learner       | comes back                 | the loop ends between two steps        |
 | SIGINT                                      | comes back                 | KeyboardInterrupt                      |
-| any of these                                | not in `BACK_S`, two steps | the process ends, and says where it is |
+| any of these                                | not in `waits_s`           | the process ends, and says where it is |
 | a second one of them (SIGHUP is never it)   | not in `AGAIN_S`           | the same                               |
 | one with a handler of the program's own     | whatever                   | what that handler does                 |
 
@@ -110,6 +110,8 @@ class RankStopping(Stopping):
         assert self._reader is not None  # noqa: S101  # made before the thread
         asked = count = 0
         """The signal that the main thread is to come back for; how many there were."""
+        again = False
+        """It is given `AGAIN_S`: a second one came."""
         seen_s = until_s = 0.0
         with self._reader as reader:
             while (came := self._read(reader, LOOK_S if asked else None)) is not None:
@@ -118,13 +120,13 @@ class RankStopping(Stopping):
                     asked, seen_s, until_s = came[0], self._back_s, now + self._given_s()
                 count += sum(number != HANGUP for number in came)
                 if came and count > 1:
-                    until_s = min(until_s, now + AGAIN_S)
+                    until_s, again = min(until_s, now + AGAIN_S), True
                 if self._back_s != seen_s:
-                    seen_s, until_s = self._back_s, now + self._given_s()
+                    seen_s, until_s, again = self._back_s, now + self._given_s(), False
                     asked = asked if self.heard else 0  # Ctrl-C was raised there: what comes of it is the loop's
                     count = count if asked else 0
-                elif asked and now > until_s:
-                    self._end(asked, count > 1)
+                elif asked and now > until_s and not self._over:
+                    self._end(asked, again)
                 if asked and not self._over:
                     self._probe()
 
@@ -137,7 +139,7 @@ class RankStopping(Stopping):
                 read = reader.recv(1024)
             except TimeoutError:
                 break
-            if 0 in read:
+            if not read or 0 in read:
                 return None
             if came := [number for number in read if self._is_watched(number)]:
                 return came

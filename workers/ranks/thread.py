@@ -53,11 +53,13 @@ class RankThread(ExchangeThread):
     def _last_words(self, why: str, within_s: float) -> str:
         """As `RankStopping.say`; moments that are being saved are saved, too."""
         until_s = time.monotonic() + within_s
-        if self._working is not None and self.works:
-            why = self.ask(self._working.last_words(why, within_s)).result(within_s + 1)
-        while self._training.keeper.saves and time.monotonic() < until_s:
-            time.sleep(0.05)
-        return why
+        try:
+            if self._working is not None and self.works:
+                return self.ask(self._working.last_words(why, within_s)).result(within_s + 1)
+            return why
+        finally:
+            while self._training.keeper.saves and time.monotonic() < until_s:
+                time.sleep(0.05)
 
     def join(self) -> None:
         """As `ExchangeThread`; the ranks part."""

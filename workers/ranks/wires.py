@@ -5,7 +5,8 @@ answer. What one rank asks another is begun there in the order in which it was a
 
 A rank whose process is killed is noticed at once, since the system closes its connections; one whose machine is gone,
 after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises. Whoever finds out tells all others why
-before its own connections close: else they would take it for the cause.
+before its own connections close: else they would take it for the cause. With that it says who tells the run: the first
+rank that is left. That one tells all others too, so that they know it lives; who cannot reach it tells the run itself.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ Handler = Callable[..., Awaitable[Any]]
 SLICE_BYTES = 2**20
 """Written and read at a time."""
 MAX_HEAD_BYTES = 16 * 2**20
-TOLD_S = 5.0
-"""For the others to hear why this rank ends."""
+TOLD_S, SAID_S = 5.0, 2.0
+"""For the others to hear why this rank ends; for the bus."""
 KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
 """Of errors as they are told; all others are told as the first. After those of the bus it is tried again."""
 _SIZES = struct.Struct("<IQ")
@@ -60,8 +61,10 @@ class Wires:
         self.why = ""
         """What all ranks end by, once one has told: their connections end then too."""
         self._gone_ones = set[int]()
-        self.speaks = False
-        """Once it is broken: of the ranks that are left this one is the first."""
+        self._heard_by = {self.rank}
+        """Ranks that know why."""
+        self._speaker = -1
+        """Rank that tells the run."""
 
     def handle(self, **handlers: Handler) -> None:
         """What is done when it is asked here."""
@@ -78,9 +81,12 @@ class Wires:
             self.go_on(self._hear(other, reader))
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        if (found := self._found) is not None and not self.why:
-            await self.tell_all(str(found))
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        found = self._found or error
+        if not self.why and isinstance(found, Exception) and not (self.leaving and isinstance(found, RankGone)):
+            await self.tell_all(self._worded(found))
+        elif self.speaks:
+            await self.tell_all(self.why)
         self.leaving = True
         self._lines.close()
         for task in list(self._tasks):
@@ -93,27 +99,50 @@ class Wires:
                 await writer.wait_closed()
 
     @property
-    def _found(self) -> RankGone | None:
-        """What this rank is broken by, if a rank is gone."""
+    def _found(self) -> BaseException | None:
+        """What this rank is broken by."""
         if not self._broken.done() or self._broken.cancelled():  # as its watcher was, by an error from elsewhere
             return None
-        error = self._broken.exception()  # it was told, or nobody was there to be told
-        return error if isinstance(error, RankGone) else None
+        return self._broken.exception()  # it was told, or nobody was there to be told
 
-    async def tell_all(self, why: str) -> None:
-        """Have all other ranks end by this; this one is about to."""
+    def _worded(self, error: BaseException) -> str:
+        if isinstance(error, RankGone):
+            return str(error)
+        how = f"{error!s:.400}" if isinstance(error, DilocoError) else f"{error!r:.400}"
+        return f"rank {self.rank} of this learner has ended: {how}"
+
+    @property
+    def speaks(self) -> bool:
+        """Once all is over: it is this rank that tells the run `why`."""
+        return self._speaker == self.rank
+
+    async def end(self, why: str) -> None:
+        """Have all ranks end by this, this one's exchange too, and with it whoever waits here."""
+        self._break(RankGone(why))
+        await asyncio.sleep(TOLD_S + SAID_S)
+
+    async def tell_all(self, why: str, said: bool = False) -> None:
+        """Have all other ranks end by this; this one is about to. said: it has told the run, or does."""
         self.why = why
+        speaker = self.rank if said or self.speaks else min({*range(self.ranks)} - self._gone_ones)
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         with suppress(TimeoutError):
             async with asyncio.timeout(TOLD_S):
-                await asyncio.gather(*(self.ask(rank, "torn", why) for rank in others), return_exceptions=True)
+                await asyncio.gather(*(self._tell(rank, speaker) for rank in others), return_exceptions=True)
+        if not said:
+            self._speaker = speaker if speaker in self._heard_by else self.rank
+
+    async def _tell(self, rank: int, speaker: int) -> None:
+        await self.ask(rank, "torn", self.why, speaker)
+        self._heard_by.add(rank)
 
     async def cause(self, within_s: float) -> str:
         """What all ranks end by, or will, if that turns out within some time; else nothing."""
         with suppress(TimeoutError, DilocoError):
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._broken)
-        return self.why or str(self._found or "")
+        found = self._found
+        return self.why or ("" if found is None else self._worded(found))
 
     async def watch(self) -> None:
         """Until a rank is gone.
@@ -162,11 +191,12 @@ class Wires:
 
     def _break(self, error: BaseException) -> None:
         if not self._broken.done() and not self.leaving:
-            self.speaks = self.rank == min({*range(self.ranks)} - self._gone_ones)
             self._broken.set_exception(error)
 
-    async def _take_torn(self, _: int, why: str) -> None:
-        self.why = self.why or why
+    async def _take_torn(self, rank: int, why: str, speaker: int) -> None:
+        self._heard_by.add(rank)
+        if not self.why:
+            self.why, self._speaker = why, speaker
         self._break(RankGone(self.why))
 
     async def _write(self, rank: int, head: list[Any], vector: Float32 | None = None) -> None:

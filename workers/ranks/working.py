@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.errors import BusError, RankGone
+from diloco.pipeline.errors import BusError, IdTaken, RankGone
 from diloco.pipeline.messages.run import Event, RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
@@ -40,11 +40,8 @@ from diloco.workers.ranks.part import Part, Snapshot
 from diloco.workers.ranks.parting import steps_of_all
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import UnderWay
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.wires import SAID_S, Wires
 from diloco.workers.training import Training
-
-SAID_S = 2.0
-"""For the bus to hear that the learner is broken."""
 
 
 def common(found: Iterable[Found]) -> Source:
@@ -84,9 +81,11 @@ class Working:
             self._follow()
         try:
             await self._work(leads)
-        except RankGone as gone:
-            if self._wires.speaks:
-                await self.say_broken(str(gone))
+        except IdTaken:
+            raise  # who has the name now is not broken
+        except Exception as error:
+            if self._wires.speaks and (isinstance(error, RankGone) or self._joined.done()):
+                await self.say_broken(self._wires.why)
             raise
 
     async def say_broken(self, why: str) -> None:
@@ -102,20 +101,14 @@ class Working:
         if self._joined.done():  # all have: they can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._wires, within_s / 2)}"
         await asyncio.wait(
-            {asyncio.create_task(one) for one in (self._wires.tell_all(why), self.say_broken(why))},
+            {asyncio.create_task(one) for one in (self._wires.tell_all(why, said=True), self.say_broken(why))},
             timeout=within_s / 2,
         )
         return why
 
     async def _work(self, leads: bool) -> None:
         async with self._wires, meanwhile(self._wires.watch()):
-            try:
-                await (self._lead() if leads else asyncio.Event().wait())
-            except (RankGone, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                await self._wires.tell_all(f"rank {self._wires.rank} of this learner has ended: {error!s:.400}")
-                raise
+            await (self._lead() if leads else asyncio.Event().wait())
 
     def _part(self, member: Member) -> Part:
         def snapshot(p: int) -> Snapshot:
@@ -173,9 +166,10 @@ class Working:
         """The exchange's work. As the ranks part, it may still pull what others of them take no more."""
         try:
             await exchange.work()
-        except* RankGone:
-            if not self._wires.leaving:
-                raise
+        except ExceptionGroup as errors:
+            others = errors.split(RankGone)[1] if self._wires.leaving else errors
+            if others is not None:
+                raise others.exceptions[0] from None
 
     async def _tell_which_run(self, shared: Shared) -> None:
         """Until cancelled. At a run's start it may not be known as all enter; no rank saves its moments until it is."""
