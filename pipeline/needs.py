@@ -1,9 +1,8 @@
 """What a run needs: sync interval, fragments, codec; memory, bytes and cores of the syncers and of Redis. Pure.
 
 H follows from what the globals take of a learner's link; the codec, P and the threads of an outer step from whether a
-fragment's round trip hides behind tau steps; syncers and Redis nodes from traffic, memory and the operations of merge
-and outer step. `diloco plan` shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many
-learners the goodput wants.
+fragment's round trip hides behind tau steps; syncers and Redis nodes from traffic, memory and operations. `diloco plan`
+shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many learners the goodput wants.
 """
 
 import math
@@ -56,8 +55,7 @@ EXACT = ("fp32", "bf16")
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
 REDIS_BYTES_PER_S = 1.1 * 2**30
 """Of one node, through a Python client, measured at 1 MiB a value."""
-REDIS_MEMORY_BYTES = 256e9
-SYNCER_MEMORY_BYTES = 512e9
+REDIS_MEMORY_BYTES, SYNCER_MEMORY_BYTES = 256e9, 512e9
 """Memory of one machine. Assumed"""
 SYNCER_SPARE = 1.25
 """Of its memory: what is freed is used again, and up to a quarter more is held (`payload.buffers`)."""
@@ -229,6 +227,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
     widest = max(pulled, wire)
     busier = f"the globals ({global_codec})" if pulled >= wire else "the deltas"
+    fewer = "; --global-codec int8 asks for less" if pulled > wire and global_codec != "int8" else ""
 
     def load(interval: int) -> float:
         return 8 * widest * site.params / (interval * site.step_time) / site.link
@@ -238,11 +237,10 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         interval = INTERVALS[-1]
         warnings.append(
             f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
-            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
+            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model{fewer}"
         )
     most = min(interval, int(TENSORS_A_LAYER * shape_of(site)[1]))
-    hidden_s = overlap_steps * site.step_time
-    alone_s = outer_operations(site, outer) / CORE_FLOPS
+    hidden_s, alone_s = overlap_steps * site.step_time, outer_operations(site, outer) / CORE_FLOPS
     step_s = alone_s / site.syncer_cores
 
     def fragmented(name: str) -> tuple[int, str, float]:
@@ -277,7 +275,9 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     _, first, first_s = tried[0]
     why = {
         "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
-        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
+        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality"
+        + fewer
+        * (interval > 24),
         "fragments": f"the {'most; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
         f"{'outlasts' if beyond(trip_s) else 'hides behind'} {overlap_steps} steps ({hidden_s:.1f} s), {most} at most",
     }
@@ -438,9 +438,10 @@ def needs_of(
             f"{ranks - pace.fragments} of {ranks} ranks serve no fragment, since there are {pace.fragments}: more "
             "fragments spread the bytes"
         )
+    holds = redis_holds(learners, pace.global_codec)
     why = {
         "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
-        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({redis_holds(learners)}) take {by_memory}",
+        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({holds}) take {by_memory}",
         "syncers": "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
         + f" ({whole / 1e9:.0f} GB for values, momenta and all windows at once, {syncer_traffic / 1e9:.2f} GB/s, "

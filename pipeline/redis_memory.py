@@ -51,6 +51,8 @@ def offered_bytes(elements: float) -> float:
     return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
 
 
-def redis_holds(learners: int) -> str:
+def redis_holds(learners: int, global_codec: str) -> str:
     """What `redis_bytes` counts."""
-    return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {learners} deltas, {OFFERS} offers of moments, a reserve"
+    updates = ", int8 updates of two key frames" if global_codec == "int8" else ""
+    deltas = f"{learners} deltas{updates}"
+    return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {deltas}, {OFFERS} offers of moments, a reserve"

@@ -87,7 +87,7 @@ def _place(asked: str, item: str, gpus: Sequence[str]) -> Place:
     if None in numbers or len(set(numbers)) < len(numbers):
         raise UsageError(
             f"devices={asked!r}: {item!r} is no device: give cuda:0,cuda:1 and so on (0+1 for one learner), or all, "
-            "cpu, mps or auto"
+            "cpu (cpu+cpu for one learner), mps or auto"
         )
     for number in numbers:
         if number is not None and number >= len(gpus):

@@ -244,7 +244,8 @@ def plain_line(status: Status) -> str:
     parts = [
         f"{status['phase']} {100 * min(1.0, status['progress']):.0f}%",
         f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
-        f"{len(live)} learners live at {count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
+        f"{len(live)} learner{'s' * (len(live) != 1)} live at "
+        f"{count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",

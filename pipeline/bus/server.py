@@ -159,7 +159,7 @@ def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
-    needs = f"this model needs at least {needed / 2**20:.0f} MiB ({redis_holds(learners)})"
+    needs = f"this model needs at least {needed / 2**20:.0f} MiB ({redis_holds(learners, sync.global_codec)})"
     limit = maxmemory_bytes or machine_bytes
     has = f"Redis has maxmemory {limit / 2**20:.0f} MiB" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:

@@ -8,7 +8,6 @@ for anybody. The lead writes the manifest.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 
 import structlog
 
@@ -89,25 +88,33 @@ class Checkpoints:
     async def help(self) -> None:
         """Save what this syncer serves in each checkpoint that another one has begun."""
         await self._known.wait()
-        await self._tell_of_others()
+        await self._try()
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             await self._help(self._served())
 
-    async def _tell_of_others(self) -> None:
-        """Nobody removes what other runs have saved: so people are told how much it is."""
+    async def _try(self) -> None:
+        """Whether the place can be written is said now, not first when there is something to save.
+
+        Nobody removes what other runs have saved in it: so people are told how much that is.
+        """
         own = self._place
 
         def look() -> tuple[list[str], int, int]:
+            self._shared.check()
             others = [run for run in runs_in(self._shared) if str(run) != str(own)]
             found = [run.below(name) for run in others for name in run.names() if name.startswith(CHECKPOINT)]
             return [str(run) for run in others], len(found), sum(one.size_bytes() for one in found)
 
-        with suppress(OSError):  # saving says what is wrong with the place
+        try:
             runs, checkpoints, size_bytes = await self._context.offload(look)
-            if runs:
-                self._log.info("other_runs_found", runs=runs, checkpoints=checkpoints, bytes=size_bytes)
+        except OSError as error:  # said now, not first when there is something to save
+            self.problem = f"no checkpoint can be saved in {self._shared} as it is: {error}"
+            self._log.error("checkpoint_place_refused", error=str(error))
+            return
+        if runs:
+            self._log.info("other_runs_found", runs=runs, checkpoints=checkpoints, bytes=size_bytes)
 
     async def _help(self, fragments: Collection[int]) -> None:
         """Save those of these fragments that nobody has saved yet in the checkpoint that was seen last."""

@@ -6,6 +6,8 @@ the environment, as each store's own tools have them, and from nowhere else.
 """
 
 import importlib
+import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,6 +49,10 @@ class Place(Protocol):
 
     def below(self, name: str) -> "Place":
         """The folder of this name in it, there or not."""
+        ...
+
+    def check(self) -> None:
+        """Raise where nothing can be written; nothing is left there by it."""
         ...
 
     def names(self) -> frozenset[str]:
@@ -119,6 +125,12 @@ class Folder:
         """As `Place`."""
         return Folder(self.path / name)
 
+    def check(self) -> None:
+        """As `Place`."""
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise OSError(f"{there} is no folder, or not yours to write to")
+
     def names(self) -> frozenset[str]:
         """As `Place`."""
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -168,6 +180,12 @@ class Store:
     def below(self, name: str) -> "Store":
         """As `Place`."""
         return Store(self._files, f"{self._address}/{name}")
+
+    def check(self) -> None:
+        """As `Place`."""
+        name = f".tried-{secrets.token_hex(4)}"
+        self.write(name, ())
+        self.remove(name)
 
     def names(self) -> frozenset[str]:
         """As `Place`."""

@@ -309,7 +309,8 @@ async def start_http(
         await web.TCPSite(runner, host, port, backlog=most).start()
     except OSError as error:
         await runner.cleanup()
-        raise UsageError(f"cannot listen on http_host={host} http_port={port}: {error.strerror or error}") from error
+        why = f"{error.strerror or error}; port 0 takes a free one"
+        raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log = structlog.get_logger()
     log.info("http_listening", address=runner.addresses[0])
     if token is None and not _is_loopback(host):

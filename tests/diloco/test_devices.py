@@ -99,7 +99,7 @@ def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--devices", "cpu+cpu+cpu", "--batch", "8"), "batch=8: a learner of 3 ranks divides .* give --batch 9"),
+        (("--devices", "cpu+cpu+cpu", "--batch", "8"), "batch=8: a learner of 3 ranks divides .* ranks as divide it"),
         (("--devices", "cpu,cpu+cpu", "--batch", "7"), "batch=7: a learner of 2 ranks"),
     ],
 )

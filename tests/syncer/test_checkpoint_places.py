@@ -194,6 +194,14 @@ def test_a_store_that_is_away_is_said(s3: str, monkeypatch: pytest.MonkeyPatch) 
         load_checkpoint(s3)
 
 
+def test_a_bucket_that_is_absent_is_said_before_anything_is_saved(s3: str) -> None:
+    place = place_of("s3://nowhere/run")
+    with pytest.raises(OSError, match="bucket"):
+        place.check()
+    place_of(s3).check()
+    assert place_of(s3).names() == frozenset()
+
+
 def test_missing_credentials_are_said(s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They come from the environment, and from nowhere else."""
     for name in CREDENTIALS:

@@ -169,3 +169,12 @@ def test_a_runs_folder_is_its_names_and_its_beginnings() -> None:
 def test_the_output_folder_of_a_checkpoint_is_found(inside: str) -> None:
     """By it a resumed run finds method and moments, of earlier builds too."""
     assert output_of(Path("runs/mine") / inside).path == Path("runs/mine")
+
+
+def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    """Not first when there is something to save: a run may be over by then."""
+    (tmp_path / "file").write_text("no folder")
+    with capture_logs() as log:
+        run(str(tmp_path / "file"), versions=3, checkpoint_every=1e6)
+    told = [line["event"] for line in log if line["log_level"] == "error"]
+    assert told[0] == "checkpoint_place_refused"

@@ -48,7 +48,7 @@ class Parting:
         others = [rank for rank in range(self._wires.ranks) if rank not in self._left]
         if others:
             there = _shown({rank: await _steps_of(self._wires, rank) for rank in others})
-            await self._end(f"{_shown(self._left)}; not so within {PARTING_S:g} s {there}")
+            await self._end(f"{_shown(self._left)}; in {PARTING_S:g} s these have not: {there}")
         if len(set(self._left.values())) > 1:
             await self._end(_shown(self._left))
 
