@@ -177,7 +177,7 @@ async def _delete(url: str, name: str, yes: bool) -> None:
             if not typer.confirm(f"Delete {what}?"):
                 raise DilocoError("nothing was deleted")
         freed = await runs.free(name)
-    typer.echo(f"deleted {what}, {freed} keys")
+    typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would put it back: end it")
 
 
 # --- extend -------------------------------------------------------------------------------------------

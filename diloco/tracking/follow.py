@@ -15,7 +15,7 @@ import typer
 
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BusError, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
@@ -52,7 +52,7 @@ class Notes:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            raise UsageError(f"--into {folder}: {error.strerror or error}") from error
+            raise UsageError(f"--into {folder} cannot be used as a folder: {error.strerror or error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = read_object(self._file) if self._file.exists() else {}
@@ -189,10 +189,13 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
         try:
             writer = Writer(notes, tracker)
             typer.echo(f"writing run {run!r} to {folder} until it is finished or Ctrl-C; the run does not notice")
-            asyncio.run(_follow(url, run, writer))
-            writer.end()
-        finally:
-            tracker.close()
-            notes.save()
+            try:
+                asyncio.run(_follow(url, run, writer))
+                writer.end()
+            finally:
+                tracker.close()
+                notes.save()
+        except OSError as error:
+            raise DilocoError(f"--into {folder} cannot be written any more: {error}") from error
     finally:
         notes.close()

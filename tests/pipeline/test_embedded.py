@@ -149,7 +149,12 @@ def test_the_packages_server_comes_first_then_path_and_without_any_one_line_says
 
 
 @pytest.mark.parametrize(
-    "url", ["http://:hunter2@h", "redis://:hunter#2@h:6379", "redis://:hunter2@h:port", "redis://:hunter2@h?x=1"]
+    "url",
+    [
+        *["http://:hunter2@h", "redis://:hunter#2@h:6379", "redis://:hunter2@h:port", "redis://:hunter2@h?x=1"],
+        *["redis:/:hunter2@h", "redis://", "redis://:x@hunter#2@h:6379", "redis://:x/hunter2@h", "redis://h/hunter2"],
+        *["unix://", "unix:///x#hunter2"],
+    ],
 )
 async def test_a_malformed_url_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(UsageError) as refused:

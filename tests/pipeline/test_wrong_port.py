@@ -1,5 +1,6 @@
 """A URL with a wrong port, host or server behind it: what is said names the address, what to look at, and no secret."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.errors import BusUnavailable, UsageError
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -46,3 +47,15 @@ async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> N
     text = await said(f"redis://somebody:secret@127.0.0.1:{no_redis}")
     assert text.startswith(f"Redis at 127.0.0.1:{no_redis}: ")
     assert "what answers there is no Redis" in text
+
+
+async def test_a_server_that_says_yes_to_all_is_told_from_a_redis() -> None:
+    async def nod(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while asked := await reader.read(4096):
+            writer.write(b"+OK\r\n" * asked.count(b"*"))
+        writer.close()
+
+    async with await asyncio.start_server(nod, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(UsageError, match=f"what answers at 127.0.0.1:{port} is no Redis"):
+            await connect(f"redis://127.0.0.1:{port}", "run")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
+from urllib.parse import SplitResult, urlsplit
 
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
@@ -168,6 +169,8 @@ def parse(url: str) -> tuple[dict[str, Any], str]:
     """
     try:
         parsed: dict[str, Any] = dict(parse_url(url))
+        if not _is_whole(urlsplit(url)):
+            raise ValueError
     except ValueError:  # its text may hold a part of a password
         raise UsageError(
             "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, or "
@@ -180,6 +183,13 @@ def parse(url: str) -> tuple[dict[str, Any], str]:
     if "path" not in parsed:
         options["socket_keepalive"] = True
     return options, where
+
+
+def _is_whole(url: SplitResult) -> bool:
+    """Whether it names a host or a socket, and nothing that redis-py leaves out: then it would reach another server."""
+    if url.scheme == "unix":
+        return bool(url.path) and not url.fragment
+    return bool(url.hostname) and not url.fragment and re.fullmatch("(/[0-9]*)?", url.path) is not None
 
 
 DOCTOR = " (`diloco doctor` looks into it)"
@@ -211,6 +221,8 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> "RedisCalls":
         raise type(refused)(f"{refused}{hint}") from None
     finally:
         await probe.aclose()
+    if "redis_version" not in info:
+        raise UsageError(f"what answers at {where} is no Redis{hint}")
     if (found := server.version(server.Server.of(info))).level == "error":
         raise UsageError(f"Redis at {where} is {found}")
     cluster = bool(info.get("cluster_enabled"))
