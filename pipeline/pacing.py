@@ -118,6 +118,16 @@ def merge_share(
     return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
 
 
+class SlowMerges(NamedTuple):
+    """A warning; its text is both halves."""
+
+    found: str
+    helps: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.helps}"
+
+
 def slow_merges(
     sync: SyncSpec,
     fragments: Iterable[Pace],
@@ -125,7 +135,7 @@ def slow_merges(
     syncers: int,
     allowed: float = 1.0,
     together_s: float = 0.0,
-) -> str | None:
+) -> SlowMerges | None:
     """A warning if merges take longer than they have room, with what helps; None: they fit, or it is not known yet.
 
     A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners.
@@ -138,26 +148,6 @@ def slow_merges(
         allowed: times its room that a merge may take.
         together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
     """
-    found = slow_merges_found(sync, fragments, step_times, syncers, allowed, together_s)
-    return None if found is None else f"{found.found}: {found.helps}"
-
-
-class SlowMerges(NamedTuple):
-    """The two halves of the warning."""
-
-    found: str
-    helps: str
-
-
-def slow_merges_found(
-    sync: SyncSpec,
-    fragments: Iterable[Pace],
-    step_times: Sequence[float],
-    syncers: int,
-    allowed: float = 1.0,
-    together_s: float = 0.0,
-) -> SlowMerges | None:
-    """As `slow_merges`."""
     step_s = _usual(step_times)
     found = _shares(sync, fragments, step_times, together_s)
     slow = [(ratio, one) for ratio, one in found if ratio > allowed]

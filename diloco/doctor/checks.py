@@ -23,7 +23,7 @@ from diloco.pipeline.needs import (
     syncer_bytes,
 )
 from diloco.pipeline.pacing import Pace as MergePace
-from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges_found
+from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import as_bytes, as_rate, written
 
@@ -229,7 +229,7 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     paces = [
         MergePace(p, at_full_interval, asked.round_trip_s - outer_s + own_s, own_s) for p, own_s in enumerate(each_s)
     ]
-    slow = slow_merges_found(sync, paces, [site.step_time], 1, together_s=together_s)
+    slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s)
     if slow is not None:
         return warning("merges", slow.found, slow.helps)
     room_s = full_room_steps(sync) * site.step_time

@@ -355,7 +355,7 @@ def build_status(
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
-        warnings += [slow] if slow else []
+        warnings += [str(slow)] if slow else []
         warnings += _crowded(here)
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)

@@ -11,7 +11,8 @@ from tests import samples
 
 def said(*merge_s, step_s=(0.1,), syncers=1, version=9, allowed=1.0, outer_s=0.0, **sync):
     paces = [Pace(p, version, s, outer_s) for p, s in enumerate(merge_s)]
-    return slow_merges(samples.sync_spec(fragments=len(paces), **sync), paces, step_s, syncers, allowed)
+    found = slow_merges(samples.sync_spec(fragments=len(paces), **sync), paces, step_s, syncers, allowed)
+    return None if found is None else str(found)
 
 
 def test_it_is_said_when_a_merge_takes_longer_than_a_third_of_a_round():
@@ -45,7 +46,9 @@ def test_what_the_outer_step_should_take_is_said_before_the_first_merge():
 
     def reckoned(*outer_s, together_s=0.0):
         paces = [Pace(p, 9, 0.0, s) for p, s in enumerate(outer_s)]
-        return slow_merges(samples.sync_spec(fragments=len(paces), outer="muon"), paces, [0.1], 1, 1.0, together_s)
+        sync = samples.sync_spec(fragments=len(paces), outer="muon")
+        found = slow_merges(sync, paces, [0.1], 1, 1.0, together_s)
+        return found and found.found
 
     assert reckoned(0.1, 0.13) is None
     assert "fragment 1 0.2 s, outer step 0.2 s" in reckoned(0.1, 0.2)
@@ -127,11 +130,11 @@ def test_a_tiny_models_merges_are_told_in_milliseconds_and_helped_by_longer_roun
 def test_no_advice_is_beyond_what_can_be_set():
     """However long a merge takes: threads that BLAS has, and an interval that the setting takes."""
     pace = [Pace(0, 9, 0.0, 1e5)]
-    text = slow_merges(samples.sync_spec(fragments=1, outer="halley"), pace, [1e-3], 1)
+    text = str(slow_merges(samples.sync_spec(fragments=1, outer="halley"), pace, [1e-3], 1))
     assert "OPENBLAS_NUM_THREADS=64)" in text
     assert "--sync-interval 1000000;" in text
     longest = samples.sync_spec(fragments=1, sync_interval=10**6, first_interval=0)
-    assert "longer rounds" not in slow_merges(longest, [Pace(0, 9, 1e9)], [1e-3], 1)
+    assert "longer rounds" not in str(slow_merges(longest, [Pace(0, 9, 1e9)], [1e-3], 1))
 
 
 def test_the_advised_interval_is_bounded_as_the_setting_is():
