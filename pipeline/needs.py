@@ -276,8 +276,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     why = {
         "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
         f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality"
-        + fewer
-        * (interval > 24),
+        f"{fewer if interval > INTERVALS[0] else ''}",
         "fragments": f"the {'most; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
         f"{'outlasts' if beyond(trip_s) else 'hides behind'} {overlap_steps} steps ({hidden_s:.1f} s), {most} at most",
     }

@@ -15,7 +15,7 @@ from diloco.doctor import checks, measure
 from diloco.doctor.facts import Link, Machine, Run
 from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, of_folders
-from diloco.options import takes
+from diloco.options import RunSettings, takes
 from diloco.pipeline.bus.redis.examining import address_of, examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
@@ -25,12 +25,14 @@ from diloco.pipeline.findings import Finding, error, ok
 from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
+from diloco.pipeline.settings import defaults
 from diloco.pipeline.units import Amount, Span
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
 MOST_S = 120.0
 """Whatever a server does, all is told by then."""
+LEARNERS: int = defaults(RunSettings)["learners"]
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -161,7 +163,7 @@ def command(
     step_time: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Of an inner step (default: as the run's learners report)")
     ] = None,
-    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the run that is planned")] = 4,
+    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the run that is planned")] = LEARNERS,
     here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
     party: Annotated[
         Party, typer.Option("--as", metavar="all|learner|syncer", help="What this machine is to be")
