@@ -24,7 +24,7 @@ from diloco.options import takes
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.server import USERS_FROM
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.messages.wire import PartyId
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
@@ -108,11 +108,16 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
     notes = []
     if invitation.url.startswith("redis://"):
         notes.append("note: no TLS: whoever can read the network reads the password, and all that is trained")
+    elif "ssl_ca_data" not in invitation.url:
+        notes.append(
+            "note: no certificate authority is in it: the learner's machine must know the server's. An address of your "
+            "own with rediss:// and DILOCO_REDIS_CA puts it in"
+        )
     async with _users(url) as users:
         if await users.exists(user.name):
             raise UsageError(f"{name!r} is invited already: `diloco revoke {name}` first, or take another name")
         await users.make(user, password)
-        if not await users.keep():
+        if await users.keep() != "kept":
             notes.append(
                 "note: this Redis has no ACL file that it may write: started again, it does not know the learner"
             )
@@ -143,7 +148,8 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
         kept["ssl_ca_data"] = Path(authority).read_text()
     place = f"[{host}]" if ":" in host else host
     netloc = f"{quote(user)}:{quote(password)}@{place}" + (f":{port}" if port else "")
-    return urlunsplit((there.scheme, netloc, there.path or ours.path, urlencode(kept), ""))
+    database = there.path or (ours.path if ours.scheme != "unix" else "")
+    return urlunsplit((there.scheme, netloc, database, urlencode(kept), ""))
 
 
 # --- revoke -------------------------------------------------------------------------------------------
@@ -167,7 +173,11 @@ async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
         if not await users.take_away(f"{acl.INVITED}-{name}"):
             raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
-        await users.keep()
+        if await users.keep() == "failed":
+            raise DilocoError(
+                f"{name!r} is cut off, but this Redis cannot write its ACL file, which still has the learner: started "
+                "again, it lets it in. Mend that, then: redis-cli ACL SAVE"
+            )
 
 
 # --- join ---------------------------------------------------------------------------------------------
@@ -213,6 +223,7 @@ def _join(
             said = typer.prompt("invitation", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
         case _:
             said = word
+    os.environ.pop("DILOCO_REDIS_CA", None)  # the word brings its own
     os.environ.update(Invitation.read(said).environment())
     if ctx.args[:1] != ["--"]:
         raise typer.Exit(main(["learner", *ctx.args]))

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -19,7 +19,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BadMessage, DilocoError, UsageError
+from diloco.pipeline.errors import BadMessage, BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
@@ -112,17 +112,26 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
         "bytes": taken.bytes,
     }
     clock = LoopClock()
-    try:
-        async with open_bus(url, run) as bus:
+    async with open_bus(url, run) as bus:
+        try:
             status, state = await read_status(bus, clock), await bus.read_state()
-    except BadMessage:
-        return row
+        except BadMessage:
+            row["syncers"] = await _syncers_at_work(bus)
+            return row
     row["phase"], row["tokens"], row["budget_tokens"] = status["phase"], status["tokens"], status["budget_tokens"]
     row["age_s"] = None if state is None else max(0.0, clock.unix() - state.started_unix_s)
     row["quiet_s"] = min((one["age_s"] for one in status["learners"]), default=None)
     row["learners"] = sum(one["live"] for one in present(status["learners"]))
     row["syncers"] = len(status["syncers"])
     return row
+
+
+async def _syncers_at_work(bus: Bus) -> int:
+    """Of a run that another release may serve; its learners cannot be told."""
+    held = sum(holder is not None for holder in await bus.read_leases([0]))
+    with suppress(BadMessage):
+        return max(held, len(await bus.read_syncers()))
+    return held
 
 
 def _table(rows: list[RunRow]) -> Fitting:
@@ -170,7 +179,8 @@ async def _delete(url: str, name: str, yes: bool) -> None:
                 f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
                 f"`diloco finish --run {name}`, or stop them"
             )
-        what = f"run {name!r}, {row['phase']}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
+        unseen = " (by this build: whether learners are there is not known)" if row["phase"] == UNREADABLE else ""
+        what = f"run {name!r}, {row['phase']}{unseen}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
         if not yes:
             if not sys.stdin.isatty():
                 raise UsageError(f"{what}: nobody can be asked here, so give --yes to delete it")
@@ -232,7 +242,8 @@ async def _extend(url: str, name: str, tokens: int) -> None:
             raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
     typer.echo(
         f"run {name!r} goes on from {count(state.tokens)} to {count(tokens)} tokens, "
-        "as soon as a syncer and learners are started"
+        "as soon as a syncer and learners are started. Where they say a budget, by --tokens or DILOCO_TOKENS, "
+        f"it is to be {tokens} now"
     )
 
 
@@ -279,11 +290,16 @@ async def _finished(bus: Bus, stop: asyncio.Event, tell: Callable[[str], None]) 
     """Wait for a draining run's end, and tell what it waits for; False: `stop` came first."""
     clock, told = LoopClock(), ""
     while not stop.is_set():
-        status = await read_status(bus, clock)
-        if status["phase"] == Phase.FINISHED:
-            tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
-            return True
-        if (line := _awaited(status)) != told:
+        try:
+            status = await read_status(bus, clock)
+        except BusUnavailable as error:
+            line = f"{error}; asking again every {LOOK_S:g} s"
+        else:
+            if status["phase"] == Phase.FINISHED:
+                tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
+                return True
+            line = _awaited(status)
+        if line != told:
             tell(line)
             told = line
         try:

@@ -8,8 +8,9 @@ import pytest
 import redis as redis_py
 
 from diloco.cli import main
-from diloco.invitations import PREFIX, Invitation
+from diloco.invitations import PREFIX, Invitation, _address
 from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.errors import UsageError
 from tests.pipeline.test_acl import as_user, rules_of
 
@@ -116,3 +117,24 @@ def test_an_address_that_nobody_could_use_is_refused_before_anything_is_made(
 ) -> None:
     assert main(["invite", "anna", "--redis-url", url, *(("--at", at) if at else ())]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_path_of_the_operators_socket_goes_to_nobody() -> None:
+    assert _address("unix:///tmp/r.sock", "rediss://h:6380", "u", "p") == "rediss://u:p@h:6380"
+    assert _address("redis://h/3", "rediss://there:6380", "u", "p") == "rediss://u:p@there:6380/3"
+
+
+@pytest.mark.redis
+def test_who_is_cut_off_until_redis_starts_again_is_said_so(
+    guests: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ACL file, which it could not write, still has the learner."""
+    name = f"emil-{secrets.token_hex(3)}"
+    invited(guests, capsys, name)
+
+    async def full(users: RedisUsers) -> str:
+        return "failed"
+
+    monkeypatch.setattr(RedisUsers, "keep", full)
+    assert main(["revoke", name, "--redis-url", guests]) == 1
+    assert "is cut off, but this Redis cannot write its ACL file" in capsys.readouterr().err

@@ -85,6 +85,17 @@ def test_a_run_that_cannot_be_read_is_listed_and_can_be_freed(held: Held, capsys
     assert held.name not in rows(held, capsys)
 
 
+def test_a_run_that_cannot_be_read_is_not_deleted_while_a_syncer_serves_it(
+    held: Held, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one of another release."""
+    held.on(lambda bus: bus.propose_spec(b"of another release"))
+    held.on(lambda bus: bus.acquire_lease(0, "a", 60.0))
+    assert rows(held, capsys)[held.name]["syncers"] == 1
+    assert held.diloco("runs", "delete", held.name, "--yes") == 2
+    assert "1 syncers at work on it" in capsys.readouterr().err
+
+
 def test_deleting_a_run_leaves_no_key_of_it_and_all_of_others(
     held: Held, redis_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,7 @@ async def said(url: str) -> str:
 async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(where: str) -> None:
     text = await said(f"redis://somebody:secret@{where}/0")
     assert text.startswith(f"Redis at {where}: ")
-    assert "has a Redis been started, and does DILOCO_REDIS_URL have its host and port?" in text
+    assert "has a Redis been started, and is DILOCO_REDIS_URL its address?" in text
 
 
 async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> None:

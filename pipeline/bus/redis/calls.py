@@ -83,7 +83,7 @@ _TLS = (
 _NOT_THERE = (
     (
         "connecting to",
-        "; nobody answers there: has a Redis been started, and does DILOCO_REDIS_URL have its host and port?",
+        "; nobody answers there: has a Redis been started, and is DILOCO_REDIS_URL its address?",
     ),
     ("Protocol error", "; what answers there is no Redis: does DILOCO_REDIS_URL have the right port?"),
 )
@@ -392,7 +392,7 @@ class RedisCalls:
         return replies
 
     async def keys(self, pattern: str) -> AsyncIterator[list[bytes]]:
-        """All keys of a pattern, on all nodes, some at a time. Those that come or go meanwhile may be missed."""
+        """All keys of a pattern, on all nodes, told in parts. Those that come or go meanwhile may be missed."""
         async with self.call("bulk", BULK_S) as client:
             found = sorted({key async for key in client.scan_iter(match=pattern, count=SCANNED)})
         for first in range(0, len(found), SCANNED):

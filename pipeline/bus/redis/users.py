@@ -3,13 +3,16 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from redis.asyncio.cluster import RedisCluster
 
 from diloco.pipeline.bus.acl import User
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls
 from diloco.pipeline.errors import BusError
+
+Kept = Literal["kept", "no file", "failed"]
+"""Whether users are remembered over a restart: a node may have no ACL file, or one that it may not write."""
 
 
 class RedisUsers:
@@ -40,15 +43,17 @@ class RedisUsers:
         """Delete a user, and end its connections; False: there was none."""
         return any(await self._everywhere("ACL DELUSER", name))
 
-    async def keep(self) -> bool:
-        """Have all nodes remember their users over a restart; False: one has no ACL file, or may not write it."""
+    async def keep(self) -> Kept:
+        """Have all nodes remember their users over a restart."""
         try:
             await self._everywhere("ACL SAVE")
         except BusError as error:
-            if not re.search("not configured to use an ACL file|error trying to save the ACLs", str(error)):
-                raise
-            return False
-        return True
+            if "not configured to use an ACL file" in str(error):
+                return "no file"
+            if "error trying to save the ACLs" in str(error):
+                return "failed"
+            raise
+        return "kept"
 
     async def _everywhere(self, *command: Any) -> Sequence[Any]:
         async with self._calls.call("control", CONTROL_S) as client:
