@@ -6,19 +6,20 @@ set -eu
 users=/data/users.acl
 umask 077
 invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up
-sed '/^#/d' /etc/diloco/users.acl > "$users"
-for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users" | tr -d '{}' | sort -u); do
+sed '/^#/d' /etc/diloco/users.acl > "$users.new"
+for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users.new" | tr -d '{}' | sort -u); do
   eval "password=\${$variable:-}"
   if [ -z "$password" ]; then
     echo "$variable is empty: set it to a password for this Redis user" >&2
     exit 1
   fi
   hash=$(printf %s "$password" | sha256sum | cut -d ' ' -f 1)
-  sed -i "s/{$variable}/$hash/" "$users"
+  sed -i "s/{$variable}/$hash/" "$users.new"
   unset "$variable"
 done
 
-[ -z "$invited" ] || printf '%s\n' "$invited" >> "$users"
+[ -z "$invited" ] || printf '%s\n' "$invited" >> "$users.new"
+mv "$users.new" "$users"
 
 # Every write is on disk within a second; nothing is ever evicted.
 exec docker-entrypoint.sh redis-server --appendonly yes --save '' --maxmemory-policy noeviction --aclfile "$users"

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from diloco.cli import main
 from diloco.options import takes
 from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.redis.calls import parse
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.server import USERS_FROM
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -33,6 +34,8 @@ PREFIX = "diloco1."
 VARIABLE = "DILOCO_INVITATION"
 MOST = 65_536
 """Characters of an invitation; one with an authority has about 3,000."""
+MOST_TYPED = 4095
+"""That a terminal gives in one line."""
 _HERE = {"localhost", "127.0.0.1", "::1", "[::1]", ""}
 
 
@@ -58,6 +61,8 @@ class Invitation(BaseModel):
             UsageError: it is none, or not whole; never shows it.
         """
         word = "".join(word.split())  # as it may come out of a mail
+        if not word:
+            raise UsageError("there is no invitation: paste the word that `diloco invite NAME` has printed")
         if not word.startswith(PREFIX) or len(word) > MOST:
             raise UsageError(f"this is no invitation: one begins with {PREFIX!r}, and `diloco invite NAME` makes it")
         body = word.removeprefix(PREFIX)
@@ -113,6 +118,10 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
             "note: no certificate authority is in it: the learner's machine must know the server's. An address of your "
             "own with rediss:// and DILOCO_REDIS_CA puts it in"
         )
+    if len(word := invitation.word()) > MOST:
+        raise UsageError(
+            f"DILOCO_REDIS_CA is too long for an invitation ({len(word)} characters): give the server's alone"
+        )
     async with _users(url) as users:
         if await users.exists(user.name):
             raise UsageError(f"{name!r} is invited already: `diloco revoke {name}` first, or take another name")
@@ -121,7 +130,7 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
             notes.append(
                 "note: this Redis has no ACL file that it may write: started again, it does not know the learner"
             )
-    return invitation.word(), notes
+    return word, notes
 
 
 def _address(url: str, at: str | None, user: str, password: str) -> str:
@@ -140,7 +149,7 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
         raise UsageError(f"--at {at if at is not None else 'is needed'}: give rediss://HOST:PORT, or redis://HOST:PORT")
     if at is None and host in _HERE:
         raise UsageError(f"{host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT")
-    if at is not None and (there.username or there.password):
+    if at is not None and (there.username or there.password or there.path.strip("/") or there.query):
         raise UsageError("--at takes an address alone: the invitation gets a user and a password of its own")
     options = dict(parse_qsl(ours.query, keep_blank_values=True)) if there.scheme == "rediss" else {}
     kept = {name: value for name, value in options.items() if name == "ssl_ca_data"}
@@ -148,8 +157,8 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
         kept["ssl_ca_data"] = Path(authority).read_text()
     place = f"[{host}]" if ":" in host else host
     netloc = f"{quote(user)}:{quote(password)}@{place}" + (f":{port}" if port else "")
-    database = there.path or (ours.path if ours.scheme != "unix" else "")
-    return urlunsplit((there.scheme, netloc, database, urlencode(kept), ""))
+    database = parse(url)[0].get("db", 0)
+    return urlunsplit((there.scheme, netloc, f"/{database}" if database else "", urlencode(kept), ""))
 
 
 # --- revoke -------------------------------------------------------------------------------------------
@@ -213,14 +222,17 @@ def _join(
 
     Examples: diloco join WORD --threads 4; diloco join WORD -- python train.py
     """
-    if word.startswith(PREFIX):  # other users of the machine see arguments, not the environment: begin anew without it
+    if word.strip().startswith(PREFIX):  # other users of the machine see arguments, not the environment: begin anew
         os.environ[VARIABLE] = word
         os.execv(sys.executable, [sys.executable, "-P", "-m", "diloco", "join", "env", *ctx.args])  # noqa: S606  # ourselves
     match word:
         case "env":
             said = os.environ.pop(VARIABLE, "")
         case "-":
-            said = typer.prompt("invitation", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+            typed = sys.stdin.isatty()
+            said = typer.prompt("invitation", hide_input=True) if typed else sys.stdin.readline()
+            if typed and len(said) >= MOST_TYPED:
+                raise UsageError("the invitation is longer than a line of a terminal: diloco join - < FILE that has it")
         case _:
             said = word
     os.environ.pop("DILOCO_REDIS_CA", None)  # the word brings its own
@@ -229,7 +241,10 @@ def _join(
         raise typer.Exit(main(["learner", *ctx.args]))
     if not ctx.args[1:]:
         raise UsageError("-- takes a command: diloco join WORD -- python train.py")
-    os.execvp(ctx.args[1], ctx.args[1:])  # noqa: S606  # what the user names
+    try:
+        os.execvp(ctx.args[1], ctx.args[1:])  # noqa: S606  # what the user names
+    except OSError as error:
+        raise UsageError(f"{ctx.args[1]}: {error.strerror}") from None
 
 
 # --- shared ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 import typer
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
 
@@ -23,6 +23,7 @@ from diloco.pipeline.errors import BadMessage, BusUnavailable, DilocoError, Usag
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
@@ -172,13 +173,7 @@ async def _delete(url: str, name: str, yes: bool) -> None:
         taken = (await runs.taken()).get(name)
         if taken is None:
             raise DilocoError(_no_run(name))
-        row = await _row(url, name, taken)
-        at_work = [f"{row[kind]} {kind}" for kind in ("learners", "syncers") if row[kind]]
-        if at_work:
-            raise UsageError(
-                f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
-                f"`diloco finish --run {name}`, or stop them"
-            )
+        row = await _idle(url, name, taken)
         unseen = " (by this build: whether learners are there is not known)" if row["phase"] == UNREADABLE else ""
         what = f"run {name!r}, {row['phase']}{unseen}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
         if not yes:
@@ -186,8 +181,24 @@ async def _delete(url: str, name: str, yes: bool) -> None:
                 raise UsageError(f"{what}: nobody can be asked here, so give --yes to delete it")
             if not typer.confirm(f"Delete {what}?"):
                 raise DilocoError("nothing was deleted")
+            await _idle(url, name, taken)  # who has come meanwhile
         freed = await runs.free(name)
     typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would put it back: end it")
+
+
+async def _idle(url: str, name: str, taken: Taken) -> RunRow:
+    """A run that nobody is at work on.
+
+    Raises:
+        UsageError: somebody is.
+    """
+    row = await _row(url, name, taken)
+    if at_work := [f"{row[kind]} {kind}" for kind in ("learners", "syncers") if row[kind]]:
+        raise UsageError(
+            f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
+            f"`diloco finish --run {name}`, or stop them"
+        )
+    return row
 
 
 # --- extend -------------------------------------------------------------------------------------------
@@ -214,9 +225,9 @@ def extend(
 
 def _count(tokens: str) -> int:
     try:
-        return TypeAdapter(PositiveInt).validate_python(parse_count(tokens))
+        return TypeAdapter(Annotated[int, Field(ge=1, le=MOST_TOKENS)]).validate_python(parse_count(tokens))
     except ValidationError:
-        raise UsageError(f"--tokens {tokens}: give a whole number, such as 5000000 or 5M") from None
+        raise UsageError(f"--tokens {tokens}: give a whole number below 2^62, such as 5000000 or 5M") from None
 
 
 async def _extend(url: str, name: str, tokens: int) -> None:
@@ -295,6 +306,8 @@ async def _finished(bus: Bus, stop: asyncio.Event, tell: Callable[[str], None]) 
         except BusUnavailable as error:
             line = f"{error}; asking again every {LOOK_S:g} s"
         else:
+            if status["phase"] == "waiting":
+                raise DilocoError("the run is not on this Redis any more: it was deleted, or Redis has lost it")
             if status["phase"] == Phase.FINISHED:
                 tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
                 return True

@@ -62,6 +62,10 @@ class Notes:
         except BlockingIOError as error:
             self.close()
             raise UsageError(f"--into {folder}: another watcher writes there; name another folder") from error
+        except OSError as error:
+            self.close()
+            why = f"cannot be locked: {error.strerror or error}"
+            raise UsageError(f"--into {folder} {why}; name another folder") from error
         except UsageError:
             self.close()
             raise

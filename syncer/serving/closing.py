@@ -36,8 +36,7 @@ async def finish_run(
         state = await bus.read_state() or await bus.write_state(known)
         if state.phase is Phase.FINISHED:
             return state
-        if state.budget_tokens > known.budget_tokens:  # this syncer was paused meanwhile, and knows the old spec
-            raise DilocoError("the run was finished and extended meanwhile: start this syncer again")
+        _check_not_extended(state, known)
         if await _gather(bus, nonce, fragments, lease_s, stop):
             async with holding(bus, range(fragments), nonce, lease_s):
                 finished = await _finish(bus, clock, nonce, fragments, state)
@@ -45,6 +44,11 @@ async def finish_run(
             return finished
         await asyncio.sleep(min(POLL_S, lease_s / TURNS))
     return None
+
+
+def _check_not_extended(state: RunState, known: RunState) -> None:
+    if state.budget_tokens > known.budget_tokens:  # this syncer was paused meanwhile, and knows the old spec
+        raise DilocoError("the run was finished and extended meanwhile: start this syncer again")
 
 
 async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
@@ -69,6 +73,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
             await _refuse_leftovers(bus, clock, nonce, head)
     while True:
         state = await bus.read_state() or known
+        _check_not_extended(state, known)
         heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
         manifest = tuple((head.version, head.digest) for head in heads)
         # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.

@@ -110,6 +110,7 @@ def test_who_may_make_no_users_is_told_who_may(guests: str, capsys: pytest.Captu
         ("redis://h", "h:6380", "give rediss://HOST:PORT"),
         ("redis://h", "rediss://h:a", "give rediss://HOST:PORT"),
         ("redis://h", "rediss://me:pw@h", "an address alone"),
+        ("redis://h", "rediss://h:6380/3", "an address alone"),
     ],
 )
 def test_an_address_that_nobody_could_use_is_refused_before_anything_is_made(
@@ -121,6 +122,7 @@ def test_an_address_that_nobody_could_use_is_refused_before_anything_is_made(
 
 def test_the_path_of_the_operators_socket_goes_to_nobody() -> None:
     assert _address("unix:///tmp/r.sock", "rediss://h:6380", "u", "p") == "rediss://u:p@h:6380"
+    assert _address("unix:///tmp/r.sock?db=2", "rediss://h:6380/", "u", "p") == "rediss://u:p@h:6380/2"
     assert _address("redis://h/3", "rediss://there:6380", "u", "p") == "rediss://u:p@there:6380/3"
 
 

@@ -164,7 +164,8 @@ def test_an_extension_that_was_killed_between_its_two_writes_is_made_again(held:
 
 def test_a_budget_that_is_used_up_already_extends_nothing(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
     held.begin(Phase.FINISHED, tokens=900)
-    for tokens, told in (("900", "has trained 900 already"), ("-1", "whole number"), ("much", "whole number")):
+    said = {"900": "has trained 900 already", "-1": "whole number", "much": "whole number", "5000000T": "below 2^62"}
+    for tokens, told in said.items():
         assert held.diloco("runs", "extend", held.name, "--tokens", tokens) == 2
         assert told in capsys.readouterr().err
     assert held.state.phase is Phase.FINISHED

@@ -117,7 +117,10 @@ def test_redis_knows_after_a_restart_whom_it_knew_by_invitation_and_nobody_who_w
     for _ in range(2):
         subprocess.run(["/bin/sh", "-c", script], env=environment, check=True)
         digest = hashlib.sha256(b"secret").hexdigest()
-        assert (tmp_path / "users.acl").read_text() == f"user syncer on #{digest} +ping\nuser invited-anna on #22\n"
+        known = f"user syncer on #{digest} +ping\nuser invited-anna on #22\n"
+        assert (tmp_path / "users.acl").read_text() == known
+        subprocess.run(["/bin/sh", "-c", script], env=environment | {"REDIS_SYNCER_PASSWORD": ""}, check=False)
+        assert (tmp_path / "users.acl").read_text() == known, "a start that fails forgets nobody"
 
 
 def test_all_syncers_share_one_volume_for_checkpoints_and_tape():

@@ -92,7 +92,7 @@ def test_the_launchers_variables_say_which_rank_this_is(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"batch": 6}, "batch=6: a learner of 4 ranks divides each batch among them; give --batch 8"),
+        ({"batch": 6}, "batch=6: a learner of 4 ranks divides each batch among them; give as many ranks as divide it"),
         ({"batch": 8, "sharding": "fsdp", "compile": True}, "--compile with DILOCO_SHARDING=fsdp"),
     ],
 )

@@ -114,7 +114,8 @@ def translate(error: BaseException, where: str) -> DilocoError:
     if isinstance(error, rx.NoPermissionError) or _FORBIDDEN.search(text):
         return NotPermitted(
             f"Redis at {where} does not permit this user that: {text}; set a user for this party in DILOCO_REDIS_URL "
-            "(a learner's own user goes with its --learner-id; `diloco acl` makes users)"
+            "(a learner's own user goes with its --learner-id; runs and invitations are the operator's; `diloco acl` "
+            "makes users)"
         )
     if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
         return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
