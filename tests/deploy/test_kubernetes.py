@@ -131,7 +131,9 @@ def test_every_name_is_of_something(resources: list[Resource]) -> None:
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     http = {port["name"] for port in pods(resources)["syncer"]["spec"]["containers"][0]["ports"]}
     if any(one["kind"] == "PodMonitor" for one in resources):
-        assert {end["port"] for end in named(resources, "PodMonitor", "syncer")["spec"]["podMetricsEndpoints"]} <= http
+        ends = named(resources, "PodMonitor", "syncer")["spec"]["podMetricsEndpoints"]
+        assert {end["port"] for end in ends} <= http
+        assert all({"targetLabel": "job", "replacement": "diloco"} in end["relabelings"] for end in ends), "alerts' job"
 
 
 def test_every_variable_is_a_setting_and_given_once(resources: list[Resource]) -> None:
