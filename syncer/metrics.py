@@ -45,7 +45,7 @@ class Metrics:
         )
         self.leads = Gauge(
             "diloco_leads",
-            "1 for the syncer that leads the run (it serves fragment 0), 0 for others",
+            "1 for the syncer that leads (it serves fragment 0), 0 for others, NaN for one that waits or ends",
             registry=registry,
         )
         self.leads.set(math.nan)

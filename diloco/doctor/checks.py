@@ -172,8 +172,10 @@ def link(line: Link) -> Iterator[Finding]:
         yield warning("distance", found, "have a Redis nearer by, or longer leases (--lease-s) on all syncers")
     else:
         yield ok("distance", found)
-    if line.up_bytes_per_s is None or line.down_bytes_per_s is None:
+    if line.problem:
         yield warning("line", f"no payload could be tried: {line.problem}", "mend what it says, and look again")
+    elif line.up_bytes_per_s is None or line.down_bytes_per_s is None:
+        yield ok("line", "no payload was tried: this user may write none")
     else:
         up, down = as_rate(line.up_bytes_per_s), as_rate(line.down_bytes_per_s)
         yield ok("line", f"{up} up and {down} down, by a payload of {as_bytes(line.bytes)}")

@@ -76,7 +76,7 @@ async def look(
     url = settings.bus_url()
     if url is None:
         return run, None
-    address, name = address_of(url), settings.learner_id
+    address, name = await asyncio.to_thread(address_of, url), settings.learner_id  # a name may take seconds
     if name is None:
         named = address.user.partition("-")
         name = named[2] if named[0] in ("learner", "invited") and named[2] else f"doctor-{secrets.token_hex(2)}"
@@ -90,10 +90,12 @@ async def look(
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
             report.add(*checks.server(nodes, settings.checkpoint_dir is not None), *checks.transport(address, nodes))
-            report.add(checks.rights(address, await examination.lacks(bus.keys, name)))
+            lacks = await examination.lacks(bus.keys, name)
+            report.add(checks.rights(address, lacks))
             with suppress(UsageError):  # a user without rights, which was said
                 run = await measure.read_run(bus, step_s) or run
-            line, ahead_s = await measure.look_at_line(bus, examination, nodes)
+            writes = not (lacks["learner"] and lacks["syncer"])
+            line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
             report.add(checks.clock(ahead_s, OLD_S), *checks.link(line))
             if run is not None:
                 report.add(checks.memory(nodes, run))

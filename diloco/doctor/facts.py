@@ -17,8 +17,9 @@ class Machine:
     missing: tuple[str, ...]
     """What every process needs and is not installed."""
     cores: int
+    """Those that its container has time for."""
     memory_bytes: float
-    """0: not told."""
+    """Its container's, where that has less; 0: not told."""
     processes: int
     """Learners that are to train on its CPU at a time."""
     threads: int
@@ -45,7 +46,7 @@ class Link:
     bytes: int = 0
     """Of that payload."""
     problem: str = ""
-    """Why no payload was written."""
+    """Why no payload was written; "": if none was, this user is not to write any."""
 
 
 @dataclass(frozen=True, slots=True)

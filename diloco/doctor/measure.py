@@ -31,7 +31,8 @@ from diloco.pipeline.needs import Site, outer_operations
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, usable_cores
+from diloco.pipeline.process.cgroup import limits
+from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, seen_cores, usable_cores
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.status import LIVE_S
@@ -49,7 +50,7 @@ SHARE_OF_FREE = 0.01
 LONG_S = 0.2
 """A payload that takes so long tells enough."""
 PATIENCE_S = 10.0
-"""A payload that takes longer is not waited for."""
+"""A payload that takes longer, there and back, is not waited for."""
 TTL_S = 30.0
 """What a doctor that was killed leaves behind is gone after this."""
 MERGED_ELEMENTS, MERGED_DELTAS = 2**19, 8
@@ -85,7 +86,7 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
     elif said.isdecimal() and int(said):
         each, by = int(said), f"OMP_NUM_THREADS={said}"
     else:
-        each, by = cores, "all cores, unless told"
+        each, by = seen_cores(), "all cores, unless told"
     found = {name: _installed(name) for name in PACKAGES}
     names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
     told = all(name in os.sysconf_names for name in names)
@@ -94,7 +95,7 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
         packages={name: one for name, one in found.items() if one is not None},
         missing=_missing(),
         cores=cores,
-        memory_bytes=float(os.sysconf(names[0]) * os.sysconf(names[1])) if told else 0.0,
+        memory_bytes=min(limits().memory_bytes, os.sysconf(names[0]) * os.sysconf(names[1])) if told else 0.0,
         processes=processes,
         threads=each,
         threads_from=by,
@@ -123,15 +124,15 @@ def _merge_rate() -> float:
 
 def look_at_folder(setting: str, path: Path, needed_bytes: float = 0.0) -> Folder:
     """Write a file in a folder, or where it would be made, and remove it."""
-    there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    free = float(shutil.disk_usage(there).free)
     try:
+        there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+        free = float(shutil.disk_usage(there).free)
         with tempfile.NamedTemporaryFile(dir=there, prefix=".diloco-doctor-") as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Folder(setting, path, error.strerror or str(error), free, needed_bytes)
+        return Folder(setting, path, error.strerror or str(error), 0.0, needed_bytes)
     return Folder(setting, path, "", free, needed_bytes)
 
 
@@ -167,12 +168,19 @@ def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s:
 # --- the line ---------------------------------------------------------------------------------------------
 
 
-async def look_at_line(bus: Bus, examination: RedisExamination, nodes: list[Server]) -> tuple[Link, float]:
-    """Round trip and rates; and by how much this machine's clock is ahead of the server's, s."""
+async def look_at_line(
+    bus: Bus, examination: RedisExamination, nodes: list[Server], writes: bool
+) -> tuple[Link, float]:
+    """Round trip and rates; and by how much this machine's clock is ahead of the server's, s.
+
+    writes: whether this user may write payloads; if not, none is tried.
+    """
     trips, ahead_s = await examination.look_at_clock(LOOKS)
     room = min((node.maxmemory_bytes - node.used_bytes for node in nodes if node.maxmemory_bytes), default=None)
     most = MOST_BYTES if room is None else min(MOST_BYTES, int(SHARE_OF_FREE * room))
     round_trip_s = median(trips)
+    if not writes:
+        return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
         return Link(round_trip_s, problem="Redis is nearly full"), ahead_s
     size, up, down = FIRST_BYTES, None, None

@@ -7,14 +7,20 @@ import numpy as np
 import threadpoolctl
 
 from diloco.pipeline.outer_cost import Speed
+from diloco.pipeline.process.cgroup import limits
 
 CHOSEN_BY = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 """Whoever sets one of these has chosen; OMP_NUM_THREADS is about torch."""
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
+def seen_cores() -> int:
+    """Cores that this process may run on: torch takes a thread for each, also where a container has less time."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """Of these, as many as this process's container has time for: whole ones, at least 1."""
+    return max(1, int(min(seen_cores(), limits().cores)))
 
 
 def one_blas_thread() -> None:

@@ -68,7 +68,7 @@ class Serving:
         metrics.doubted_learners.set_function(
             lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
         )
-        metrics.leads.set_function(self.leads)
+        metrics.leads.set_function(self._leads_shown)
         metrics.served_fragments.set_function(lambda: len(self.served()))
 
     @property
@@ -80,6 +80,10 @@ class Serving:
     def leads(self) -> bool:
         """Whether this syncer serves fragment 0."""
         return self.owners[0].lease.is_set()
+
+    def _leads_shown(self) -> float:
+        """NaN once it ends: it has given its leases back, and saves what may take minutes. Nobody is missing then."""
+        return math.nan if self._watch.frozen else self.leads()
 
     def served(self) -> list[int]:
         """Fragments that this syncer serves."""

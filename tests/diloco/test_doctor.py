@@ -19,7 +19,7 @@ import pytest
 import redis as redis_py
 
 from diloco import cli
-from diloco.doctor import checks
+from diloco.doctor import checks, measure
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.doctor.start import wrong_for_run
 from diloco.pipeline.bus import acl
@@ -31,6 +31,8 @@ from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.process import cores as cores_module
+from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import SyncSettings
 from diloco.studies.strikes.proxy import Proxy
@@ -252,12 +254,13 @@ def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_use
         pytest.skip("ACL selectors need Redis 7")
     users = {user.name: rules_of(user) for user in acl.users("run", ["anna", "bert"])}
     users["learner-bert"] = [rule for rule in users["learner-bert"] if "evalsha" not in rule]
-    found = {}
+    found, lines = {}, {}
     try:
         for name, rules in users.items():
             client.execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
             status, findings = look("--redis-url", f"redis://{name}:{PASSWORD}@127.0.0.1:{healthy.port}")
             (found[name],) = [one for one in findings if one.about == "rights"]
+            lines[name] = [one for one in findings if one.about == "line"]
             assert status == (found[name].level == "error")
     finally:
         client.execute_command("ACL", "DELUSER", *users)
@@ -265,6 +268,9 @@ def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_use
     assert found["learner-anna"].found == "user learner-anna may be: learner"
     assert found["viewer"].found == "user viewer may be: viewer"
     assert found["syncer"].found.startswith("user syncer may be: syncer")
+    assert {one.level for name in users for one in lines[name]} == {"ok"}
+    for name, tried in (("viewer", False), ("evaluator", False), ("learner-anna", True), ("syncer", True)):
+        assert ["Mbit/s" in one.found or "Gbit/s" in one.found for one in lines[name]] == [tried]
     lost = found["learner-bert"]
     assert "EVALSHA" in lost.found
     assert "diloco acl" in lost.remedy
@@ -438,6 +444,48 @@ def test_a_folder_that_cannot_be_written_is_named(look: Look, tmp_path: Path) ->
     assert "--checkpoint-dir" in found.remedy
     assert bad(look("--checkpoint-dir", str(tmp_path / "checkpoints"))[1]) == {}
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_that_may_not_be_entered_or_asked_is_named(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the doctor end by it: below a parent of another user, and on a disk that does not answer."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    for of, name in ((Path, "exists"), (measure.shutil, "disk_usage")):
+        with monkeypatch.context() as patched:
+            patched.setattr(of, name, refuses)
+            found = measure.look_at_folder("tape-dir", tmp_path / "tape")
+        assert found == Folder("tape-dir", tmp_path / "tape", "Permission denied", 0.0, 0.0)
+        assert "cannot be written: Permission denied" in checks.folder(found).found
+
+
+def test_a_containers_limits_are_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that torch takes by itself are those of all cores, and stall each other in a container of one."""
+    whole = measure.look_at_machine(1, None)
+    for module in (measure, cores_module):
+        monkeypatch.setattr(module, "limits", lambda: Limits(2.0**30, 1.5))
+    small = measure.look_at_machine(1, None)
+    assert (small.cores, small.memory_bytes, small.threads) == (1, 2.0**30, whole.threads)
+    if whole.threads > 1:
+        assert checks.threads(small.cores, 1, small.threads, small.threads_from).level == "warning"
+
+
+def test_a_host_is_not_looked_up_where_all_else_would_wait_for_it(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that is gone holds up nothing but the answer."""
+    looked = []
+    ask = socket.getaddrinfo
+
+    def noted(*arguments: Any, **given: Any) -> Any:
+        looked.append(threading.current_thread() is threading.main_thread())
+        return ask(*arguments, **given)
+
+    monkeypatch.setattr("diloco.pipeline.bus.redis.examining.socket.getaddrinfo", noted)
+    look("--redis-url", f"redis://127.0.0.1:{free_port('127.0.0.1')}")
+    assert looked
+    assert not any(looked)
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_named(look: Look, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Threads below numpy: every process that merges has one, whoever starts it, and a user's own choice stands."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco.pipeline.process import cores
+from diloco.pipeline.process.cgroup import Limits, limits
 from diloco.pipeline.process.cores import product_speed, usable_cores
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +92,36 @@ def test_the_speed_of_products_is_measured() -> None:
     speed = product_speed()
     assert 1e8 < speed.flops < 1e14
     assert 1 <= speed.at_once <= usable_cores()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"memory.max": "1073741824\n", "cpu.max": "150000 100000\n"}, Limits(2.0**30, 1.5)),
+        ({"memory.max": "max\n", "cpu.max": "max 100000\n"}, Limits(math.inf, math.inf)),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1073741824\n",
+                "cpu/cpu.cfs_quota_us": "250000\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            Limits(2.0**30, 2.5),
+        ),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, Limits(math.inf, math.inf)),
+        ({}, Limits(math.inf, math.inf)),
+    ],
+    ids=["2", "2, none set", "1", "1, none set", "not there"],
+)
+def test_a_containers_limits_are_read(files: dict[str, str], expected: Limits, tmp_path: Path) -> None:
+    """Of both versions of control groups; without one there is none."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert limits(tmp_path) == expected
+
+
+def test_usable_cores_are_whole_ones_of_the_containers_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "seen_cores", lambda: 8)
+    for quota, usable in ((math.inf, 8), (16.0, 8), (2.9, 2), (0.5, 1)):
+        monkeypatch.setattr(cores, "limits", lambda quota=quota: Limits(math.inf, quota))
+        assert usable_cores() == usable

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.reading import MOST_LEARNERS, SHOWN_S, Reading
 from diloco.pipeline.view.status import build_status, read_status
+from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
 from tests import samples
-from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer
+from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer, ask_to_drain, learners_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
@@ -158,6 +160,42 @@ def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> None:
             await asyncio.gather(task, return_exceptions=True)
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["its run is finished", "it is told to stop"])
+def test_a_syncer_that_saves_at_its_end_does_not_say_that_nobody_leads(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leases are given back before the last checkpoint, which may take minutes: the gauge is NaN, never 0."""
+    saving: list[float] = []
+
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS), lease_s=LEASE_S, checkpoint_dir=tmp_path)
+        syncer = Syncer(world, "a")
+        gauge = syncer.service.metrics.leads
+
+        async def save(*_: Any) -> None:
+            for _ in range(3):
+                await asyncio.sleep(1)
+                saving.append(gauge.collect()[0].samples[0].value)
+
+        monkeypatch.setattr(Checkpoints, "save_finished", save)
+        monkeypatch.setattr(Checkpoints, "save_stopped", save)
+        learners = learners_of(world)
+        await asyncio.sleep(60)
+        assert gauge.collect()[0].samples[0].value == 1
+        if stopped:
+            await syncer.end()
+        else:
+            await ask_to_drain(world)
+            await syncer.task
+        for task in (learner.task for learner in learners if learner.task):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(scenario())
+    assert len(saving) == 3
+    assert all(math.isnan(value) for value in saving)
 
 
 def test_series_of_learners_that_are_gone_go_away() -> None:

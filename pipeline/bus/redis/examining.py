@@ -27,7 +27,7 @@ NONCE = "doctor"
 
 
 def address_of(url: str) -> Address:
-    """Of a Redis URL.
+    """Of a Redis URL. It asks for the host's addresses, and blocks until they are there.
 
     Raises:
         UsageError: malformed.
