@@ -148,7 +148,11 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
     if there.scheme not in ("redis", "rediss") or not host:
         raise UsageError(f"--at {at if at is not None else 'is needed'}: give rediss://HOST:PORT, or redis://HOST:PORT")
     if at is None and host in _HERE:
-        raise UsageError(f"{host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT")
+        here = f"{ours.scheme}://{ours.netloc.rpartition('@')[2]}"
+        raise UsageError(
+            f"{host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT, or, for one "
+            f"on this machine, --at {here}"
+        )
     if at is not None and (there.username or there.password or there.path.strip("/") or there.query):
         raise UsageError("--at takes an address alone: the invitation gets a user and a password of its own")
     options = dict(parse_qsl(ours.query, keep_blank_values=True)) if there.scheme == "rediss" else {}

@@ -131,11 +131,12 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
         )
 
 
-def rights(address: Address, lacks: dict[str, str]) -> Finding:
-    """Which party this user may be."""
+def rights(address: Address, lacks: dict[str, str], party: str | None = None) -> Finding:
+    """Which party this user may be. party: that it is to be here; None: whatever it is named for."""
     who = f"user {address.user}" if address.user else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
-    meant = next((party for name, party in NAMED.items() if address.user.partition("-")[0] == name), None)
+    named = next((of for name, of in NAMED.items() if address.user.partition("-")[0] == name), None)
+    meant = party or named
     if not may or (meant is not None and meant not in may):
         missing = lacks[meant or "learner"]
         remedy = (

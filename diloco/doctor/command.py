@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import typer
@@ -16,12 +15,13 @@ from diloco.doctor.facts import Link, Machine, Run
 from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, of_folders
 from diloco.options import RunSettings, takes
+from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.examining import address_of, examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
-from diloco.pipeline.errors import BusError, DilocoError, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.findings import Finding, error, ok
+from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
@@ -70,7 +70,7 @@ def _refused(failure: DilocoError) -> Finding:
 
 
 async def look(
-    settings: DoctorSettings, report: Report, run: Run | None, step_s: float | None
+    settings: DoctorSettings, report: Report, run: Run | None, step_s: float | None, party: Party
 ) -> tuple[Run | None, Link | None]:
     """All that needs the server. Returns the run that is there, else the one that was given; and the line."""
     url = settings.bus_url()
@@ -91,9 +91,8 @@ async def look(
             nodes = await examination.nodes()
             report.add(*checks.server(nodes, settings.checkpoint_dir is not None), *checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
-            report.add(checks.rights(address, lacks))
-            with suppress(UsageError):  # a user without rights, which was said
-                run = await measure.read_run(bus, step_s) or run
+            report.add(checks.rights(address, lacks, None if party == "all" else party))
+            run = await _there(bus, report, run, step_s)
             writes = not (lacks["learner"] and lacks["syncer"])
             line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
             report.add(checks.clock(ahead_s, OLD_S), *checks.link(line))
@@ -104,6 +103,21 @@ async def look(
     finally:
         await examination.close()
     return run, line
+
+
+async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:
+    """The run of this name, if there is one; else the one that is planned."""
+    try:
+        found = await measure.read_run(bus, step_s)
+    except UsageError:  # a user without rights, which was said
+        return planned
+    except PeerError as failure:
+        report.add(error("run", *split(failure, "use the release that the run was begun with")))
+        return planned
+    if found is not None and planned is not None:
+        why = f"{found.name} is under way there, and is what is looked at: --params, --model and --learners are not"
+        report.add(warning("run", why, "for a run that is planned name another one by --run"))
+    return found or planned
 
 
 def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, party: Party) -> Iterator[Finding]:
@@ -149,6 +163,8 @@ def _number(kind: type, flag: str, given: str | None) -> float | None:
 def _params(settings: DoctorSettings, params: float | None) -> float | None:
     if params is not None and not LEAST_PARAMS <= params <= MOST_PARAMS:
         raise UsageError(f"--params {params:g}: models from {LEAST_PARAMS:g} to {MOST_PARAMS:g} parameters are planned")
+    if params is not None and settings.model is not None:
+        raise UsageError(f"--params {params:g} and --model {settings.model}: give one of them")
     if params is not None or settings.model is None:
         return params
     if settings.model not in SIZES:
@@ -191,12 +207,13 @@ def command(
         machine = measure.look_at_machine(here, settings.threads)
         status.update("looking at Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            run, line = runner.run(_in_time(look(settings, report, run, step_s), report, run))
+            run, line = runner.run(_in_time(look(settings, report, run, step_s, party), report, run))
     report.add(*of_machine(settings, machine, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
     if run is None:
-        report.add(ok("run", "none is there, and neither --params nor --model was given: nothing to plan for"))
+        seen = f"no run {settings.run} is there" if line is not None else "none is known"
+        report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
     else:
         report.add(*of_run(run, machine, line, party))
     if as_json:

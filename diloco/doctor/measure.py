@@ -182,7 +182,7 @@ async def look_at_line(
     if not writes:
         return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
-        return Link(round_trip_s, problem="Redis is nearly full"), ahead_s
+        return Link(round_trip_s, problem=f"only {(room or 0) / 2**20:.0f} MiB of its maxmemory are free"), ahead_s
     size, up, down = FIRST_BYTES, None, None
     try:
         while True:

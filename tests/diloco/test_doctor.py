@@ -126,7 +126,33 @@ def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
     (plan,) = [one for one in findings if one.about == "plan"]
     assert plan.found.startswith("the run of")
     assert "line and run" in {one.about for one in findings}  # its learner has said how long a step takes
+    status, findings = look("--redis-url", healthy.url, "--run", "seen", "--params", "1B")
+    assert "seen is under way there, and is what is looked at" in bad(findings)["run"].found
     client.flushall()
+
+
+@pytest.mark.redis
+def test_a_run_of_another_release_is_named_beside_all_else(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    async def begin() -> None:
+        async with open_bus(healthy.url, "newer") as bus:
+            await bus.propose_spec(b"of another release")
+
+    asyncio.run(begin())
+    status, findings = look("--redis-url", healthy.url, "--run", "newer")
+    client.flushall()
+    assert status == 1
+    assert set(bad(findings)) == {"run"}
+    assert {"line", "clock", "threads"} <= {one.about for one in findings}
+
+
+def test_a_user_is_judged_by_what_this_machine_is_to_be() -> None:
+    """Whatever it is named for: a viewer cannot be a learner."""
+    viewer = {"syncer": "XADD", "learner": "XADD", "evaluator": "XADD", "viewer": ""}
+    address = Address("h:6379", False, True, True, "viewer")
+    assert checks.rights(address, viewer).level == "ok"
+    assert checks.rights(address, viewer, "viewer").level == "ok"
+    found = checks.rights(address, viewer, "learner")
+    assert (found.level, "cannot be a learner" in found.found) == ("error", True)
 
 
 @pytest.mark.redis
@@ -242,7 +268,7 @@ def test_a_wrong_password_is_named_without_showing_it(look: Look, redis_binary: 
     assert status == 1
     assert "refused this user" in found.found
     assert "hunter2" not in str(findings)
-    assert found.remedy == "set user and password in DILOCO_REDIS_URL"
+    assert found.remedy.startswith("set user and password in DILOCO_REDIS_URL")
 
 
 @pytest.mark.redis

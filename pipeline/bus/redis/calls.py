@@ -118,7 +118,10 @@ def translate(error: BaseException, where: str) -> DilocoError:
             "makes users)"
         )
     if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
-        return UsageError(f"Redis at {where} refused this user: {text}; set user and password in DILOCO_REDIS_URL")
+        remedy = "set user and password in DILOCO_REDIS_URL (an invitation may have been taken back)"
+        if "without any password configured" in text:
+            remedy = "leave user and password out of DILOCO_REDIS_URL"
+        return UsageError(f"Redis at {where} refused this user: {text.rstrip('.')}; {remedy}")
     for sign, hint in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {text}: {hint}")
