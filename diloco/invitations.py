@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -24,8 +24,9 @@ from diloco.options import takes
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis.calls import parse
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
-from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.errors import DilocoError, NotPermitted, UsageError
 from diloco.pipeline.messages.wire import PartyId
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
@@ -130,6 +131,10 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
             notes.append(
                 "note: this Redis has no ACL file that it may write: started again, it does not know the learner"
             )
+    with suppress(NotPermitted):
+        async with open_bus(url, run) as bus:
+            if await bus.read_spec() is None:
+                notes.append(f"note: there is no run {run!r} on this Redis yet: --run says which one it is for")
     return word, notes
 
 

@@ -86,9 +86,10 @@ def test_the_operator_invites_who_may_publish_under_that_name_in_that_run_alone(
 
 @pytest.mark.redis
 def test_nobody_is_invited_twice_under_one_name(guests: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second invitation would end the first one's password without a word."""
+    """A second invitation would end the first one's password without a word. One for no run is said to be so."""
     name = f"bert-{secrets.token_hex(3)}"
-    invited(guests, capsys, name)
+    assert main(["invite", name, "--redis-url", guests, "--at", "redis://h", "--run", "nosuch"]) == 0
+    assert "there is no run 'nosuch' on this Redis yet" in capsys.readouterr().err
     assert main(["invite", name, "--redis-url", guests, "--at", "redis://h"]) == 2
     assert f"`diloco revoke {name}` first" in capsys.readouterr().err
 
