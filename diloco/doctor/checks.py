@@ -203,6 +203,14 @@ def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
     return needs_of(site, pace, run.learners, sync.overlap_steps, sync.outer)
 
 
+def quorum(live: int, needed: int) -> Finding:
+    """Whether as many learners are live as a merge needs."""
+    found = f"a merge needs {needed} learners, {live} live"
+    if live < needed:
+        return warning("quorum", f"{found}: nothing is merged", "start as many as are missing, under the run's name")
+    return ok("quorum", found)
+
+
 def load(run: Run, site: Site) -> Finding:
     """Whether the line carries what the run's H asks of it."""
     sync, asked = run.sync, needs(run, site)
@@ -214,7 +222,7 @@ def load(run: Run, site: Site) -> Finding:
         return ok("line and run", found)
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "int8", sync.outer)
     remedy = (
-        f"fewer bits and longer rounds: --codec {planned.codec} --global-codec int8 --sync-interval {planned.interval}"
+        f"start the run with --codec {planned.codec} --global-codec int8 --sync-interval {planned.interval}"
         if not any("even at" in one for one in planned.warnings)
         else "a faster line or a smaller model: no codec and no H will do (`diloco plan`)"
     )
@@ -270,7 +278,7 @@ def plan(run: Run, site: Site) -> Finding:
     """What the run has beside what a plan would choose for it here."""
     sync = run.sync
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
-    name = "the run" if run.under_way else "a run"
+    name = "a run" if run.live is None else "the run"
     found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {run.learners} learners, has {has}"
     if run.step_s is None:
         return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")

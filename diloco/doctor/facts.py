@@ -57,11 +57,13 @@ class Run:
     sync: SyncSpec
     params: float
     learners: int
+    """To reckon with: one at least."""
     step_s: float | None
     """Inner step of its learners; None: not known."""
     operations: tuple[float, ...]
     """Of the outer step of each fragment (`outer_cost`)."""
-    under_way: bool
+    live: int | None = None
+    """Learners that are; None: the run is planned."""
 
 
 @dataclass(frozen=True, slots=True)

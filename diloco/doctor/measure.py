@@ -155,14 +155,14 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         learners=max(1, len(live)),
         step_s=step_s or (median(steps) if steps else None),
         operations=tuple(operations_of((slot.tensor for slot in f.slots), spec.sync.outer) for f in layout.fragments),
-        under_way=True,
+        live=len(live),
     )
 
 
 def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s: float | None) -> Run:
     """One that is not there yet, of a usual shape."""
     each = outer_operations(Site(params=params), sync.outer) / sync.fragments
-    return Run(name, sync, params, learners, step_s, (each,) * sync.fragments, under_way=False)
+    return Run(name, sync, params, learners, step_s, (each,) * sync.fragments)
 
 
 # --- the line ---------------------------------------------------------------------------------------------

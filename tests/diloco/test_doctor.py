@@ -123,6 +123,7 @@ def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
     assert {key: client.dump(key) for key in client.scan_iter()} == before
     assert before
     assert status == 0
+    assert "quorum" in {one.about for one in findings}
     (plan,) = [one for one in findings if one.about == "plan"]
     assert plan.found.startswith("the run of")
     assert "line and run" in {one.about for one in findings}  # its learner has said how long a step takes
@@ -143,6 +144,15 @@ def test_a_run_of_another_release_is_named_beside_all_else(healthy: EmbeddedRedi
     assert status == 1
     assert set(bad(findings)) == {"run"}
     assert {"line", "clock", "threads"} <= {one.about for one in findings}
+
+
+def test_a_quorum_that_is_not_there_is_named() -> None:
+    assert checks.quorum(2, 2).level == "ok"
+    assert checks.quorum(1, 2) == checks.warning(
+        "quorum",
+        "a merge needs 2 learners, 1 live: nothing is merged",
+        "start as many as are missing, under the run's name",
+    )
 
 
 def test_a_user_is_judged_by_what_this_machine_is_to_be() -> None:
@@ -533,7 +543,7 @@ def machine(speed: Speed) -> Machine:
 def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none() -> None:
     """By `pacing`'s own judgement; with what helps, and what that costs."""
     sync = SyncSettings(sync_interval=24, outer="muon").sync_spec()
-    run = Run("run", sync, 1e9, 4, 0.1, (3e11,) * 8, under_way=False)
+    run = Run("run", sync, 1e9, 4, 0.1, (3e11,) * 8)
     for speed, level in ((Speed(1e10, 8), "warning"), (Speed(1e13, 8), "ok")):
         here = machine(speed)
         found = checks.merges(run, checks.site_of(run, here, None), here)
