@@ -247,7 +247,9 @@ def test_a_circle_of_wrappers_ends() -> None:
         learner(Net(), duck)
 
 
-@pytest.mark.parametrize("optimizer", [[], "AdamW", torch.optim.AdamW, Duck("AdamW")], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [[], "AdamW", torch.optim.AdamW, Duck("AdamW")], ids=["list", "name", "class", "duck"]
+)
 def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
     with pytest.raises(UsageError, match=r"optimizer is a .*torch.optim.Optimizer.*or None"):
         learner(Net(), optimizer)
