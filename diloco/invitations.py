@@ -20,6 +20,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from diloco.cli import main
+from diloco.launcher.locate import server_url
 from diloco.options import takes
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis.calls import parse
@@ -101,7 +102,7 @@ def invite(
     Example: diloco invite anna --run my-run --at rediss://my.host:6380
     """
     logs.configure(settings.log_level)
-    url = _url(settings)
+    url = server_url(settings)
     word, notes = asyncio.run(_invite(url, settings.run, _name(name), at))
     for note in notes:
         typer.echo(note, err=True)
@@ -183,7 +184,7 @@ def revoke(
     What it has published before is merged as ever.
     """
     logs.configure(settings.log_level)
-    asyncio.run(_revoke(_url(settings), _name(name)))
+    asyncio.run(_revoke(server_url(settings), _name(name)))
     typer.echo(f"{name!r} is cut off")
 
 
@@ -264,12 +265,6 @@ def _name(name: str) -> str:
         return Invitation(url="redis://h", run="r", learner=name).learner
     except ValidationError:
         raise UsageError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 64 at most") from None
-
-
-def _url(settings: ServerSettings) -> str:
-    if (url := settings.bus_url()) is None:
-        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
-    return url
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from diloco.launcher.display import Fitting
-from diloco.launcher.locate import locate
+from diloco.launcher.locate import locate, server_url
 from diloco.options import takes
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
@@ -84,7 +84,7 @@ def list_runs(
 ) -> None:
     """List all runs that a Redis holds: how far each is, who is there, and the memory that it takes."""
     logs.configure(settings.log_level)
-    rows = asyncio.run(_rows(_url(settings)))
+    rows = asyncio.run(_rows(server_url(settings)))
     if as_json:
         typer.echo(dumps(rows))
     elif not rows:
@@ -165,7 +165,7 @@ def delete(
     Refused while anybody is at work on it. What is deleted cannot be had back, but from a checkpoint.
     """
     logs.configure(settings.log_level)
-    asyncio.run(_delete(_url(settings), name, yes))
+    asyncio.run(_delete(server_url(settings), name, yes))
 
 
 async def _delete(url: str, name: str, yes: bool) -> None:
@@ -220,7 +220,7 @@ def extend(
     Example: diloco runs extend my-run --tokens 5M
     """
     logs.configure(settings.log_level)
-    asyncio.run(_extend(_url(settings), name, _count(tokens)))
+    asyncio.run(_extend(server_url(settings), name, _count(tokens)))
 
 
 def _count(tokens: str) -> int:
@@ -332,12 +332,6 @@ def _awaited(status: Status) -> str:
 
 
 # --- shared ---------------------------------------------------------------------------------------------
-
-
-def _url(settings: ServerSettings) -> str:
-    if (url := settings.bus_url()) is None:
-        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
-    return url
 
 
 @asynccontextmanager

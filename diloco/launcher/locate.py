@@ -11,7 +11,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.methods import RunMethod
-from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.settings import BusSettings, ServerSettings
 
 RUNS = Path("runs")
 RUN_FILE = "run.json"
@@ -78,6 +78,17 @@ def is_live(folder: Path) -> bool:
         return False
     launcher = RunFile.read(folder).pids.get("launcher")
     return launcher is not None and is_running(launcher)
+
+
+def server_url(settings: ServerSettings) -> str:
+    """Of the Redis that is named.
+
+    Raises:
+        UsageError: none is.
+    """
+    if (url := settings.bus_url()) is None:
+        raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
+    return url
 
 
 def locate(settings: BusSettings, folder: Path | None) -> Place:
