@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from tests.trainers import scripts
 
@@ -204,3 +204,5 @@ if __name__ == "__main__":
     sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
     said = f"ended {steps} {digest_of(parameters_of(model))} {sharded}\n"
     os.write(1, said.encode())  # at once: ranks write into one file
+    if distributed.is_initialized():
+        distributed.destroy_process_group()  # as the docs say: else gloo may abort as Python ends
