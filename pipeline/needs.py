@@ -439,11 +439,11 @@ def needs_of(
         )
     holds = redis_holds(learners, pace.global_codec)
     why = {
-        "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
-        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({holds}) take {by_memory}",
+        "redis_nodes": f"{as_bytes(traffic)}/s take {by_traffic}, at {as_bytes(REDIS_BYTES_PER_S)}/s and "
+        f"{LINK_SHARE:.0%} each; {as_bytes(redis_memory)} ({holds}) take {by_memory}",
         "syncers": "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
-        + f" ({whole / 1e9:.0f} GB for values, momenta and all windows at once, {syncer_traffic / 1e9:.2f} GB/s, "
+        + f" ({as_bytes(whole)} for values, momenta and all windows at once, {as_bytes(syncer_traffic)}/s, "
         f"{cores:.2f} cores)",
     }
     served = busiest_share(pace.fragments, ranks)

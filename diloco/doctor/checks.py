@@ -59,10 +59,14 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
     wanted, fit = processes * each, max(1, cores // processes)
     who = "a learner has" if processes == 1 else f"{processes} learners have"
     found = f"{who} {wanted} torch threads on {cores} cores ({said})"
-    if wanted > cores and each > fit:
-        remedy = f"start each with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})"
-        return warning("threads", f"{found}, and stall each other", remedy)
-    return ok("threads", found)
+    if wanted <= cores:
+        return ok("threads", found)
+    fewer = f"with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})" if each > fit else ""
+    if processes > cores:
+        found = f"{found}, and take turns: a step takes {processes / cores:.2g} times as long as on a core of its own"
+        remedy = f"start {cores} learners here at most{f', each {fewer}' if fewer else ''}, and the others elsewhere"
+        return warning("threads", found, remedy)
+    return warning("threads", f"{found}, and stall each other", f"start each {fewer}")
 
 
 def blas(cores: int, each: int, fragments: int) -> Finding:
@@ -75,17 +79,19 @@ def blas(cores: int, each: int, fragments: int) -> Finding:
     return ok("BLAS", found)
 
 
-def folder(one: Folder) -> Finding:
-    """Whether it can be written to, and holds what will be."""
+def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
+    """Whether it can be written to, and holds what will be added. needed_bytes: 0 is not known, or little."""
     about = f"disk of {one.setting}"
     if one.problem:
-        return error(about, f"{one.path} cannot be written: {one.problem}", f"name another folder by --{one.setting}")
-    found = f"{as_bytes(one.free_bytes)} free in {one.path}"
-    if one.free_bytes < max(one.needed_bytes, LITTLE_BYTES):
-        needs = max(one.needed_bytes, LITTLE_BYTES)
+        remedy = f"mend that, or name another place by --{one.setting}"
+        return error(about, f"{one.path} cannot be written: {one.problem}", remedy)
+    if math.isinf(one.free_bytes):
+        return ok(about, f"{one.path} can be written")
+    found = f"{as_bytes(one.free_bytes)} free in {one.path}{'' if one.there else ', which will be made'}"
+    if one.free_bytes < max(needed_bytes, LITTLE_BYTES):
         remedy = f"free space there, or name another folder by --{one.setting}"
-        return error(about, f"{found}, {as_bytes(needs)} needed", remedy)
-    return ok(about, found + (f", {as_bytes(one.needed_bytes)} needed" if one.needed_bytes else ""))
+        return error(about, f"{found}, {as_bytes(max(needed_bytes, LITTLE_BYTES))} needed", remedy)
+    return ok(about, found + (f", {as_bytes(needed_bytes)} needed" if needed_bytes else ""))
 
 
 # --- the server -------------------------------------------------------------------------------------------
