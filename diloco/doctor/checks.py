@@ -12,18 +12,16 @@ from diloco.pipeline.needs import (
     GLOBALS,
     LEAST_PARAMS,
     LINK_SHARE,
-    TRAINING_BYTES,
     Needs,
     Pace,
     Site,
-    exchange_bytes,
     needs_of,
     pace_of,
     round_trip_s,
-    syncer_bytes,
 )
 from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
+from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import as_bytes, as_rate, written
 
@@ -34,6 +32,8 @@ MOST_SKEW_S = 10.0
 """Between two clocks, from which on the times that people read are said to be wrong."""
 FAR_S = 1.0
 """A round trip from which on calls that are given up after a part of a lease have no time to spare."""
+DEFAULT_USER = "default"
+"""Whom a server takes for those who do not log in."""
 LITTLE_BYTES = 100e6
 """Of a disk: less is no room for a tape or a log."""
 
@@ -127,7 +127,24 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
             f"redis:// to {address.where}, which is not this machine: password, headers and payloads are not encrypted",
             "use rediss:// and DILOCO_REDIS_CA, or a network that encrypts or that nobody else is on",
         )
-    if not address.password:
+    if address.password:
+        return
+    if address.certificate and address.user not in ("", DEFAULT_USER):
+        yield ok("access", f"{address.where} takes this client certificate for the login of {address.user}")
+    elif address.certificate == "asked for":
+        yield ok(
+            "access",
+            f"{address.where} takes nobody without a client certificate, and lets all who have one do everything; Redis "
+            "from 8.6 and Valkey from 9.0 on can tell them apart by it (tls-auth-clients-user CN), others by passwords",
+        )
+    elif address.certificate:
+        yield warning(
+            "access",
+            f"{address.where} asks for no password, and takes connections without a client certificate too: whoever "
+            "reaches it may do everything",
+            "set tls-auth-clients yes, or give each party a user (`diloco acl`)",
+        )
+    else:
         unprotected = any(node.protected is False for node in nodes)
         yield warning(
             "access",
@@ -139,7 +156,7 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
 
 def rights(address: Address, lacks: dict[str, str], party: str | None = None) -> Finding:
     """Which party this user may be. party: that it is to be here; None: whatever it is named for."""
-    who = f"user {address.user}" if address.user else "the default user"
+    who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
     named = next((of for name, of in NAMED.items() if address.user.partition("-")[0] == name), None)
     meant = party or named
@@ -246,7 +263,7 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     paces = [
         MergePace(p, at_full_interval, asked.round_trip_s - outer_s + own_s, own_s) for p, own_s in enumerate(each_s)
     ]
-    slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s)
+    slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s, speed=speed)
     if slow is not None:
         return warning("merges", slow.found, slow.helps)
     room_s = full_room_steps(sync) * site.step_time
@@ -258,21 +275,26 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
 
 
 def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
-    """Whether what its parties keep fits. Of a learner that is only its exchange: its training may be on a GPU."""
+    """Whether what its parties keep fits. Of learners that is process and exchange: their training may be on a GPU."""
     if not machine.memory_bytes:
         return
     sync = run.sync
     wants = {
         "syncer": syncer_bytes(run.params, run.learners, sync.codec, sync.outer),
-        "learner": machine.processes * exchange_bytes(run.params, sync.fragments, sync.codec),
+        "learner": machine.processes * learner_bytes(run.params, sync.fragments, sync.codec),
     }
     for name, wanted in wants.items():
         if party not in (name, "all"):
             continue
-        found = f"a {name} here takes {as_bytes(wanted)} of {as_bytes(machine.memory_bytes)}"
+        several = name == "learner" and machine.processes > 1
+        who = f"{machine.processes} learners here take" if several else f"a {name} here takes"
+        found = f"{who} {as_bytes(wanted)} of {as_bytes(machine.memory_bytes)}"
         if name == "learner":
             training = machine.processes * TRAINING_BYTES["fp32"] * run.params
-            found += f", beside training ({as_bytes(training)} without activations, there or on a GPU)"
+            found += (
+                f", {as_bytes(machine.processes * LEARNER_PROCESS_BYTES)} of it before any model, beside training "
+                f"({as_bytes(training)} without activations, there or on a GPU)"
+            )
         if wanted > machine.memory_bytes:
             remedy = "several syncers share the fragments" if name == "syncer" else "a machine with more memory"
             yield warning(f"memory of a {name}", found, remedy)

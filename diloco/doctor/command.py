@@ -17,7 +17,7 @@ from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
 from diloco.options import RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.examining import address_of, examine
+from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
@@ -85,10 +85,7 @@ async def look(
     url = settings.bus_url()
     if url is None:
         return run, None
-    address, name = await asyncio.to_thread(address_of, url), settings.learner_id  # a name may take seconds
-    if name is None:
-        named = address.user.partition("-")
-        name = named[2] if named[0] in ("learner", "invited") and named[2] else f"doctor-{secrets.token_hex(2)}"
+    address = await asyncio.to_thread(address_of, url)  # a name may take seconds
     line = None
     try:
         examination = await examine(url)
@@ -96,6 +93,12 @@ async def look(
         report.add(_refused(failure))
         return run, None
     try:
+        if address.certificate:
+            strict = not await takes_without_certificate(url)
+            address = address._replace(certificate="asked for" if strict else "shown")
+            if not address.password:
+                address = address._replace(user=await examination.user())
+        name = settings.learner_id or _learner_of(address.user)
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
             report.add(*checks.server(nodes, checkpoints), *checks.transport(address, nodes))
@@ -112,6 +115,12 @@ async def look(
     finally:
         await examination.close()
     return run, line
+
+
+def _learner_of(user: str) -> str:
+    """The learner that a user is made for, by its name; else one that nobody has."""
+    party, _, learner = user.partition("-")
+    return learner if party in ("learner", "invited") and learner else f"doctor-{secrets.token_hex(2)}"
 
 
 async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:

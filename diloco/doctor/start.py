@@ -12,7 +12,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.findings import Finding
-from diloco.pipeline.needs import CHECKPOINT_BYTES
+from diloco.pipeline.party_memory import CHECKPOINT_BYTES
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import Settings, SyncerSettings, SyncSettings
 from diloco.syncer.checkpoints.manifest import KEPT

@@ -5,7 +5,7 @@ One judgement for all who ask: the bus as it connects and warns, the syncer befo
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
@@ -33,6 +33,8 @@ class Address(NamedTuple):
     password: bool
     user: str
     """"" where the URL names none."""
+    certificate: Literal["", "shown", "asked for"] = ""
+    """A client's: shown to a server that takes connections without one too, or to one that takes none without."""
 
 
 @dataclass(frozen=True, slots=True)

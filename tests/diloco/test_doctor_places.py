@@ -74,7 +74,7 @@ def test_a_store_that_cannot_be_written_is_named_and_does_not_count_as_checkpoin
 def test_a_store_that_can_be_written_is_in_order_and_is_left_as_it_was(forgetful: EmbeddedRedis, look: Look) -> None:
     pytest.importorskip("fsspec")
     place = "memory://doctor/run"
-    status, found = look("--redis-url", forgetful.url, "--checkpoint-dir", place, "--params", "1B")
+    _, found = look("--redis-url", forgetful.url, "--checkpoint-dir", place, "--params", "1B")
     assert found["disk of checkpoint-dir"] == Finding("ok", "disk of checkpoint-dir", f"{place} can be written")
     assert found["persistence"].level == "ok"
     assert place_of(place).names() == frozenset()
