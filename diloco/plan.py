@@ -117,6 +117,11 @@ def command(
     console = Console()
     console.print(choices(needs, f"{needs.learners} learners, {written(settings.params)} parameters"))
     console.print(needs.lines())
+    console.print(
+        "all of it is computed from what you gave and from constants, and nothing was measured here: `diloco doctor` "
+        "does that, and compares a run that is under way\n",
+        soft_wrap=True,
+    )
     show(console, needs)
     if json_file is not None:
         json_file.write_text(dumps(asdict(needs), indent=1) + "\n")

@@ -34,6 +34,10 @@ FAR_S = 1.0
 """A round trip from which on calls that are given up after a part of a lease have no time to spare."""
 DEFAULT_USER = "default"
 """Whom a server takes for those who do not log in."""
+FAR = 2.0
+"""Times, by which two figures of one thing differ that do not agree."""
+SMALL_PARAMS = 1e7
+SEE_STATUS = "`diloco status` says what helps; run the doctor on the syncers' machine to judge that one"
 LITTLE_BYTES = 100e6
 """Of a disk: less is no room for a tape or a log."""
 
@@ -134,8 +138,8 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
     elif address.certificate == "asked for":
         yield ok(
             "access",
-            f"{address.where} takes nobody without a client certificate, and lets all who have one do everything; Redis "
-            "from 8.6 and Valkey from 9.0 on can tell them apart by it (tls-auth-clients-user CN), others by passwords",
+            f"{address.where} takes nobody without a client certificate, and lets all who have one do everything: "
+            "Redis 8.6 and Valkey 9.0 or newer can tell them apart by it (tls-auth-clients-user CN), others by passwords",
         )
     elif address.certificate:
         yield warning(
@@ -238,8 +242,8 @@ def load(run: Run, site: Site) -> Finding:
     """Whether the line carries what the run's H asks of it."""
     sync, asked = run.sync, needs(run, site)
     found = (
-        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the line: "
-        f"{as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
+        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the "
+        f"line as measured here: {as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
     )
     if asked.link_load <= LINK_SHARE:
         return ok("line and run", found)
@@ -265,13 +269,49 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     ]
     slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s, speed=speed)
     if slow is not None:
-        return warning("merges", slow.found, slow.helps)
+        return warning("merges", f"{slow.found} ({basis(site)})", slow.helps)
     room_s = full_room_steps(sync) * site.step_time
     return ok(
         "merges",
         f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, the outer step "
-        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)}",
+        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)} ({basis(site)})",
     )
+
+
+def basis(site: Site) -> str:
+    """What of a computed figure was measured."""
+    line = "line" if "link" in site.model_fields_set else ""
+    assumed = "" if line else f", with a line of {written(site.link, 'TGMk')}bit/s assumed"
+    return f"computed from cores{' and line' if line else ''} as measured here{assumed}"
+
+
+def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
+    """Whether the run's merges take as long as they would here, and have room in its rounds.
+
+    What a syncer says of a merge is from the decision to the commit: sum, outer step, and what it writes.
+    """
+    sync, elements = run.sync, run.params / run.sync.fragments
+    written_bytes = math.fsum(GLOBALS[sync.global_codec]) * elements
+    sum_s = run.learners * elements * CODECS[sync.codec] / site.merge_rate / site.syncer_cores
+    here_s = sum_s + max(run.operations) / machine.speed.flops + 8 * written_bytes / site.link + 2 * site.latency
+    times = run.merge_s / here_s
+    found = (
+        f"a merge takes {as_time(run.merge_s)} as the run's syncers measured it, and {as_time(here_s)} {basis(site)}"
+    )
+    if times > FAR:
+        found += f": {times:.2g} times as long, so they have fewer or busier cores, or a slower line, than is here"
+        if run.params < SMALL_PARAMS:
+            found += "; of so small a model calls to Redis take most, which are not computed"
+    elif times < 1 / FAR:
+        found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster line, than is here"
+    else:
+        found += ", which agrees"
+    if run.stretched >= FAR:
+        found += f"; intervals are {run.stretched:.2g} times as long as planned, since merges take their time"
+    room_s = full_room_steps(sync) * site.step_time
+    if run.merge_s > room_s or run.stretched >= FAR:
+        return warning("merges of the run", f"{found}; a round has room for {as_time(room_s)}", SEE_STATUS)
+    return ok("merges of the run", f"{found}; a round has room for {as_time(room_s)}")
 
 
 def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
@@ -311,4 +351,5 @@ def plan(run: Run, site: Site) -> Finding:
     if run.step_s is None:
         return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)
-    return ok("plan", f"{found}; `diloco plan` has H = {planned.interval}, P = {planned.fragments}, {planned.codec}")
+    choice = f"H = {planned.interval}, P = {planned.fragments}, {planned.codec}"
+    return ok("plan", f"{found}; `diloco plan` would have {choice} ({basis(site)})")

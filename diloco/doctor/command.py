@@ -172,6 +172,8 @@ def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Itera
         yield checks.load(run, site)
     if party != "learner":
         yield checks.merges(run, site, machine)
+        if run.merge_s:
+            yield checks.merges_of_run(run, site, machine)
 
 
 def _number(kind: type, flag: str, given: str | None) -> float | None:

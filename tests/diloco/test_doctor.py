@@ -31,6 +31,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis.examining import examine
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.bus.stored_values import MergedBases
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES
@@ -635,6 +636,63 @@ def test_a_model_whose_outer_step_is_too_slow_here_is_named(look: Look) -> None:
     assert "outer step" in found.found
     assert found.remedy.startswith("start the run with --outer nesterov"), "a fifth of it would be too long too"
     assert "merges" not in bad(look("--params", "1M", "--step-time", "10s", "--as", "syncer")[1])
+
+
+@pytest.mark.redis
+def test_a_live_runs_merges_are_judged_beside_those_that_would_be_made_here(
+    healthy: EmbeddedRedis, look: Look, client: Any
+) -> None:
+    """By what its syncers have measured, and by how its intervals have grown."""
+
+    def said(merge_s: float, interval: int) -> Finding | None:
+        async def begin() -> None:
+            async with open_bus(healthy.url, "judged") as bus:
+                await bus.propose_spec(encode(samples.spec(sync_interval=24)))
+                await bus.write_report(samples.report("anna", step_s=0.1, step_s_median=0.1))
+                window = samples.IDLE.model_copy(update={"merge_s": merge_s})
+                fields = {"version": 40, "digest": bytes(16), "payload": "p", "chunks": 1, "momentum": ""}
+                fields |= {"previous_digest": b"", "window": encode(window), "merged": encode(MergedBases(merged=()))}
+                fields |= {"merged_deltas": 0, "merged_tokens": 0, "rejected_tokens": 0, "interval": interval}
+                client.hset(bus.keys.head(0), mapping=fields)
+
+        client.flushall()
+        asyncio.run(begin())
+        _, findings = look("--redis-url", healthy.url, "--run", "judged")
+        client.flushall()
+        return next((one for one in findings if one.about == "merges of the run"), None)
+
+    assert said(0.0, 24) is None, "its syncers have not said"
+    small, slow, stretched = said(0.5, 24), said(5.0, 24), said(0.5, 96)
+    assert small
+    assert slow
+    assert stretched
+    assert small.level == "ok"
+    assert "a merge takes 0.5 s as the run's syncers measured it" in small.found
+    assert "times as long" in small.found
+    assert "as measured here" in small.found
+    assert (slow.level, "`diloco status`" in slow.remedy) == ("warning", True)
+    assert stretched.level == "warning"
+    assert "intervals are 4 times as long as planned" in stretched.found
+
+
+def test_figures_within_twice_of_each_other_agree_and_others_are_said_to_be_far() -> None:
+    """Which one is slower is in the words."""
+    here = machine(Speed(1e11, 8))
+    run = Run("run", SyncSettings().sync_spec(), 1e9, 4, 3.0, (1e11,) * 8, live=4)
+    site = checks.site_of(run, here, Link(0.001, 1e8, 1e8, 2**24))
+
+    def said(merge_s: float) -> str:
+        return checks.merges_of_run(replace(run, merge_s=merge_s), site, here).found
+
+    here_s = float(said(1.0).partition(", and ")[2].partition(" s")[0])
+    assert 1.0 < here_s < 20.0
+    assert ", which agrees" in said(1.9 * here_s)
+    assert ", which agrees" in said(here_s / 1.9)
+    assert "3 times as long, so they have fewer or busier cores" in said(3 * here_s)
+    assert "3 times as fast, so they have more cores" in said(here_s / 3)
+    assert "computed from cores and line as measured here" in said(here_s)
+    unmeasured = checks.merges_of_run(replace(run, merge_s=1.0), checks.site_of(run, here, None), here).found
+    assert "computed from cores as measured here, with a line of 100Gbit/s assumed" in unmeasured
 
 
 def test_more_blas_threads_than_cores_are_named() -> None:
