@@ -299,9 +299,10 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
         f"a merge takes {as_time(run.merge_s)} as the run's syncers measured it, and {as_time(here_s)} {basis(site)}"
     )
     if times > FAR:
-        found += f": {times:.2g} times as long, so they have fewer or busier cores, or a slower line, than is here"
-        if run.params < SMALL_PARAMS:
-            found += "; of so small a model calls to Redis take most, which are not computed"
+        small = run.params < SMALL_PARAMS
+        why = "as is usual for so small a model: most are calls to Redis and waits for a thread, which are not computed"
+        slower = "so they have fewer or busier cores, or a slower line, than is here"
+        found += f": {times:.2g} times as long, {why if small else slower}"
     elif times < 1 / FAR:
         found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster line, than is here"
     else:
