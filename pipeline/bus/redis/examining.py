@@ -175,7 +175,7 @@ async def takes_without_certificate(url: str) -> bool:
     client = Redis.from_pool(pool)
     try:
         async with asyncio.timeout(CONTROL_S):
-            await client.execute_command("PING")
+            await client.info()
     except (rx.AuthenticationError, rx.ResponseError):
         return True
     except (rx.RedisError, OSError):
