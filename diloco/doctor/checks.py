@@ -139,7 +139,7 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
         yield ok(
             "access",
             f"{address.where} takes nobody without a client certificate, and lets all who have one do everything: "
-            "Redis 8.6, Valkey 9.0 and newer ones can tell them apart by it (tls-auth-clients-user CN), others by passwords",
+            "Redis 8.6, Valkey 9.0 and newer can tell them apart by it (tls-auth-clients-user CN), others by passwords",
         )
     elif address.certificate:
         yield warning(
