@@ -20,6 +20,8 @@ from diloco.pipeline.ramps import interval_at
 LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
 LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
+DEAR = CHEAPER["halley"]
+"""The outer step that ends higher in loss; the others learn as well as those that they stand for."""
 TRIED_INTERVAL = 48
 """The longest whose cost has been measured."""
 BLAS = "OPENBLAS_NUM_THREADS"
@@ -204,12 +206,13 @@ def _helps(
         yield "start another syncer on another machine"
     longer = _longer(sync, worst, step_s, together_s)
     rounds = [f"start the run with longer rounds (--sync-interval {longer}; {LONGER_COSTS})"] if longer else []
-    if not by_outer or (longer is not None and longer <= TRIED_INTERVAL):
-        yield from rounds
     if by_outer:
-        yield f"start the run with {cheaper(sync.outer, takes_s / room_s)}"
-        yield from rounds
+        step = cheaper(sync.outer, takes_s / room_s)
+        other = [f"start the run with {step}"]
+        costs_less = longer is not None and longer <= TRIED_INTERVAL and step == DEAR
+        yield from rounds + other if costs_less else other + rounds
         return
+    yield from rounds
     yield "give the syncer more cores, or fewer neighbours"
     if syncers < sync.fragments:
         yield "start another syncer on another machine"

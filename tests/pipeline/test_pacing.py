@@ -108,11 +108,15 @@ def helps(outer_s, *, at_once=8, threads=1, together_s=0.0, fragments=4, **sync)
 
 
 def test_two_things_are_advised_at_most_and_the_cheapest_first():
-    """Threads cost no quality; a longer interval little, as far as it was measured; then another outer step."""
+    """Threads cost no quality, nor does halley for muon; a longer interval little, as far as it was measured."""
     found = helps(1.5)
     assert len(found) == 2
     assert "on 2 of its cores" in found[0]
-    assert "--sync-interval 48;" in found[1]
+    assert "--outer halley" in found[1], "it learns as well as muon"
+    slower = helps(1.5, at_once=1, outer="halley")
+    assert "--sync-interval 48;" in slower[0]
+    assert "--outer nesterov" in slower[1]
+    assert "--outer nesterov" in helps(3.0, at_once=1, outer="halley")[0], "what longer rounds cost was not measured"
     for outer_s in (0.9, 3.0, 30.0, 1e5):
         assert 1 <= len(helps(outer_s)) <= 2
 
