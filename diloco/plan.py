@@ -14,7 +14,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Precision, Site, needs_of, pace_of, params_of
+from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of, params_of
+from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, Precision
 from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.units import as_bytes, as_rate, written
 
@@ -70,8 +71,9 @@ def show(console: Console, needs: Needs) -> None:
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, training, rate)
     console.print(machines)
     console.print(
-        f"of a {needs.parties[0].name}: what its exchange adds to training, which has parameters, gradients and "
-        "AdamW's moments, without activations",
+        f"of a {needs.parties[0].name}: its process ({as_bytes(LEARNER_PROCESS_BYTES)} for Python, torch and the "
+        "program) and what its exchange adds to training, which has parameters, gradients and AdamW's moments, without "
+        "activations",
         soft_wrap=True,
     )
     console.print(
@@ -115,6 +117,11 @@ def command(
     console = Console()
     console.print(choices(needs, f"{needs.learners} learners, {written(settings.params)} parameters"))
     console.print(needs.lines())
+    console.print(
+        "all of it is computed from what you gave and from constants, and nothing was measured here: `diloco doctor` "
+        "does that, and compares a run that is under way\n",
+        soft_wrap=True,
+    )
     show(console, needs)
     if json_file is not None:
         json_file.write_text(dumps(asdict(needs), indent=1) + "\n")

@@ -11,12 +11,11 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.units import as_bytes
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay.recording import list_recording
 from diloco.syncer.replay.replay import Replayed, replay
 from diloco.tape import archive_of, read_archive, records_of
-
-_MIB = 2**20
 
 
 def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: bool) -> int:
@@ -67,7 +66,7 @@ def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
 def _as_text(outcome: Replayed) -> str:
     lines = [f"differs: {difference}" for difference in outcome.differences]
     made = f"{outcome.repeated} of {outcome.merges} merges of {outcome.fragments} fragments made again"
-    read = f"from {outcome.read_bytes / _MIB:.1f} MiB"
+    read = f"from {as_bytes(outcome.read_bytes)}"
     reductions = f"the largest relative difference of a reduction is {outcome.largest:.2g}"
     unused = f"; {outcome.unused} recorded merges are not on the tape" if outcome.unused else ""
     if lines:

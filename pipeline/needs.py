@@ -8,14 +8,22 @@ shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import ORTHOGONALISES, OuterName
+from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
-from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, VALUE_BYTES, redis_bytes, redis_holds
+from diloco.pipeline.party_memory import (
+    CHECKPOINT_BYTES,
+    TRAINING_BYTES,
+    Precision,
+    learner_bytes,
+    syncer_bytes,
+    syncer_share,
+)
+from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
 from diloco.pipeline.units import Amount, BitRate, Span, as_bytes, as_rate, written
 
@@ -50,27 +58,15 @@ BY_CHOICE = ("bf16", "int8", "e3m0")
 Streaming DiLoCo: E3M0 loses nothing."""
 ROUNDING = 1e-9
 """Of a step: a round trip that is longer by no more has the length that it should have."""
-EXACT = ("fp32", "bf16")
-"""Codecs of deltas without an error that is kept."""
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
 REDIS_BYTES_PER_S = 1.1 * 2**30
 """Of one node, through a Python client, measured at 1 MiB a value."""
 REDIS_MEMORY_BYTES, SYNCER_MEMORY_BYTES = 256e9, 512e9
 """Memory of one machine. Assumed"""
-SYNCER_SPARE = 1.25
-"""Of its memory: what is freed is used again, and up to a quarter more is held (`payload.buffers`)."""
-SYNCER_PROCESS_BYTES = 0.2e9
-"""The program, and chunks on their way. Measured (docs/results/performance.md)"""
 SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 LEARNER_S = 3.4e-9
 """Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
-Precision = Literal["fp32", "bf16"]
-TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
-"""Of a parameter in training, without activations: parameter, gradient, AdamW's moments; in bf16 a copy that computes.
-As the built-in trainer has them (docs/howto/gpus.md)."""
-CHECKPOINT_BYTES = 2 * VALUE_BYTES
-"""Of a parameter in a checkpoint: value and momentum."""
 OF_OUTER: dict[OuterName, dict[str, float]] = {
     "halley": {},
     "muon": {},
@@ -161,33 +157,6 @@ def params_of(site: Site) -> float:
 def outer_operations(site: Site, outer: OuterName) -> float:
     """Operations of one outer step of all fragments, without what is done to each element once."""
     return transformer_operations(*shape_of(site), outer)
-
-
-def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, share: float = 1.0) -> float:
-    """Memory of one syncer that serves so much of the model, at most: when all of its windows are open at once.
-
-    So it is when a run ends, and after an outage. Kept between merges are values, momentum, and the values of the
-    version before, by which stale deltas are rebased.
-    """
-    kept, made = 3 * VALUE_BYTES, (2 + (outer in ORTHOGONALISES)) * VALUE_BYTES
-    return SYNCER_SPARE * share * params * (kept + CODECS[codec] * learners + made) + SYNCER_PROCESS_BYTES
-
-
-def syncer_share(fragments: int, syncers: int) -> float:
-    """Of the model, that one of so many syncers must have room for: one of the others may have died."""
-    return math.ceil(fragments / max(1, syncers - 1)) / fragments
-
-
-def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
-    """Memory that one rank of a learner needs beside its training: `docs/explanation/ranks.md`.
-
-    Bases and residuals of what it serves; of one fragment its snapshot, the wire, the pulled global. Of several ranks
-    each has of an exact snapshot the wire only, and its rows of what all serve, both ways.
-    """
-    lost = 0 if codec in EXACT else VALUE_BYTES
-    kept = (VALUE_BYTES + lost) * math.ceil(fragments / ranks)
-    rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
-    return params / fragments * (kept + VALUE_BYTES + CODECS[codec] + VALUE_BYTES + lost + rows)
 
 
 def busiest_share(fragments: int, ranks: int) -> float:
@@ -439,11 +408,11 @@ def needs_of(
         )
     holds = redis_holds(learners, pace.global_codec)
     why = {
-        "redis_nodes": f"{traffic / 1e9:.2f} GB/s take {by_traffic}, at {REDIS_BYTES_PER_S / 1e9:.1f} GB/s and "
-        f"{LINK_SHARE:.0%} each; {redis_memory / 1e9:.0f} GB ({holds}) take {by_memory}",
+        "redis_nodes": f"{as_bytes(traffic)}/s take {by_traffic}, at {as_bytes(REDIS_BYTES_PER_S)}/s and "
+        f"{LINK_SHARE:.0%} each; {as_bytes(redis_memory)} ({holds}) take {by_memory}",
         "syncers": "two at least, so that one can die; "
         + ", ".join(f"{name} takes {count}" for name, count in syncers.items())
-        + f" ({whole / 1e9:.0f} GB for values, momenta and all windows at once, {syncer_traffic / 1e9:.2f} GB/s, "
+        + f" ({as_bytes(whole)} for values, momenta and all windows at once, {as_bytes(syncer_traffic)}/s, "
         f"{cores:.2f} cores)",
     }
     served = busiest_share(pace.fragments, ranks)
@@ -476,7 +445,7 @@ def needs_of(
                 "learner" if ranks == 1 else "rank",
                 learners * ranks,
                 served * LEARNER_S * site.params / round_s,
-                exchange_bytes(site.params, pace.fragments, pace.codec, ranks),
+                learner_bytes(site.params, pace.fragments, pace.codec, ranks),
                 served * (up_bytes_per_s + down_bytes_per_s),
                 TRAINING_BYTES[precision] * site.params / ranks,
             ),

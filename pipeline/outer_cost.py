@@ -21,6 +21,8 @@ class Speed(NamedTuple):
     """Operations a second of one product."""
     at_once: int = 1
     """Products that go on beside each other at that speed."""
+    threads: int = 1
+    """That each of them takes."""
 
 
 _OPERATIONS: dict[OuterName, Callable[[float, float], float]] = {
@@ -48,6 +50,12 @@ CHEAPER: dict[OuterName, str] = {
 def matrix_operations(rows: float, columns: float, outer: OuterName) -> float:
     """Operations of one outer step of a matrix (rows, columns), without what is done to each element once."""
     return _OPERATIONS[outer](min(rows, columns), max(rows, columns))
+
+
+def cheaper(outer: OuterName, times: float) -> str:
+    """What to take instead of an outer step that takes so many times as long as it may."""
+    less = matrix_operations(1, 1, outer) / matrix_operations(1, 1, "halley")
+    return CHEAPER["muon" if outer == "muon" and times <= less else "halley"]
 
 
 def operations_of(tensors: Iterable[TensorSpec], outer: OuterName) -> float:

@@ -7,20 +7,28 @@ while that grows.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from statistics import median
 from typing import NamedTuple
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import MOST_STEPS
-from diloco.pipeline.outer_cost import CHEAPER
+from diloco.pipeline.needs import INTERVALS
+from diloco.pipeline.outer_cost import CHEAPER, Speed, cheaper
 from diloco.pipeline.ramps import interval_at
 
 LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
 LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
+DEAR = CHEAPER["halley"]
+"""The outer step that ends higher in loss; the others learn as well as those that they stand for."""
+TRIED_INTERVAL = 48
+"""The longest whose cost has been measured."""
+BLAS = "OPENBLAS_NUM_THREADS"
 MOST_THREADS = 64
 """Of one product of matrices: BLAS is built for no more."""
+MOST_HELPS = 2
+"""Things to do that a warning names; docs/howto/watch.md has all of them."""
 ROOM = 1 / 3
 """Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
@@ -135,6 +143,7 @@ def slow_merges(
     syncers: int,
     allowed: float = 1.0,
     together_s: float = 0.0,
+    speed: Speed | None = None,
 ) -> SlowMerges | None:
     """A warning if merges take longer than they have room, with what helps; None: they fit, or it is not known yet.
 
@@ -147,6 +156,7 @@ def slow_merges(
         syncers: how many serve the run.
         allowed: times its room that a merge may take.
         together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
+        speed: of the machine that merges; None: who asks does not know it.
     """
     step_s = _usual(step_times)
     found = _shares(sync, fragments, step_times, together_s)
@@ -163,7 +173,7 @@ def slow_merges(
         f"merges take longer than a round of the learners has room for ({len(slow)} of {len(found)} fragments; "
         f"fragment {worst.fragment} {as_time(takes_s)}{outer}, its round of {interval} steps {as_time(round_s)}, room "
         f"{as_time(takes_s / ratio)}), and learners train longer between two syncs",
-        "; or ".join(_helps(sync, worst, ratio, syncers, by_outer)),
+        "; or ".join(islice(_helps(sync, worst, step_s, together_s, syncers, speed), MOST_HELPS)),
     )
 
 
@@ -174,27 +184,45 @@ def as_time(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
-def _helps(sync: SyncSpec, worst: Pace, ratio: float, syncers: int, by_outer: bool) -> list[str]:
-    """What makes a merge fit that takes so many times its room, and what that costs.
-
-    by_outer: most of it is the outer step. If not, steps are short beside a round trip, and longer rounds help most.
-    """
-    times = math.ceil(ratio)
-    multiplies = by_outer and sync.outer in CHEAPER
-    helps = ["give the syncer more cores, or fewer neighbours"]
-    if multiplies:
-        threads = min(times, MOST_THREADS)
-        spare = f"{threads} cores that nobody else needs (OPENBLAS_NUM_THREADS={threads})"
-        helps.append(f"let it multiply matrices on {spare}")
+def _helps(
+    sync: SyncSpec, worst: Pace, step_s: float, together_s: float, syncers: int, speed: Speed | None
+) -> Iterator[str]:
+    """What makes the merge fit that is worst off, and what that costs: what costs least first."""
+    room_s, round_s = full_room_steps(sync) * step_s, sync.sync_interval * step_s
+    queue_s = together_s - round_s
+    takes_s = max(worst.takes_s, queue_s)
+    if interval_at(sync, worst.version) < sync.sync_interval and takes_s <= room_s:
+        yield f"wait until the interval has grown to {sync.sync_interval}, at which they fit"
+        yield "begin with longer rounds (first_interval), from which short runs learn less"
+        return
+    by_outer = max(worst.outer_s, queue_s) > takes_s / 2 and sync.outer in CHEAPER
+    times, now, most = math.ceil(worst.outer_s / room_s), 1, MOST_THREADS
+    if speed is not None:
+        now, most = speed.threads, min(most, speed.at_once * speed.threads)
+    if by_outer and queue_s <= room_s and times > 1 and (threads := times * now) <= most:
+        whose = "of its cores" if speed else "cores, if it has so many,"
+        yield f"let the syncer multiply matrices on {threads} {whose} that nobody else needs ({BLAS}={threads})"
+    if queue_s > room_s and syncers < sync.fragments and together_s / (syncers + 1) <= round_s + room_s:
+        yield "start another syncer on another machine"
+    longer = _longer(sync, worst, step_s, together_s)
+    rounds = [f"start the run with longer rounds (--sync-interval {longer}; {LONGER_COSTS})"] if longer else []
+    if by_outer:
+        step = cheaper(sync.outer, takes_s / room_s)
+        other = [f"start the run with {step}"]
+        costs_less = longer is not None and longer <= TRIED_INTERVAL and step == DEAR
+        yield from rounds + other if costs_less else other + rounds
+        return
+    yield from rounds
+    yield "give the syncer more cores, or fewer neighbours"
     if syncers < sync.fragments:
-        helps.append("start another syncer on another machine")
-    longer = min(sync.sync_interval * times, MOST_STEPS)
-    rounds = []
-    if interval_at(sync, worst.version) < sync.sync_interval:
-        rounds = ["begin with longer rounds (first_interval), from which short runs learn less"]
-    elif longer > sync.sync_interval:
-        rounds = [f"start the run with longer rounds (--sync-interval {longer}; {LONGER_COSTS})"]
-    helps = [*helps, *rounds] if by_outer else [*rounds, *helps]
-    if multiplies:
-        helps.append(f"start the run with {CHEAPER[sync.outer]}")
-    return helps
+        yield "start another syncer on another machine"
+
+
+def _longer(sync: SyncSpec, worst: Pace, step_s: float, together_s: float) -> int | None:
+    """The shortest interval beyond H that a plan may have, and at which this merge fits; None: none."""
+
+    def fits(interval: int) -> bool:
+        room_s = max(sync.overlap_steps, ROOM * interval) * step_s
+        return max(worst.takes_s, together_s - interval * step_s) <= room_s
+
+    return next((interval for interval in INTERVALS if interval > sync.sync_interval and fits(interval)), None)

@@ -58,6 +58,7 @@ PURE = (
     "pipeline/outer_cost.py",
     "pipeline/redis_memory.py",
     "pipeline/pacing.py",
+    "pipeline/party_memory.py",
     "pipeline/payload/codec.py",
     "pipeline/payload/quantize.py",
     "pipeline/ramps.py",

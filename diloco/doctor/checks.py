@@ -12,18 +12,16 @@ from diloco.pipeline.needs import (
     GLOBALS,
     LEAST_PARAMS,
     LINK_SHARE,
-    TRAINING_BYTES,
     Needs,
     Pace,
     Site,
-    exchange_bytes,
     needs_of,
     pace_of,
     round_trip_s,
-    syncer_bytes,
 )
 from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
+from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import as_bytes, as_rate, written
 
@@ -34,6 +32,12 @@ MOST_SKEW_S = 10.0
 """Between two clocks, from which on the times that people read are said to be wrong."""
 FAR_S = 1.0
 """A round trip from which on calls that are given up after a part of a lease have no time to spare."""
+DEFAULT_USER = "default"
+"""Whom a server takes for those who do not log in."""
+FAR = 2.0
+"""Times, by which two figures of one thing differ that do not agree."""
+SMALL_PARAMS = 1e7
+SEE_STATUS = "`diloco status` says what helps; run the doctor on the syncers' machine to judge that one"
 LITTLE_BYTES = 100e6
 """Of a disk: less is no room for a tape or a log."""
 
@@ -59,10 +63,14 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
     wanted, fit = processes * each, max(1, cores // processes)
     who = "a learner has" if processes == 1 else f"{processes} learners have"
     found = f"{who} {wanted} torch threads on {cores} cores ({said})"
-    if wanted > cores and each > fit:
-        remedy = f"start each with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})"
-        return warning("threads", f"{found}, and stall each other", remedy)
-    return ok("threads", found)
+    if wanted <= cores:
+        return ok("threads", found)
+    fewer = f"with --threads {fit} (in a loop of your own: OMP_NUM_THREADS={fit})" if each > fit else ""
+    if processes > cores:
+        found = f"{found}, and take turns: a step takes {processes / cores:.2g} times as long as on a core of its own"
+        remedy = f"start {cores} learners here at most{f', each {fewer}' if fewer else ''}, and the others elsewhere"
+        return warning("threads", found, remedy)
+    return warning("threads", f"{found}, and stall each other", f"start each {fewer}")
 
 
 def blas(cores: int, each: int, fragments: int) -> Finding:
@@ -75,17 +83,19 @@ def blas(cores: int, each: int, fragments: int) -> Finding:
     return ok("BLAS", found)
 
 
-def folder(one: Folder) -> Finding:
-    """Whether it can be written to, and holds what will be."""
+def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
+    """Whether it can be written to, and holds what will be added. needed_bytes: 0 is not known, or little."""
     about = f"disk of {one.setting}"
     if one.problem:
-        return error(about, f"{one.path} cannot be written: {one.problem}", f"name another folder by --{one.setting}")
-    found = f"{as_bytes(one.free_bytes)} free in {one.path}"
-    if one.free_bytes < max(one.needed_bytes, LITTLE_BYTES):
-        needs = max(one.needed_bytes, LITTLE_BYTES)
+        remedy = f"mend that, or name another place by --{one.setting}"
+        return error(about, f"{one.path} cannot be written: {one.problem}", remedy)
+    if math.isinf(one.free_bytes):
+        return ok(about, f"{one.path} can be written")
+    found = f"{as_bytes(one.free_bytes)} free in {one.path}{'' if one.there else ', which will be made'}"
+    if one.free_bytes < max(needed_bytes, LITTLE_BYTES):
         remedy = f"free space there, or name another folder by --{one.setting}"
-        return error(about, f"{found}, {as_bytes(needs)} needed", remedy)
-    return ok(about, found + (f", {as_bytes(one.needed_bytes)} needed" if one.needed_bytes else ""))
+        return error(about, f"{found}, {as_bytes(max(needed_bytes, LITTLE_BYTES))} needed", remedy)
+    return ok(about, found + (f", {as_bytes(needed_bytes)} needed" if needed_bytes else ""))
 
 
 # --- the server -------------------------------------------------------------------------------------------
@@ -121,7 +131,24 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
             f"redis:// to {address.where}, which is not this machine: password, headers and payloads are not encrypted",
             "use rediss:// and DILOCO_REDIS_CA, or a network that encrypts or that nobody else is on",
         )
-    if not address.password:
+    if address.password:
+        return
+    if address.certificate and address.user not in ("", DEFAULT_USER):
+        yield ok("access", f"{address.where} takes this client certificate for the login of {address.user}")
+    elif address.certificate == "asked for":
+        yield ok(
+            "access",
+            f"{address.where} takes nobody without a client certificate, and lets all who have one do everything: "
+            "Redis 8.6, Valkey 9.0 and newer can tell them apart by it (tls-auth-clients-user CN), others by passwords",
+        )
+    elif address.certificate:
+        yield warning(
+            "access",
+            f"{address.where} asks for no password, and takes connections without a client certificate too: whoever "
+            "reaches it may do everything",
+            "set tls-auth-clients yes, or give each party a user (`diloco acl`)",
+        )
+    else:
         unprotected = any(node.protected is False for node in nodes)
         yield warning(
             "access",
@@ -133,7 +160,7 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
 
 def rights(address: Address, lacks: dict[str, str], party: str | None = None) -> Finding:
     """Which party this user may be. party: that it is to be here; None: whatever it is named for."""
-    who = f"user {address.user}" if address.user else "the default user"
+    who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
     named = next((of for name, of in NAMED.items() if address.user.partition("-")[0] == name), None)
     meant = party or named
@@ -215,8 +242,8 @@ def load(run: Run, site: Site) -> Finding:
     """Whether the line carries what the run's H asks of it."""
     sync, asked = run.sync, needs(run, site)
     found = (
-        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the line: "
-        f"{as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
+        f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the "
+        f"line as measured here: {as_bytes(asked.up_bytes)} up, {as_bytes(asked.down_bytes)} down"
     )
     if asked.link_load <= LINK_SHARE:
         return ok("line and run", found)
@@ -240,33 +267,75 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
     paces = [
         MergePace(p, at_full_interval, asked.round_trip_s - outer_s + own_s, own_s) for p, own_s in enumerate(each_s)
     ]
-    slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s)
+    slow = slow_merges(sync, paces, [site.step_time], 1, together_s=together_s, speed=speed)
     if slow is not None:
-        return warning("merges", slow.found, slow.helps)
+        return warning("merges", f"{slow.found} ({basis(site)})", slow.helps)
     room_s = full_room_steps(sync) * site.step_time
     return ok(
         "merges",
         f"a fragment's round trip takes {as_time(asked.round_trip_s)} with this machine as the syncer, the outer step "
-        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)}",
+        f"{as_time(outer_s)} of it; a round has room for {as_time(room_s)} ({basis(site)})",
     )
 
 
+def basis(site: Site) -> str:
+    """What of a computed figure was measured."""
+    line = "line" if "link" in site.model_fields_set else ""
+    assumed = "" if line else f", with a line of {written(site.link, 'TGMk')}bit/s assumed"
+    return f"computed from cores{' and line' if line else ''} as measured here{assumed}"
+
+
+def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
+    """Whether the run's merges take as long as they would here, and have room in its rounds.
+
+    What a syncer says of a merge is from the decision to the commit: sum, outer step, and what it writes.
+    """
+    sync, elements = run.sync, run.params / run.sync.fragments
+    written_bytes = math.fsum(GLOBALS[sync.global_codec]) * elements
+    sum_s = run.learners * elements * CODECS[sync.codec] / site.merge_rate / site.syncer_cores
+    here_s = sum_s + max(run.operations) / machine.speed.flops + 8 * written_bytes / site.link + 2 * site.latency
+    times = run.merge_s / here_s
+    found = (
+        f"a merge takes {as_time(run.merge_s)} as the run's syncers measured it, and {as_time(here_s)} {basis(site)}"
+    )
+    if times > FAR:
+        small = run.params < SMALL_PARAMS
+        why = "as is usual for so small a model: most are calls to Redis and waits for a thread, which are not computed"
+        slower = "so they have fewer or busier cores, or a slower line, than is here"
+        found += f": {times:.2g} times as long, {why if small else slower}"
+    elif times < 1 / FAR:
+        found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster line, than is here"
+    else:
+        found += ", which agrees"
+    if run.stretched >= FAR:
+        found += f"; intervals are {run.stretched:.2g} times as long as planned, since merges take their time"
+    room_s = full_room_steps(sync) * site.step_time
+    if run.merge_s > room_s or run.stretched >= FAR:
+        return warning("merges of the run", f"{found}; a round has room for {as_time(room_s)}", SEE_STATUS)
+    return ok("merges of the run", f"{found}; a round has room for {as_time(room_s)}")
+
+
 def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
-    """Whether what its parties keep fits. Of a learner that is only its exchange: its training may be on a GPU."""
+    """Whether what its parties keep fits. Of learners that is process and exchange: their training may be on a GPU."""
     if not machine.memory_bytes:
         return
     sync = run.sync
     wants = {
         "syncer": syncer_bytes(run.params, run.learners, sync.codec, sync.outer),
-        "learner": machine.processes * exchange_bytes(run.params, sync.fragments, sync.codec),
+        "learner": machine.processes * learner_bytes(run.params, sync.fragments, sync.codec),
     }
     for name, wanted in wants.items():
         if party not in (name, "all"):
             continue
-        found = f"a {name} here takes {as_bytes(wanted)} of {as_bytes(machine.memory_bytes)}"
+        several = name == "learner" and machine.processes > 1
+        who = f"{machine.processes} learners here take" if several else f"a {name} here takes"
+        found = f"{who} {as_bytes(wanted)} of {as_bytes(machine.memory_bytes)}"
         if name == "learner":
             training = machine.processes * TRAINING_BYTES["fp32"] * run.params
-            found += f", beside training ({as_bytes(training)} without activations, there or on a GPU)"
+            found += (
+                f", {as_bytes(machine.processes * LEARNER_PROCESS_BYTES)} of it before any model, beside training "
+                f"({as_bytes(training)} without activations, there or on a GPU)"
+            )
         if wanted > machine.memory_bytes:
             remedy = "several syncers share the fragments" if name == "syncer" else "a machine with more memory"
             yield warning(f"memory of a {name}", found, remedy)
@@ -283,4 +352,5 @@ def plan(run: Run, site: Site) -> Finding:
     if run.step_s is None:
         return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)
-    return ok("plan", f"{found}; `diloco plan` has H = {planned.interval}, P = {planned.fragments}, {planned.codec}")
+    choice = f"H = {planned.interval}, P = {planned.fragments}, {planned.codec}"
+    return ok("plan", f"{found}; `diloco plan` would have {choice} ({basis(site)})")

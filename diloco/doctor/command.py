@@ -1,8 +1,9 @@
 """`diloco doctor`: looks at this machine and its Redis, and says what is wrong, before a run is."""
 
 import asyncio
+import math
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import typer
@@ -11,12 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.doctor import checks, measure
-from diloco.doctor.facts import Link, Machine, Run
+from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.doctor.settings import DoctorSettings
-from diloco.doctor.start import checkpoints_bytes, of_folders
+from diloco.doctor.start import checkpoints_bytes, look_at_folders
 from diloco.options import RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.examining import address_of, examine
+from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
@@ -70,16 +71,21 @@ def _refused(failure: DilocoError) -> Finding:
 
 
 async def look(
-    settings: DoctorSettings, report: Report, run: Run | None, step_s: float | None, party: Party
+    settings: DoctorSettings,
+    report: Report,
+    run: Run | None,
+    step_s: float | None,
+    party: Party,
+    checkpoints: bool = False,
 ) -> tuple[Run | None, Link | None]:
-    """All that needs the server. Returns the run that is there, else the one that was given; and the line."""
+    """All that needs the server. Returns the run that is there, else the one that was given; and the line.
+
+    checkpoints: a syncer here can keep some.
+    """
     url = settings.bus_url()
     if url is None:
         return run, None
-    address, name = await asyncio.to_thread(address_of, url), settings.learner_id  # a name may take seconds
-    if name is None:
-        named = address.user.partition("-")
-        name = named[2] if named[0] in ("learner", "invited") and named[2] else f"doctor-{secrets.token_hex(2)}"
+    address = await asyncio.to_thread(address_of, url)  # a name may take seconds
     line = None
     try:
         examination = await examine(url)
@@ -87,9 +93,15 @@ async def look(
         report.add(_refused(failure))
         return run, None
     try:
+        if address.certificate:
+            strict = not await takes_without_certificate(url)
+            address = address._replace(certificate="asked for" if strict else "shown")
+            if not address.password:
+                address = address._replace(user=await examination.user())
+        name = settings.learner_id or _learner_of(address.user)
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
-            report.add(*checks.server(nodes, settings.checkpoint_dir is not None), *checks.transport(address, nodes))
+            report.add(*checks.server(nodes, checkpoints), *checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
             report.add(checks.rights(address, lacks, None if party == "all" else party))
             run = await _there(bus, report, run, step_s)
@@ -103,6 +115,12 @@ async def look(
     finally:
         await examination.close()
     return run, line
+
+
+def _learner_of(user: str) -> str:
+    """The learner that a user is made for, by its name; else one that nobody has."""
+    party, _, learner = user.partition("-")
+    return learner if party in ("learner", "invited") and learner else f"doctor-{secrets.token_hex(2)}"
 
 
 async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:
@@ -120,7 +138,9 @@ async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | 
     return found or planned
 
 
-def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, party: Party) -> Iterator[Finding]:
+def of_machine(
+    settings: DoctorSettings, machine: Machine, folders: Iterable[Folder], run: Run | None, party: Party
+) -> Iterator[Finding]:
     """What needs no server."""
     yield from checks.software(machine, party)
     if party != "syncer":
@@ -130,12 +150,13 @@ def of_machine(settings: DoctorSettings, machine: Machine, run: Run | None, part
             machine.cores, machine.blas_threads, settings.fragments if run is None else run.sync.fragments
         )
     params = 0.0 if run is None else run.params
-    needs = {
-        "checkpoint_dir": checkpoints_bytes(params),
-        "tape_dir": 0.0,
-        "state_dir": 2 * MOMENTS * VALUE_BYTES * params,  # the one before stays until the next one is whole
-    }
-    yield from of_folders(settings, needs)
+    for folder in folders:
+        needed = 0.0
+        if folder.setting == "checkpoint-dir" and math.isfinite(folder.free_bytes):
+            needed = checkpoints_bytes(params, measure.saved_bytes(folder.path, run.folder if run else ""))
+        elif folder.setting == "state-dir":
+            needed = 2 * MOMENTS * VALUE_BYTES * params  # the one before stays until the next one is whole
+        yield checks.folder(folder, needed)
 
 
 def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Iterator[Finding]:
@@ -151,6 +172,8 @@ def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Itera
         yield checks.load(run, site)
     if party != "learner":
         yield checks.merges(run, site, machine)
+        if run.merge_s:
+            yield checks.merges_of_run(run, site, machine)
 
 
 def _number(kind: type, flag: str, given: str | None) -> float | None:
@@ -207,10 +230,13 @@ def command(
         run = measure.planned_run(settings.run, settings.sync_spec(), planned, learners, step_s)
     with console.status("looking at this machine") as status:
         machine = measure.look_at_machine(here, settings.threads)
+        status.update("looking at folders and stores")
+        folders = list(look_at_folders(settings, ("checkpoint_dir", "tape_dir", "state_dir")))
+        kept = any(folder.setting == "checkpoint-dir" and not folder.problem for folder in folders)
         status.update("looking at Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            run, line = runner.run(_in_time(look(settings, report, run, step_s, party), report, run))
-    report.add(*of_machine(settings, machine, run, party))
+            run, line = runner.run(_in_time(look(settings, report, run, step_s, party, kept), report, run))
+    report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
     if run is None:

@@ -1,5 +1,6 @@
 """What was measured of a machine, its Redis and a run: the arguments of `checks`. Pure."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,16 +65,24 @@ class Run:
     """Of the outer step of each fragment (`outer_cost`)."""
     live: int | None = None
     """Learners that are; None: the run is planned."""
+    folder: str = ""
+    """Name of its own folder of checkpoints; "": it has not begun."""
+    merge_s: float = 0.0
+    """What a merge takes in it, of the usual fragment; 0: not known yet, or the run is planned."""
+    stretched: float = 1.0
+    """How many times as long as planned the intervals are by now, since merges take their time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that a party of this machine is to write to."""
+    """A folder, or another place, that a party of this machine is to write to."""
 
     setting: str
-    path: Path
-    problem: str
+    path: Path | str
+    """An address in a store of objects is text."""
+    problem: str = ""
     """Why nothing can be written there; "": it was tried."""
-    free_bytes: float
-    needed_bytes: float
-    """0: not known, or little."""
+    free_bytes: float = math.inf
+    """inf: nobody says, as of a store."""
+    there: bool = True
+    """False: it will be made."""

@@ -10,7 +10,6 @@ import platform
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -33,9 +32,14 @@ from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process.cgroup import limits
 from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, seen_cores, usable_cores
+from diloco.pipeline.ramps import interval_at, interval_in_force
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
 from diloco.pipeline.transfer.payloads import pull, push
+from diloco.pipeline.units import as_bytes
 from diloco.pipeline.view.status import LIVE_S
+from diloco.syncer.checkpoints.places import Folder as FolderPlace
+from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.checkpoints.saving import run_folder
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import delta_norms, merge_shares
 
@@ -122,18 +126,31 @@ def _merge_rate() -> float:
     return sum(delta.nbytes for delta in deltas) / min(took_s)
 
 
-def look_at_folder(setting: str, path: Path, needed_bytes: float = 0.0) -> Folder:
-    """Write a file in a folder, or where it would be made, and remove it."""
+def look_at_folder(setting: str, path: Path | str) -> Folder:
+    """Try a place as the syncer tries that of its checkpoints, and see what is free."""
     try:
-        there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-        free = float(shutil.disk_usage(there).free)
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".diloco-doctor-") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return Folder(setting, path, error.strerror or str(error), 0.0, needed_bytes)
-    return Folder(setting, path, "", free, needed_bytes)
+        place = place_of(path)
+        place.check()
+        if not isinstance(place, FolderPlace):
+            return Folder(setting, path)
+        there = next(one for one in (place.path.absolute(), *place.path.absolute().parents) if one.exists())
+        return Folder(
+            setting, path, free_bytes=float(shutil.disk_usage(there).free), there=there == place.path.absolute()
+        )
+    except (OSError, UsageError) as error:
+        said = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        return Folder(setting, path, said.removeprefix(f"{path}: "))
+
+
+def saved_bytes(path: Path | str, run: str) -> float:
+    """What a run's checkpoints in a folder take by now: those that are dropped make room for others.
+
+    run: name of its folder.
+    """
+    try:
+        return float(place_of(path).below(run).size_bytes()) if run else 0.0
+    except (OSError, UsageError):  # which was said
+        return 0.0
 
 
 # --- the run ----------------------------------------------------------------------------------------------
@@ -148,6 +165,13 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
     layout = layout_of(spec.tensors)
     live = [one.report for one in await bus.read_reports() if one.age_s < LIVE_S and not one.report.left]
     steps = known_steps([report.step_s_median or report.step_s for report in live])
+    state, heads = await bus.read_state(), await bus.read_heads(range(len(layout.fragments)))
+    present = [head for head in heads if head is not None]
+    merges = [head.window.merge_s for head in present if head.window.merge_s]
+    grown = [
+        interval_in_force(spec.sync, head.version, head.interval) / interval_at(spec.sync, head.version)
+        for head in present
+    ]
     return Run(
         name=bus.keys.run,
         sync=spec.sync,
@@ -156,6 +180,9 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         step_s=step_s or (median(steps) if steps else None),
         operations=tuple(operations_of((slot.tensor for slot in f.slots), spec.sync.outer) for f in layout.fragments),
         live=len(live),
+        folder="" if state is None else run_folder(bus.keys.run, state),
+        merge_s=median(merges) if merges else 0.0,
+        stretched=median(grown) if grown else 1.0,
     )
 
 
@@ -182,7 +209,7 @@ async def look_at_line(
     if not writes:
         return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
-        return Link(round_trip_s, problem=f"only {(room or 0) / 2**20:.0f} MiB of its maxmemory are free"), ahead_s
+        return Link(round_trip_s, problem=f"only {as_bytes(max(0, room or 0))} of its maxmemory are free"), ahead_s
     size, up, down = FIRST_BYTES, None, None
     try:
         while True:

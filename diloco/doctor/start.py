@@ -3,15 +3,16 @@
 A party that is started again must serve, also beside a full disk: what is wrong here is said once, as a warning.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from diloco.doctor import checks, measure
+from diloco.doctor.facts import Folder
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.findings import Finding
-from diloco.pipeline.needs import CHECKPOINT_BYTES
+from diloco.pipeline.party_memory import CHECKPOINT_BYTES
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import Settings, SyncerSettings, SyncSettings
 from diloco.syncer.checkpoints.manifest import KEPT
@@ -22,22 +23,26 @@ def _wrong(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level != "ok"]
 
 
-def checkpoints_bytes(params: float) -> float:
-    """Of those that are kept, and of one that is being made."""
-    return CHECKPOINT_BYTES * (KEPT + 1) * params
+def checkpoints_bytes(params: float, saved_bytes: float = 0.0) -> float:
+    """What will be added: those that are kept, and one that is being made, without what the run has saved already."""
+    return max(CHECKPOINT_BYTES * params, CHECKPOINT_BYTES * (KEPT + 1) * params - saved_bytes)
 
 
-def of_folders(settings: Settings, needed_bytes: Mapping[str, float]) -> Iterator[Finding]:
-    """Those of these settings that name a folder; stores of objects say at their first use what is wrong."""
-    for name, needed in needed_bytes.items():
-        place = getattr(settings, name)
-        if place is not None and not is_address(str(place)):
-            yield checks.folder(measure.look_at_folder(name.replace("_", "-"), Path(place), needed))
+def look_at_folders(settings: Settings, names: Iterable[str]) -> Iterator[Folder]:
+    """Those of these settings that name a folder or another place."""
+    for name in names:
+        if (place := getattr(settings, name)) is not None:
+            yield measure.look_at_folder(name.replace("_", "-"), place)
 
 
 def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:
-    """What a syncer of this machine should be told of, before it knows its run."""
-    return _wrong(of_folders(settings, {"checkpoint_dir": 0.0, "tape_dir": 0.0, "record_deltas": 0.0}))
+    """What a syncer of this machine should be told of, before it knows its run.
+
+    A store of objects is not asked: the syncer tries it itself, and does not wait for it.
+    """
+    store = settings.checkpoint_dir is not None and is_address(settings.checkpoint_dir)
+    names = ["tape_dir", "record_deltas"] if store else ["checkpoint_dir", "tape_dir", "record_deltas"]
+    return _wrong(map(checks.folder, look_at_folders(settings, names)))
 
 
 def wrong_for_run(
@@ -51,14 +56,14 @@ def wrong_for_run(
         out: the output folder.
         learners: of the run.
         processes: that train on this machine's CPU: learners, or their ranks.
-        threads: of each.
+        threads: of each; of one each nothing is said, since nobody could start them with fewer.
         info: of its Redis.
     """
     params = float(SIZES[model].parameters()) if model in SIZES else 0.0
     return _wrong(
         [
-            checks.threads(usable_cores(), processes, threads, "as set"),
-            checks.folder(measure.look_at_folder("out", out, checkpoints_bytes(params))),
+            *([checks.threads(usable_cores(), processes, threads, "as set")] if threads > 1 else ()),
+            checks.folder(measure.look_at_folder("out", out), checkpoints_bytes(params)),
             room(info.maxmemory_bytes, params, settings.sync_spec(), learners),
         ]
     )

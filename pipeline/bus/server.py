@@ -5,11 +5,12 @@ One judgement for all who ask: the bus as it connects and warns, the syncer befo
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.redis_memory import redis_bytes, redis_holds
+from diloco.pipeline.units import as_bytes
 
 OLDEST = (6, 2)
 """Version from which on a server has what scripts and streams need."""
@@ -32,6 +33,8 @@ class Address(NamedTuple):
     password: bool
     user: str
     """"" where the URL names none."""
+    certificate: Literal["", "shown", "asked for"] = ""
+    """A client's: shown to a server that takes connections without one too, or to one that takes none without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def fill(server: Server) -> Finding:
         return warning(
             "Redis fill", f"Redis uses {share:.0%} of its maxmemory", "raise it; deltas are refused where it is full"
         )
-    return ok("Redis fill", f"{server.used_bytes / 2**20:.0f} MiB in use")
+    return ok("Redis fill", f"{as_bytes(server.used_bytes)} in use")
 
 
 def disk(server: Server) -> Finding:
@@ -127,7 +130,7 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     if server.save is None:
         lost = "all since its last snapshot, if it takes any"
     if checkpoints:
-        return ok("persistence", f"no append-only file: a restart loses {lost}, but there are checkpoints")
+        return ok("persistence", f"no append-only file: a restart loses {lost}, but checkpoints are kept")
     return warning(
         "persistence",
         f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
@@ -159,11 +162,11 @@ def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
-    needs = f"this model needs at least {needed / 2**20:.0f} MiB ({redis_holds(learners, sync.global_codec)})"
+    needs = f"this model needs at least {as_bytes(needed)} ({redis_holds(learners, sync.global_codec)})"
     limit = maxmemory_bytes or machine_bytes
-    has = f"Redis has maxmemory {limit / 2**20:.0f} MiB" if maxmemory_bytes else "Redis has no maxmemory"
+    has = f"Redis has maxmemory {as_bytes(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:
-        has += f", on a machine of {machine_bytes / 2**20:.0f} MiB"
+        has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:
         remedy = "raise it" if maxmemory_bytes else "give it a machine with more memory"
         return error("Redis memory", f"{has}; {needs}", remedy)

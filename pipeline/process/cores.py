@@ -53,4 +53,5 @@ def product_speed() -> Speed:
         began = time.perf_counter()
         np.matmul(one, one)
         took_s.append(time.perf_counter() - began)
-    return Speed(2 * _SIDE**3 / min(took_s), max(1, usable_cores() // blas_threads()))
+    threads = blas_threads()
+    return Speed(2 * _SIDE**3 / min(took_s), max(1, usable_cores() // threads), threads)

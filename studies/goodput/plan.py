@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.needs import GLOBALS, TRAINING_BYTES, Needs, needs_of, pace_of
+from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
+from diloco.pipeline.party_memory import TRAINING_BYTES
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import DAY_S
 from diloco.studies.goodput.constants import Constants

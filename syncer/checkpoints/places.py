@@ -9,6 +9,7 @@ import importlib
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +22,9 @@ from diloco.pipeline.files.replacing import Part, replace
 
 PIECE_BYTES = 8 * 2**20
 """Given to a store's file at a time, which gathers what it sends."""
+TRIED = ".tried-"
+"""How the name of what is written to try a place begins; it goes at once."""
+TRIED_BYTES = 4096
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
 }
@@ -127,9 +131,17 @@ class Folder:
 
     def check(self) -> None:
         """As `Place`."""
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise OSError(f"{there} is no folder, or not yours to write to")
+        path = self.path.absolute()
+        there = next(one for one in (path, *path.parents) if os.path.lexists(one))  # a link to nothing is in the way
+        if not there.is_dir():
+            raise OSError(f"{there} is no folder")
+        try:
+            with tempfile.TemporaryDirectory(prefix=TRIED, dir=there) as tried:
+                made = Path(tried) / path.relative_to(there)
+                made.mkdir(parents=True, exist_ok=True)
+                (made / "file").write_bytes(bytes(TRIED_BYTES))
+        except OSError as error:
+            raise OSError(f"{there}: {error.strerror or error}") from error
 
     def names(self) -> frozenset[str]:
         """As `Place`."""
@@ -183,7 +195,7 @@ class Store:
 
     def check(self) -> None:
         """As `Place`."""
-        name = f".tried-{secrets.token_hex(4)}"
+        name = f"{TRIED}{secrets.token_hex(4)}"
         self.write(name, ())
         self.remove(name)
 

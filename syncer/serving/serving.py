@@ -233,7 +233,7 @@ class Serving:
         together_s = sum(pace.outer_s for pace in paces) / self.context.speed.at_once if reckoned else 0.0
         share = merge_share(sync, paces, steps, together_s)
         metrics.merge_share.set(math.nan if share is None else share)
-        slow = slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s)
+        slow = slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s, self.context.speed)
         return None if slow is None else str(slow)
 
     async def _watch_bus(self) -> None:

@@ -117,7 +117,48 @@ def test_a_containers_limits_are_read(files: dict[str, str], expected: Limits, t
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert limits(tmp_path) == expected
+    assert limits(tmp_path, tmp_path / "none") == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        (
+            "0::/slice/job/step\n",
+            {
+                "slice/memory.max": "1073741824\n",
+                "slice/job/memory.max": "max\n",
+                "slice/job/step/memory.max": "4294967296\n",
+                "slice/cpu.max": "max 100000\n",
+                "slice/job/cpu.max": "150000 100000\n",
+                "slice/job/step/cpu.max": "400000 100000\n",
+                "other/memory.max": "1\n",
+            },
+        ),
+        (
+            "4:memory:/slice/job\n3:cpu,cpuacct:/slice/job\n1:name=systemd:/slice\n0::/\n",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/slice/memory.limit_in_bytes": "1073741824\n",
+                "memory/slice/job/memory.limit_in_bytes": "4294967296\n",
+                "cpu/slice/cpu.cfs_quota_us": "150000\n",
+                "cpu/slice/cpu.cfs_period_us": "100000\n",
+                "cpu/slice/job/cpu.cfs_quota_us": "-1\n",
+                "cpu/slice/job/cpu.cfs_period_us": "100000\n",
+            },
+        ),
+        ("0::/../outside\n", {"memory.max": "1073741824\n", "cpu.max": "150000 100000\n"}),
+        ("0::/docker/not-seen-from-inside\n", {"memory.max": "1073741824\n", "cpu.max": "150000 100000\n"}),
+    ],
+    ids=["2", "1", "outside its own tree", "another's path"],
+)
+def test_the_lowest_limit_of_all_groups_around_a_process_rules(own: str, files: dict[str, str], tmp_path: Path) -> None:
+    """Also where a parent has less than the process's own group, as in jobs of a scheduler."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert limits(tmp_path, tmp_path / "own") == Limits(2.0**30, 1.5)
 
 
 def test_usable_cores_are_whole_ones_of_the_containers_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from diloco.pipeline.needs import (
     GLOBALS,
     LINK_SHARE,
     SYNCER_MEMORY_BYTES,
-    SYNCER_SPARE,
     Site,
     layers_of,
     needs_of,
@@ -24,10 +23,9 @@ from diloco.pipeline.needs import (
     pace_of,
     params_of,
     shape_of,
-    syncer_bytes,
-    syncer_share,
 )
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, matrix_operations, operations_of, transformer_operations
+from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, SYNCER_SPARE, syncer_bytes, syncer_share
 from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings, defaults, load
 from diloco.studies.goodput.constants import Constants
@@ -108,8 +106,9 @@ def test_ranks_share_what_a_learner_takes() -> None:
     for each in ("training_bytes", "bytes_per_s", "cores"):
         assert getattr(rank, each) == pytest.approx(getattr(alone, each) / 8), each
     fragment = 8e9 / 16
-    assert alone.memory_bytes == 16 * 4 * fragment + 10 * fragment
-    assert rank.memory_bytes == 2 * 4 * fragment + (4 + 2 + 2 * 4) * fragment, "a global, a payload, rows of each way"
+    exchange = {one.name: one.memory_bytes - LEARNER_PROCESS_BYTES for one in (alone, rank)}
+    assert exchange["learner"] == 16 * 4 * fragment + 10 * fragment
+    assert exchange["rank"] == 2 * 4 * fragment + (4 + 2 + 2 * 4) * fragment, "a global, a payload, rows of each way"
     assert party("rank", ranks=8, codec="int8").memory_bytes > rank.memory_bytes + 2 * 4 * fragment
     assert party("rank", ranks=8, precision="bf16").training_bytes == 18 * 1e9
 
@@ -304,7 +303,8 @@ def test_the_command_plans_learners_of_several_ranks(tmp_path: Path, capsys: pyt
     out = tmp_path / "plan.json"
     given = ["--params", "8B", "--step-time", "3s", "--link", "25Gbps", "--ranks", "8", "--precision", "bf16"]
     assert main(["plan", *given, "--json", str(out)]) == 0
-    assert "of a rank: what its exchange adds to training" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of a rank: its process (400MB for Python, torch and the program) and what its exchange adds" in shown
     name, machines, *_, training_bytes = json.loads(out.read_text())["parties"][0]
     assert (name, machines, training_bytes) == ("rank", 32, 18e9)
     assert main(["plan", "--ranks", "0"]) == 2

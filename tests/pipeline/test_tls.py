@@ -15,6 +15,7 @@ import pytest
 import redis as redis_py
 
 from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.tls import with_tls
 from diloco.pipeline.clock import fast_loop
@@ -232,3 +233,35 @@ def test_certificates_for_a_url_without_tls_are_a_mistake(tmp_path: Path) -> Non
 def test_a_password_in_the_url_survives_its_certificates() -> None:
     url = with_tls("rediss://me:p%40%2Fw@h:1/0?ssl_check_hostname=false", {"redis_ca": Path("/a b/ca.pem")})
     assert url == "rediss://me:p%40%2Fw@h:1/0?ssl_check_hostname=false&ssl_ca_certs=%2Fa+b%2Fca.pem"
+
+
+async def test_a_server_that_is_silent_is_not_said_to_speak_no_tls() -> None:
+    """Only one that answers in the clear is; to others no advice is given that may be wrong."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(BusUnavailable) as refused:
+            await connect(f"rediss://:{PASSWORD}@127.0.0.1:{port}", "r")
+    assert "redis://)" not in str(refused.value)
+    assert "no TLS" not in str(refused.value)
+
+
+@pytest.mark.redis
+async def test_who_a_connection_is_and_whether_a_certificate_is_asked_for_is_found_out(
+    ports: tuple[int, int], strict_port: int, authority: Authority
+) -> None:
+    """By asking the server, and by a connection without a certificate, on which nobody logs in."""
+    certificate, key = authority.issued("client")
+    files = {"redis_ca": authority.ca, "redis_cert": certificate, "redis_key": key}
+    for port, takes in ((ports[0], True), (strict_port, False)):
+        url = settings(port, **files).bus_url()
+        assert url is not None
+        assert address_of(url).certificate == "shown"
+        assert await takes_without_certificate(url) is takes
+        examination = await examine(url)
+        assert await examination.user() == "default"
+        await examination.close()

@@ -74,7 +74,7 @@ _TLS = (
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        "no TLS is spoken there; name its TLS port, or use redis://",
+        NO_TLS := "no TLS is spoken there; name its TLS port, or use redis://",
     ),
 )
 """What OpenSSL says, and what to do."""
@@ -221,7 +221,7 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> "RedisCalls":
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except _ERRORS as error:
-        refused = _hinted(translate(error, where), is_tls(options))
+        refused = await _hinted(translate(error, where), where, options)
         raise type(refused)(f"{refused}{hint}") from None
     finally:
         await probe.aclose()
@@ -241,14 +241,29 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> "RedisCalls":
     return calls
 
 
-def _hinted(error: DilocoError, tls: bool) -> DilocoError:
+async def _hinted(error: DilocoError, where: str, options: Mapping[str, Any]) -> DilocoError:
     """A server that hangs up, or is silent, may want another kind of connection, and cannot say so."""
+    tls = is_tls(options)
+    if isinstance(error, BusUnavailable) and tls and await _answers_in_the_clear(options):
+        return UsageError(f"Redis at {where}: {NO_TLS}")
     if isinstance(error, BusUnavailable) and re.search("closed by server|reset by peer", str(error)):
         wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else "TLS (rediss://)"
         return BusUnavailable(f"{error}; perhaps it wants {wants}")
-    if isinstance(error, BusUnavailable) and tls and "Timeout" in str(error):
-        return BusUnavailable(f"{error}; perhaps no TLS is spoken there (redis://)")
     return error
+
+
+async def _answers_in_the_clear(options: Mapping[str, Any]) -> bool:
+    """Whether there is a Redis without TLS: it is asked for a sign of life, and told no secret."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(options.get("host", "localhost"), options.get("port", 6379))
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith((b"+PONG", b"-"))
+            finally:
+                writer.close()
+    except (OSError, ValueError):
+        return False
 
 
 def is_tls(options: Mapping[str, Any]) -> bool:

@@ -6,12 +6,14 @@ server looks at the rights first, so it answers either that they are missing, or
 
 import asyncio
 import ipaddress
+import re
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import redis.exceptions as rx
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.cluster import RedisCluster
 
 from diloco.pipeline.bus.keys import RunKeys
@@ -34,7 +36,9 @@ def address_of(url: str) -> Address:
     """
     options, where = parse(url)
     own = "path" in options or _loopback(str(options.get("host", "localhost")))
-    return Address(where, own, is_tls(options), bool(options.get("password")), str(options.get("username") or ""))
+    certificate: Literal["", "shown"] = "shown" if options.get("ssl_certfile") else ""
+    user = str(options.get("username") or "")
+    return Address(where, own, is_tls(options), bool(options.get("password")), user, certificate)
 
 
 def _loopback(host: str) -> bool:
@@ -96,6 +100,15 @@ class RedisExamination:
         config = {} if cluster else await self._config()
         return [Server.of(node, config) for node in nodes]
 
+    async def user(self) -> str:
+        """Who this connection is to the server; "": that may not be asked, and was not said."""
+        async with self._calls.call("control", CONTROL_S) as client:
+            try:
+                return _text(await client.execute_command("ACL WHOAMI"))
+            except rx.NoPermissionError as error:
+                named = re.search(r"User (\S+) has no permissions", str(error))
+                return named[1] if named else ""
+
     async def _config(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in CONFIG:
@@ -148,6 +161,28 @@ def _key_of(probe: Probe) -> str:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def takes_without_certificate(url: str) -> bool:
+    """Whether a server lets in who shows no client certificate, whatever it asks of them then. Nobody logs in.
+
+    Raises:
+        UsageError: malformed.
+    """
+    options, _ = parse(url)
+    left_out = ("ssl_certfile", "ssl_keyfile", "username", "password")
+    pool = ConnectionPool(**{name: value for name, value in options.items() if name not in left_out})
+    client = Redis.from_pool(pool)
+    try:
+        async with asyncio.timeout(CONTROL_S):
+            await client.info()
+    except (rx.AuthenticationError, rx.ResponseError):
+        return True
+    except (rx.RedisError, OSError):
+        return False
+    finally:
+        await client.aclose()
+    return True
 
 
 async def examine(url: str) -> RedisExamination:

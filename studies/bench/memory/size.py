@@ -28,7 +28,7 @@ from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.needs import syncer_bytes, syncer_share
+from diloco.pipeline.party_memory import syncer_bytes, syncer_share
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.process import logs

@@ -10,9 +10,9 @@ export function counted(number) {
 
 /** @param {number} bytes @returns {string} */
 export function sized(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  for (; bytes >= 1024 && unit < 4; unit++) bytes /= 1024;
+  for (; bytes >= 1000 && unit < 4; unit++) bytes /= 1000;
   return `${bytes.toFixed(bytes < 10 && unit ? 1 : 0)} ${units[unit]}`;
 }
 
