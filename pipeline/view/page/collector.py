@@ -51,7 +51,13 @@ class Collector:
     """Follows one run for as long as `run` goes on."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, epoch: str, live_s: float | None = None, idle_s: float = UNWATCHED_S
+        self,
+        bus: Bus,
+        clock: Clock,
+        epoch: str,
+        live_s: float | None = None,
+        idle_s: float = UNWATCHED_S,
+        redis_url: str = "",
     ) -> None:
         """Make one that has read nothing yet.
 
@@ -61,10 +67,11 @@ class Collector:
             epoch: letters and digits that no other collector has: numbers of updates are its own.
             live_s: a learner not heard from for this long is not live; None: what the run's syncers go by.
             idle_s: time between two looks while nobody follows.
+            redis_url: how the bus is reached: the page says how others can join, without its secrets.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._reader = RunReader(bus, clock, live_s)
-        self.model, self.reading = PageModel(bus.keys.run), Reading()
+        self.model, self.reading = PageModel(bus.keys.run, redis_url), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
         self._whole = Update(-1, b"")

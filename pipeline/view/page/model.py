@@ -14,8 +14,9 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
-from diloco.pipeline.view.page.sentence import Beside, Verdict, verdict
+from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, Status, present
 
@@ -67,8 +68,9 @@ class Look:
 class PageModel:
     """One run, as the page shows it."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, redis_url: str = "") -> None:
+        """redis_url: how this server reaches the run's Redis; its secrets are not kept."""
+        self._run, self._way = run, Way.of(redis_url)
         self._times: tuple[Timeline, Timeline] | None = None
         """The last minutes, and the whole run."""
         self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
@@ -88,7 +90,7 @@ class PageModel:
         """As the last patch left it."""
         self._new_marks: list[Model] = []
         self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
-        self._next: Model = self._head(Verdict(level="note", text="Nothing is known of the run yet.", do=""), 0.0)
+        self._next: Model = self._head(said("note", "Nothing is known of the run yet."), 0.0)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -125,8 +127,8 @@ class PageModel:
         self._status = status
         used = None if info is None or not info.maxmemory_bytes else info.used_bytes / info.maxmemory_bytes
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        said = verdict(status, Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=used))
-        self._next = self._head(said, now_s) | {
+        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=used, way=self._way)
+        self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,
             "fragments": _fragments(status, now_s),
@@ -138,8 +140,8 @@ class PageModel:
 
     def away(self, now_s: float, since_s: float, error: str) -> None:
         """The bus could not be read."""
-        said = verdict(self._status, Beside(away_s=max(0.0, now_s - since_s), away=error))
-        self._next = self._next | self._head(said, now_s)
+        beside = Beside(away_s=max(0.0, now_s - since_s), away=error)
+        self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
     def _begin(self, look: Look) -> None:
         """Draw what was before the first look."""
@@ -217,8 +219,8 @@ class PageModel:
 
     # --- telling ------------------------------------------------------------------------------------------
 
-    def _head(self, said: Verdict, now_s: float) -> Model:
-        return {"run": self._run, "now_s": round(now_s, 3), "sentence": said, "notes": self._notes}
+    def _head(self, sentence: Verdict, now_s: float) -> Model:
+        return {"run": self._run, "now_s": round(now_s, 3), "sentence": sentence, "notes": self._notes}
 
     def snapshot(self) -> Model:
         """All of it, as the last patch left it; without a patch there is nothing."""

@@ -84,7 +84,7 @@ export class Model {
   constructor() {
     this.run = "";
     this.now = 0;
-    this.sentence = { level: "note", text: "", do: "" };
+    this.sentence = { level: "note", text: "", do: "", command: "" };
     /** @type {string[]} */
     this.notes = [];
     /** @type {any} as `status.py` names it */

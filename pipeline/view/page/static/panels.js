@@ -35,12 +35,13 @@ function list(root, texts, tag = "li") {
 
 /** @param {Model} model */
 export function head(model) {
-  const { level, text, do: remedy } = model.sentence;
+  const { level, text, do: remedy, command } = model.sentence;
   document.title = `${SIGNS[level] ?? ""} ${model.run}`;
   put("name", model.run);
   put("sentence", text);
   put("sign", SIGNS[level] ?? "");
   put("do", remedy);
+  put("command", command ?? "");
   element("verdict").dataset.level = level;
   const totals = model.totals;
   put("phase", totals ? totals.phase + (totals.phase === "running" ? "" : ` (${totals.reason})`) : "");
