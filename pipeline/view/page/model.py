@@ -82,6 +82,8 @@ class PageModel:
         self._still_s: float | None = None
         """Since when there was no merge."""
         self._outer_steps = 0
+        self._origin_s: float | None = None
+        """When the run began: 0:00 of all times that the page shows."""
         self._ended_s: dict[str, float] = {}
         self._status: Status | None = None
         self._over = False
@@ -109,6 +111,8 @@ class PageModel:
             if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
                 window = self._windows.setdefault(record.fragment, WindowLife())
                 window.opened = record.version, min(record.unix_s, now_s)
+        if look.began_s is not None:
+            self._origin_s = min(look.began_s, now_s)
         self._count(look)
         for event in look.events:
             if event.name in NAMES:
@@ -220,7 +224,13 @@ class PageModel:
     # --- telling ------------------------------------------------------------------------------------------
 
     def _head(self, sentence: Verdict, now_s: float) -> Model:
-        return {"run": self._run, "now_s": round(now_s, 3), "sentence": sentence, "notes": self._notes}
+        return {
+            "run": self._run,
+            "now_s": round(now_s, 3),
+            "origin_s": self._origin_s,
+            "sentence": sentence,
+            "notes": self._notes,
+        }
 
     def snapshot(self) -> Model:
         """All of it, as the last patch left it; without a patch there is nothing."""
