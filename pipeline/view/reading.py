@@ -54,8 +54,11 @@ class Reading:
         return max((heads.get(p, v) - v for p, v in enumerate(learner["versions"]) if v >= 0), default=0)
 
     def step_s(self) -> float | None:
-        """Of the usual learner that is live; if none is, of those that were."""
-        learners = self.learners()
+        """Of the usual learner that is live; if none is, of all that were, however long ago: Redis keeps their last word.
+
+        An alert goes by it, which must not end because nobody is left.
+        """
+        learners = present(self.look.status["learners"]) if self.look is not None else []
         known = known_steps(one["step_s"] for one in learners if one["live"])
         known = known or known_steps(one["step_s"] for one in learners)
         return median(known) if known else None

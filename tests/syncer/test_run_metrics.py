@@ -226,6 +226,21 @@ def test_a_fragment_is_unmerged_since_its_last_merge() -> None:
     assert unmerged(NOW_S + 40, (2, 6), Phase.DRAINING) == {"0": 0, "1": 0}
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["died", "left"])
+def test_a_round_is_known_as_long_as_the_run_is_not_finished(left: bool) -> None:
+    """Also when the last learner has gone long ago, and for a syncer that was started after that: else the alert that
+    nothing is merged would end by itself."""
+    for reading in (seen_before := Reading()), Reading():
+        if reading is seen_before:
+            reading.see(look([samples.seen("l0", step_s=0.2)]))
+        reading.see(look([samples.seen("l0", SHOWN_S + 3600, step_s=0.2, left=left)], NOW_S + SHOWN_S + 3600))
+        registry = shown(reading)
+        assert values(registry, "diloco_learner_steps_total") == {}
+        assert values(registry, "diloco_fragment_round_seconds") == {"0": pytest.approx(0.8), "1": pytest.approx(0.8)}
+    unmerged = values(shown(seen_before), "diloco_fragment_unmerged_seconds")
+    assert unmerged["0"] > 5 * 0.8
+
+
 def test_what_a_peer_wrote_stays_within_its_label() -> None:
     """Should a name ever get past the wire's bounds: quotes, newlines and what looks like a sample."""
     reading, name = Reading(), 'x"} 1\ndiloco_run_loss{run="a\\'
