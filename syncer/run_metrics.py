@@ -204,6 +204,11 @@ FIGURES = (
         _of_server(lambda info: info.maxmemory_bytes or None),
     ),
     Figure(
+        "diloco_redis_nearly_full",
+        "1 where less is free than a round of the run uploads, a tenth of its memory at least, a quarter at most",
+        _one(lambda at: at.nearly_full),
+    ),
+    Figure(
         "diloco_redis_received_bytes",
         "In, from all its clients since it was started",
         _of_server(lambda info: info.received_bytes),

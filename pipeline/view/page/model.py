@@ -51,6 +51,8 @@ class Look:
     """Unix time."""
     status: Status
     info: BusInfo | None = None
+    nearly_full: bool = False
+    """Redis' memory, by `server.fill_of_run`."""
     shares: Mapping[int, float] = field(default_factory=dict)
     """Of the model, by fragment."""
     heads: Sequence[tuple[int, int, bytes]] = ()
@@ -129,9 +131,9 @@ class PageModel:
             for one in self._times:
                 one.put(name, now_s, value)
         self._status = status
-        used = None if info is None or not info.maxmemory_bytes else info.used_bytes / info.maxmemory_bytes
+        full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=used, way=self._way)
+        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
         self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypedDict
 
-from diloco.pipeline.bus.server import NEARLY_FULL
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, duration
 from diloco.pipeline.view.page.joining import Way
@@ -61,7 +60,7 @@ class Beside:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Deltas refused since then, by reason."""
     redis_share: float | None = None
-    """Used of Redis' memory, where it has a limit."""
+    """Used of Redis' memory, where it is nearly full."""
     way: Way = Way()
     """To the run's Redis."""
 
@@ -180,7 +179,7 @@ def _merging(
     status: Status, beside: Beside, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
 ) -> Verdict:
     """Well, with what is to be known all the same."""
-    if beside.redis_share is not None and beside.redis_share >= NEARLY_FULL:
+    if beside.redis_share is not None:
         return said(
             "note",
             f"Redis is {beside.redis_share:.0%} full: once it is, nothing can be published or merged.",
