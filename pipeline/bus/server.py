@@ -120,7 +120,7 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
 
 
 def fill_of_run(info: BusInfo, elements: float, learners: int, sync: SyncSpec) -> Finding:
-    """The same of the fullest node of a run's bus. learners: that are live; no fewer than a quorum are reckoned with."""
+    """`fill` of the fullest node of a run's bus. learners: that are live; a quorum at least is reckoned with."""
     each = round_bytes(elements, max(learners, sync.quorum), sync.codec) / info.nodes
     return fill(*info.fullest, each)
 

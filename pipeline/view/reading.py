@@ -60,7 +60,7 @@ class Reading:
         return max((heads.get(p, v) - v for p, v in enumerate(learner["versions"]) if v >= 0), default=0)
 
     def step_s(self) -> float | None:
-        """Of the usual learner that is live; if none is, of all that were, however long ago: Redis keeps their last word.
+        """Of the usual learner that is live; if none is, of all that were: Redis keeps their last words.
 
         An alert goes by it, which must not end because nobody is left.
         """

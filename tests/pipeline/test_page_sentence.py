@@ -274,7 +274,7 @@ FAR = "diloco learner --run my-run --redis-url redis://10.0.0.5:6379"
     ],
 )
 def test_the_command_reaches_the_redis_of_the_run(url: str, where: str, command: str) -> None:
-    """By its address, as the page's server knows it. A password is named and never shown; nor is a file of another's."""
+    """By its address, as the page's server knows it. A password is named and never shown."""
     said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside(way=Way.of(url)))
     assert asked(said) == (f"Start one{where}:", command)
     assert "hunter2" not in str(said)

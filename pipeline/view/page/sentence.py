@@ -61,7 +61,7 @@ class Beside:
     """Deltas refused since then, by reason."""
     redis_share: float | None = None
     """Used of Redis' memory, where it is nearly full."""
-    way: Way = Way()
+    way: Way = field(default_factory=Way)
     """To the run's Redis."""
 
 
