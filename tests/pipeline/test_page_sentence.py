@@ -210,7 +210,9 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
     assert said["text"].startswith(
         "The run goes on without l2 (silent for 12 s), and nobody waits: 2 learners train at"
     )
-    assert asked(said) == ("Start it again:", "diloco learner --run my-run")
+    assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l2")
+    said = verdict(status([*seen, samples.seen("l4", age_s=12.0)]), Beside())
+    assert asked(said) == ("Start them again, each under its name:", "diloco learner --run my-run --learner-id l2")
 
 
 def test_a_run_that_is_well() -> None:

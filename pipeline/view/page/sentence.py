@@ -5,6 +5,7 @@ What stands further up is worse, or makes what is below it moot: the first that 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from statistics import median
 from typing import TypedDict
 
@@ -199,7 +200,10 @@ def _merging(
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
         text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
-        return said("note", text, *_start(status, beside, what="Start it again"))
+        gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
+        what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
+        do, command = _start(status, beside, what=what)
+        return said("note", text, do, f"{command} --learner-id {quote(gone[0])}")
     return said("well", f"The run is well: {at}{merged}{rest}.")
 
 

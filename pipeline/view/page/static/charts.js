@@ -16,7 +16,7 @@ export const FATES = [
   ["pending", "dots", "pending"],
   ["unsaid", "lines", "not merged, not told apart"],
 ];
-const HEIGHT = 216;
+const HEIGHT = 210;
 const BY_TIME = { label: "run time (0:00: the run began)",
   incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800] };
 const BY_TOKENS = { label: "trained tokens" };
@@ -182,7 +182,7 @@ export class Charts {
       series: [{ label: writeX === clock ? "run time" : "tokens",
         value: (/** @type {any} */ _, /** @type {number|null} */ x) => (x == null ? "–" : writeX(x)) }, ...series],
       axes: [
-        { ...axis, ...(writeX === clock ? BY_TIME : BY_TOKENS), labelFont: axis.font, labelSize: 16,
+        { ...axis, ...(writeX === clock ? BY_TIME : BY_TOKENS), labelFont: axis.font, labelSize: 18, size: 32,
           values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(writeX) },
         { ...axis, size: 62, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(write) },
       ],
