@@ -112,7 +112,8 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     if maxmemory_bytes and free <= least:
         return warning(
             "Redis fill",
-            f"Redis should have {least / 2**20:.0f} MiB free and uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory",
+            f"Redis should have {least / 2**20:.0f} MiB free, and uses {used_bytes / maxmemory_bytes:.0%} of its "
+            "maxmemory",
             "raise it; deltas are refused where it is full",
         )
     return ok("Redis fill", f"{used_bytes / 2**20:.0f} MiB in use")
